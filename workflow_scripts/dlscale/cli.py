@@ -1,4 +1,7 @@
-"""Command line: a thin subcommand for each stage and query; its module is imported only when it runs."""
+"""Command line: a thin subcommand for each stage and query.
+
+The module of a subcommand is imported only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +199,10 @@ def _overview(texts: Mapping[str, str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that suggests the nearest command and, for a query, accepts positional words between its options."""
+    """Parser that suggests the nearest command.
+
+    For a query it accepts positional words before, between and after the options.
+    """
 
     reorders = False
 
@@ -236,7 +242,7 @@ def _is_option(word: str) -> bool:
 
 
 def _fits(action: argparse.Action, word: str) -> bool:
-    """Return whether a word is another value of an option with several values, not a positional word."""
+    """Return whether a word is another value of an option, not a positional word."""
     if action.dest == "configfile":
         return word.endswith((".yaml", ".yml", ".json"))
     if action.dest == "config":
@@ -402,7 +408,10 @@ def _imported(module: str) -> Any:
 
 
 def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Return a context that samples telemetry, if requested and if this is the first process of its node."""
+    """Return a context that samples telemetry.
+
+    It does nothing unless telemetry is requested and this is the first process of its node.
+    """
     if not getattr(args, "telemetry", None):
         return contextlib.nullcontext()
     from dlscale.config.run import Geometry
@@ -424,7 +433,10 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Let a run, and the run of its paired timing, read local copies of the data if their loaders request it."""
+    """Let runs read local copies of their data if their loaders request it.
+
+    The runs are the run of the stage and the one of its paired timing.
+    """
     with contextlib.ExitStack() as copies:
         if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest
@@ -435,7 +447,10 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Return the manifest of the data that a run's loader reads: of a copy on this node, if requested."""
+    """Return the manifest of the data that a run's loader reads.
+
+    If the loader requests it, this is a copy on this node.
+    """
     loader = read_settings(config)[0].get("loader")
     loader = loader if isinstance(loader, dict) else {}  # the stage itself refuses an invalid section
     if (place := loader.get("staging")) in ("memory", "local"):
@@ -457,7 +472,10 @@ def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
 
 
 def _configuration(args: argparse.Namespace) -> Configuration | None:
-    """Return the configuration as the workflow merges it; None if there is none, such as inside an image."""
+    """Return the configuration as the workflow merges it.
+
+    Return None if there is none, such as inside an image.
+    """
     from dlscale.config.resolve import load_files
 
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *args.configfile]

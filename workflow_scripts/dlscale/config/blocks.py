@@ -1,4 +1,4 @@
-"""Blocks of a plan that generate its runs: trials of a sweep, numbers of devices, batch sizes and seeds."""
+"""Blocks of a plan that generate its runs: sweeps, scaling and convergence."""
 
 from __future__ import annotations
 
@@ -182,7 +182,10 @@ def _apart(settings: Any) -> bool:
 
 
 def _leave(settings: Any, name: str, *keys: str) -> None:
-    """Refuse additional settings that are not a mapping, or that have one of `keys`, which the block sets."""
+    """Refuse additional settings that are not a mapping or have one of `keys`.
+
+    The block itself sets these keys.
+    """
     if settings is not None and not isinstance(settings, dict):
         raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
@@ -395,7 +398,7 @@ def _number(value: Any) -> Any:
 
 
 def _name(values: Values, words: dict[str, str]) -> str:
-    """Return the name of a trial, which is also the name of its folder: 0.003 is written 0p003."""
+    """Return the name of a trial and of its folder; 0.003 is written 0p003."""
     name = "_".join(f"{words[key]}-{_legal(_shown(value))}" for key, value in values.items())
     if len(name) <= LONGEST:
         return name

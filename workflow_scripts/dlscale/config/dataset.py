@@ -28,7 +28,9 @@ class Written(str):
 
 
 def seen(text: Any) -> Any:
-    """Return a path of a settings file as seen from the working folder; return other values unchanged.
+    """Return a path of a settings file as seen from the working folder.
+
+    Return other values unchanged.
 
     The result is relative if it lies in the working folder, otherwise absolute.
     """
@@ -83,7 +85,10 @@ class Shares(Strict):
 
 
 class DatasetSettings(Strict):
-    """Settings that every dataset has; the settings of a kind add `kind`, a Literal, and `source`."""
+    """Settings that every dataset has.
+
+    The settings of a kind add `kind`, a Literal, and `source`.
+    """
 
     kind: str
     source: Any = None

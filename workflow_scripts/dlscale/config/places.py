@@ -1,4 +1,7 @@
-"""Stage `configure`, which writes the list of a plan's runs; and the folders of plans and runs by name."""
+"""Stage `configure`, and functions that find plans and runs by name.
+
+The stage writes the list of a plan's runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def results_of(configuration: Configuration | None) -> Path:
 
 
 def check_plans(names: Sequence[str], configuration: Configuration | None) -> list[str]:
-    """Return the named plans, or the targets if none is named; an unknown plan is a `UserError`."""
+    """Return the named plans, or the targets if none is named.
+
+    An unknown plan is a `UserError`.
+    """
     if configuration is None:
         raise UserError("config.yaml: no such file in this folder; name one with --configfile")
     for name in names:

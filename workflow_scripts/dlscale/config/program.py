@@ -1,4 +1,7 @@
-"""External program that runs instead of dlscale's training: its command, and how its speed and losses are read."""
+"""External program that runs instead of dlscale's training.
+
+Its settings are the command, and how its speed and losses are read.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +186,10 @@ def settings_of(run: Any) -> dict[str, Any]:
 
 
 def check_trials(run: Any) -> str | None:
-    """Return the message for trials that are too short for a program's rate; None if they are long enough."""
+    """Return the message for trials that are too short for a program's rate.
+
+    Return None if they are long enough.
+    """
     timed = run.throughput
     if run.program.rate or (steps := (timed.warmup + timed.trials) * timed.batches) >= MIN_STEPS:
         return None
@@ -194,7 +200,10 @@ def check_trials(run: Any) -> str | None:
 
 
 def check(run: Any) -> str | None:
-    """Return an error message for the placeholders of a run's program, its key first; None if they are valid."""
+    """Return an error message for the placeholders of a run's program, its key first.
+
+    Return None if they are valid.
+    """
     settings, used = settings_of(run), set(run.program.placeholders())
     if run.program.repository and run.program.folder.startswith("/"):
         return f"program.folder: {run.program.folder}: with a repository, expected a relative path in it"
@@ -225,7 +234,10 @@ def check(run: Any) -> str | None:
 
 
 def _script(command: list[str]) -> str | None:
-    """Return the script that a command starts by python, sh, bash or torchrun, or a path as first word; else None."""
+    """Return the script that a command starts, or None.
+
+    The script follows python, sh, bash or torchrun, or is the first word if that is a path.
+    """
     first, *rest = command
     program = Path(first).name
     if re.fullmatch(r"python[\d.]*", program):
@@ -244,7 +256,9 @@ def _script(command: list[str]) -> str | None:
 
 
 def missing_script(program: Program, contained: bool = False) -> str | None:
-    """Return the path of a command's script if it is missing; None if it exists or cannot be checked yet.
+    """Return the path of a command's script if it is missing.
+
+    Return None if it exists or cannot be checked yet.
 
     `contained` means that the program runs in a container, whose files are not visible here.
     """
@@ -285,7 +299,10 @@ def filled(run: Any) -> Program:
 
 
 def untuned(run: Any) -> str | None:
-    """Return why the stage tune cannot run for a run's program, its key first; None if it can."""
+    """Return why the stage tune cannot run for a run's program, its key first.
+
+    Return None if it can.
+    """
     if run.geometry.world_size > 1:
         return "tune: programs are tuned on one device; set nodes and gpus_per_node in geometry to 1"
     if run.program.image or run.program.rate:
@@ -302,7 +319,7 @@ def untuned(run: Any) -> str | None:
 
 
 def candidates(run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
-    """Return the candidates of the stage tune for a run's program, the run's own settings first.
+    """Return the candidates of the stage tune for a run's program, its current settings first.
 
     A candidate is a pair: changes of the run by dotted key, and the run with its program filled. Only settings with a
     placeholder in the command are varied. `cores` is the number of cores per process.
@@ -359,7 +376,10 @@ class Words:
 
 
 def _words(text: str, value: Callable[[str], str | list[str] | None]) -> list[str]:
-    """Return the words for one word of a command; a single placeholder may become several words, or none."""
+    """Return the words for one word of a command.
+
+    A single placeholder may become several words, or none.
+    """
     match = PLACEHOLDER.fullmatch(text)
     found = value(match[1]) if match and match[1] else None
     return found if isinstance(found, list) else [_text(text, value)]

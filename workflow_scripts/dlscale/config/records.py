@@ -49,7 +49,7 @@ class Published(Record):
         return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
 
     def speed_of(self, run: str) -> bool:
-        """Return whether the figure is a FULL throughput of PLAN.RUN or of a run with the same step."""
+        """Return whether the figure is a FULL throughput that `run` (PLAN.RUN) can be compared with."""
         return bool(self.speed) and run in (*self.runs, *self.like)
 
     @property
@@ -121,7 +121,7 @@ class Rung(Record):
 
 
 class PlanRecord(Record):
-    """`plan.yaml`: the runs of a plan, and the titles and published figures that the report needs."""
+    """`plan.yaml`: the runs of a plan, with titles and published figures for the report."""
 
     plan: Name
     title: str | None = None

@@ -29,7 +29,10 @@ name the file and the line; `dlscale why --configfile FILE` names both."""
 
 
 class _Overrides(GenerateJsonSchema):
-    """Schema generator that requires no key, not even `kind`, since a file may change only a part of another."""
+    """Schema generator that requires no key, not even `kind`.
+
+    A file may override only some keys of another one.
+    """
 
     def field_is_required(self, field: Any, total: bool) -> bool:
         return False
@@ -55,7 +58,7 @@ def schema() -> Node:
 
 
 def reference() -> str:
-    """Return the reference: the keys of the file, then the keys of each section by name."""
+    """Return the reference: the keys of the file, then those of each section."""
     found = schema()
     lines = [HEAD, "", "## The file", "", *_table(found)]
     for name, model in found["$defs"].items():

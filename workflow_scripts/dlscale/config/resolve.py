@@ -49,7 +49,10 @@ Place = tuple[str, str]
 
 
 class StudyFile(Strict):
-    """YAML file of a study; its settings are validated after the user's settings are merged over them."""
+    """YAML file of a study.
+
+    Its settings are validated after the user's settings are merged over them.
+    """
 
     title: str | None = None
     settings: dict[str, Any]
@@ -62,7 +65,11 @@ class StudyFile(Strict):
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run of a plan: its settings, and the plan and name of its results folder (which `use` may change)."""
+    """A run of a plan with its settings.
+
+    `plan` and `name` give the folder of its results. They differ from the position in the configuration if the run is
+    written with `use`.
+    """
 
     plan: str
     name: str
@@ -150,7 +157,10 @@ def load(raw: Mapping[str, Any]) -> Configuration:
 
 
 def _targets(merged: Raw) -> Any:
-    """Return the targets with each pattern, such as `*_demo`, replaced by the matching plans in their order."""
+    """Return the targets with each pattern replaced by the matching plans in their order.
+
+    A pattern has a `*`, such as `*_demo`.
+    """
     targets = merged.get("targets")
     if not isinstance(targets, list):
         return targets  # absent, or invalid and refused later
@@ -184,7 +194,10 @@ def of_program(stages: Iterable[str]) -> list[str]:
 
 
 def _check_names(user: Raw, shipped: Raw) -> None:
-    """Refuse a misspelt name of a shipped dataset or plan, which lacks a key that a new entry needs."""
+    """Refuse a misspelt name of a shipped dataset or plan.
+
+    It shows as an entry that lacks a key which a new dataset or plan needs.
+    """
     if MEASURED in user["plans"]:
         raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another")
     for section, key in {"datasets": "kind", "plans": "study"}.items():  # the key that a new entry needs
@@ -268,7 +281,10 @@ def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterabl
 
 
 def placed(raw: Raw, folder: str | Path) -> Raw:
-    """Return a file's settings with its paths resolved from `folder`: paths of studies, and sources of datasets."""
+    """Return a file's settings with its paths resolved from `folder`.
+
+    These are the paths of studies, and the sources of datasets.
+    """
 
     def written(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -317,7 +333,10 @@ def study_files() -> dict[str, StudyFile]:
 
 
 def written_in(study: str) -> str:
-    """Return the name of a study's settings for messages: `(shipped) NAME`, or the file of an outside study."""
+    """Return the name of a study's settings for messages.
+
+    It is `(shipped) NAME`, or the file of an outside study.
+    """
     outside = registry.added().get(study)
     return str(outside.yaml) if outside else f"(shipped) {study}"
 
@@ -351,7 +370,9 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 
 
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
-    """Return the path of the targets' page in the results folder; later `layers` override earlier ones.
+    """Return the path of the targets' page in the results folder.
+
+    Later `layers` override earlier ones.
 
     The targets of the layer that sets the results folder have `report/index.html`; other targets have their own page.
     """
@@ -371,7 +392,10 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
-    """Set the title of the targets' page: a title set with the targets or later, otherwise the plans' titles."""
+    """Set the title of the targets' page.
+
+    It is the title that is set with the targets or in a later layer, otherwise the titles of the plans.
+    """
     title, targets = None, None
     for layer in layers:
         if layer.get("targets", targets) != targets:
@@ -385,7 +409,10 @@ def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]
 
 
 def _plain(value: Any, where: str = "configuration") -> Any:
-    """Copy nested mappings to dicts; refuse NUL characters, and read the string `null` of `--config` as None."""
+    """Copy nested mappings to dicts.
+
+    Refuse NUL characters, and read the string `null` of `--config` as None.
+    """
     if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, Mapping) else [value])):
         raise UserError(f"{where}: a NUL character; remove it")
     if isinstance(value, Mapping):
@@ -396,7 +423,7 @@ def _plain(value: Any, where: str = "configuration") -> Any:
 
 
 class _Resolver:
-    """Resolves runs on demand, since `use` and `from` may refer to any plan."""
+    """Resolver of runs, on demand, since `use` and `from` may refer to any plan."""
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files
@@ -439,7 +466,10 @@ class _Resolver:
         return self._left_out[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return a description of the GPUs that a run needs, if this machine has fewer; else an empty list."""
+        """Return a description of the GPUs that a run needs, if this machine has fewer.
+
+        Return an empty list otherwise.
+        """
         if not self._here:
             return []
         sections = [layer["geometry"] for _, layer in self.layers(plan, name)[1] if "geometry" in layer]
@@ -574,7 +604,10 @@ class _Resolver:
         return value
 
     def _check_dataset(self, run: Run, where: str, layers: list[Layer]) -> None:
-        """Refuse a run that does not fit its dataset; the message names the layer of the key at fault."""
+        """Refuse a run that does not fit its dataset.
+
+        The message names the layer of the key at fault.
+        """
         dataset, study, key, what = self.workflow.datasets.get(run.dataset), registry.study(run.study), "dataset", ""
         if dataset is None:
             what = unknown("dataset", run.dataset, self.workflow.datasets)

@@ -269,7 +269,10 @@ class FSDP(_Several):
 
 
 class DP(Strict):
-    """DataParallel, for comparison: one process copies the model to all GPUs of a node at every step."""
+    """DataParallel, for comparison.
+
+    One process copies the model to all GPUs of a node at every step.
+    """
 
     kind: Literal["dp"]
 
@@ -296,7 +299,10 @@ Order = Literal["tp-cp-dp", "cp-tp-dp", "tp-dp-cp", "cp-dp-tp", "dp-tp-cp", "dp-
 
 
 class Geometry(Lawful):
-    """Nodes and devices; each group of tp x cp devices shares a model and computes the same samples."""
+    """Nodes and devices of a run.
+
+    Each group of tp x cp devices shares a model and computes the same samples.
+    """
 
     nodes: Devices = Field(1, description="Nodes of the run.")
     gpus_per_node: Devices = Field(1, description="Devices per node; a CPU counts as one device.")
@@ -354,7 +360,7 @@ class Geometry(Lawful):
 
 
 class Throughput(Strict):
-    """Trials of the throughput stage, as in `benchy`, and the paired timing with the plan's first run."""
+    """Trials of the throughput stage, as in `benchy`, and paired timing with the first run."""
 
     warmup: Repeats = Field(3, description="Number of warm-up trials, which do not count.")
     trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials that count.")
@@ -372,9 +378,9 @@ class Throughput(Strict):
     )
     error: PositiveFloat = Field(
         0.01,
-        description="Relative half-width of the 95 % interval at which the paired timing ends early: each time that "
-        "the two runs are opened, their ratio must be known this well. If it is not known to three times this value, "
-        "the timing continues.",
+        description="Precision of the paired timing: relative half-width of the 95 % interval of the ratio, each time "
+        "that the two runs are opened. The timing ends early when this precision is reached, and takes longer if the "
+        "half-width is above three times this value.",
     )
 
 
@@ -404,7 +410,10 @@ class Profile(Lawful):
 
 
 class Tune(Strict):
-    """Settings that the tune stage tries in all combinations; an empty list means the stage's own choice."""
+    """Settings that the tune stage tries in all combinations.
+
+    For an empty list the stage chooses the values.
+    """
 
     workers: list[Workers] = Field(
         [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the cores of a process."
@@ -555,7 +564,10 @@ class RunCore(Lawful):
 
     @property
     def arithmetic(self) -> Precision:
-        """Precision in which a step computes: FSDP may cast 32-bit weights and inputs to its `param_dtype`."""
+        """Precision in which a step computes.
+
+        FSDP may cast 32-bit weights and inputs to its `param_dtype`.
+        """
         cast = self.precision in ("fp32", "tf32") and getattr(self.parallel, "param_dtype", "fp32") == "bf16"
         return "bf16_pure" if cast else self.precision
 
@@ -618,7 +630,7 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read a run's settings, from `config.yaml` or a JSON text, with the keys that a stage reads."""
+    """Read the settings of a run that a stage needs, from `config.yaml` or a JSON text."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():

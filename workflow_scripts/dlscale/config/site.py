@@ -37,7 +37,7 @@ def _target(path: str) -> str:
 
 
 class Limits(Strict):
-    """Timeouts after which the watchdog ends a run of several processes because one is gone or hangs."""
+    """Timeouts after which the watchdog ends a run because a process is gone or hangs."""
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
@@ -102,7 +102,10 @@ class Nodes(Strict):
 
     @property
     def gpu_name(self) -> str:
-        """Part of the GPUs' name as the driver reports it; empty if the site does not set it."""
+        """Part of the GPUs' name as the driver reports it.
+
+        It is empty if the site does not set it.
+        """
         if not self.gpus:
             return ""
         known = re.search(r"[a-z]+\d+", self.gres.partition(":")[2].lower())

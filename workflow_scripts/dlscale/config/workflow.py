@@ -130,7 +130,7 @@ class Plan(Lawful):
     @field_validator("runs", mode="before")
     @classmethod
     def _made(cls, runs: Any, info: ValidationInfo) -> Any:
-        """Put the runs that a block generates before the runs that are written in the file."""
+        """Put the runs that a block generates before the runs in the file."""
         kind = info.data.get("kind", "set")
         block, example = BLOCKS.get(kind, ("", ""))
         misplaced = any(info.data.get(name) for name, _ in BLOCKS.values() if name != block)
@@ -204,7 +204,7 @@ class Plan(Lawful):
         return block.runs(self.kind) if block else {}
 
     def parts(self, run: str) -> list[tuple[str, Any]]:
-        """Return the changes of a run in parts, each with the plan's key under which it is written."""
+        """Return the changes of a run in parts, each with its key in the plan."""
         settings = self.runs[run]
         if self.kind == "sweep":
             return [("sweep.over", settings)]
@@ -218,7 +218,10 @@ class Plan(Lawful):
 
 
 def _settings_class() -> Any:
-    """Return a model with all keys of a run; a component accepts the settings of any study."""
+    """Return a model with all keys of a run.
+
+    A component accepts the settings of any study.
+    """
     kinds: dict[str, list[Any]] = {}
     for study in registry.studies():
         for key, (annotation, _) in components(study).items():
@@ -245,7 +248,10 @@ class ReportPage(Strict):
 
 
 class Budget(Strict):
-    """Maximum estimated cost of one call on a site with a scheduler; a call above it is refused."""
+    """Maximum estimated cost of one call on a site with a scheduler.
+
+    A call above it is refused.
+    """
 
     gpu_hours: NonNegativeFloat | None = Field(None, description="Maximum GPU-hours (GPUs x hours). Absent: no limit.")
     charged_hours: NonNegativeFloat | None = Field(

@@ -1,1 +1,1 @@
-"""Core modules that all layers use: errors, files, locks, progress, the table of stages, the registry."""
+"""Core modules that all layers use, such as errors, files, progress, stages and the registry."""

@@ -1,4 +1,4 @@
-"""TensorBoard event files: writers for the files of a run, and a reader for files of any program."""
+"""Writers and a reader of TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
 
 
 def last_writer(folder: Path) -> SummaryWriter:
-    """Return a writer for values that are known only at the end of a run, in a separate event file."""
+    """Return a writer of a separate event file for values at the end of a run."""
     from torch.utils.tensorboard import SummaryWriter
 
     _print_no_traceback()
@@ -49,7 +49,10 @@ def last_writer(folder: Path) -> SummaryWriter:
 
 @functools.cache
 def _print_no_traceback() -> None:
-    """Suppress the traceback of TensorBoard's thread: the writer raises the same error when it is used or closed."""
+    """Suppress the traceback of TensorBoard's thread.
+
+    The writer raises the same error when it is used or closed.
+    """
     before = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
@@ -110,12 +113,18 @@ def events(path: Path) -> Iterator[Event]:
 
 
 def is_restart(event: Event) -> bool:
-    """Return whether an event makes earlier points of the folder from its step on void, as in TensorBoard."""
+    """Return whether an event marks a restart.
+
+    TensorBoard then discards earlier points in the folder from the event's step on.
+    """
     return event.HasField("session_log") and event.session_log.status == event.session_log.START
 
 
 def scalar(value: Summary.Value) -> float | None:
-    """Return the number in a summary's value, from `simple_value` or a scalar tensor; None for other values."""
+    """Return the number in a summary's value, from `simple_value` or a scalar tensor.
+
+    Return None for other values.
+    """
     from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -1,4 +1,7 @@
-"""Table rows of the commands for users; the module of a command is imported only when it runs."""
+"""Table rows of the commands for users.
+
+The module of a command is imported only when it runs.
+"""
 
 from __future__ import annotations
 

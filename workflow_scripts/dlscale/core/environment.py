@@ -1,4 +1,4 @@
-"""Record of the software and hardware of a run's stage, and the differences between two records.
+"""Record of a stage's software and hardware, and the differences between two records.
 
 The command line writes the record next to the telemetry, as `telemetry/STAGE.json`, when the stage is done.
 """
@@ -60,7 +60,10 @@ class Environment(Record):
     variables: dict[str, str] = {}  #: Environment variables with secrets redacted.
 
     def commit(self) -> str:
-        """Return the commit, marked if the checkout had local changes; an empty string without a checkout."""
+        """Return the commit, marked if the checkout had local changes.
+
+        Return an empty string without a checkout.
+        """
         return f"{self.git['commit']}{' with local changes' * bool(self.git['dirty'])}" if self.git else ""
 
 
@@ -83,7 +86,10 @@ def environment() -> Environment:
 
 
 def record(path: Path) -> None:
-    """Write the environment of this process; a failure only logs a warning, since the stage itself is done."""
+    """Write the environment of this process.
+
+    A failure only logs a warning, since the stage itself is done.
+    """
     try:
         path.unlink(missing_ok=True)  # from an earlier try
         environment().write(path)
@@ -111,7 +117,10 @@ def _packages() -> list[str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return the commit of the checkout that contains this file, and whether it is dirty; None without a checkout."""
+    """Return the commit of the checkout that contains this file, and whether it is dirty.
+
+    Return None without a checkout.
+    """
     # The checkout may belong to another user, so programs in its git configuration must not run.
     off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).resolve().parent), *off]
@@ -182,7 +191,10 @@ def _gpu(device: Any) -> Gpu:
 
 
 def differences(before: Environment, after: Environment) -> list[str]:
-    """Return the differences of two environments, such as `driver 570 → 580`; host and time are ignored."""
+    """Return the differences of two environments, such as `driver 570 → 580`.
+
+    Host and time are ignored.
+    """
     sides = [_facts(each) for each in (before, after)]
     found = [_pair(name, *(side.get(name) for side in sides)) for name in dict.fromkeys([*sides[0], *sides[1]])]
     for what in ("variables", "packages"):

@@ -33,18 +33,27 @@ def brief(error: BaseException) -> str:
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Cut the middle of a text that is longer than `most` characters; the end of a message has the remedy."""
+    """Cut the middle of a text that is longer than `most` characters.
+
+    The end of a message has the remedy.
+    """
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the closest of `known` names, or an empty string if none is close."""
+    """Return ` (did you mean 'x'?)` for the closest of `known` names.
+
+    Return an empty string if no name is close.
+    """
     close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def of_another(file: Path) -> str:
-    """Return advice for an unknown name that has results in `file`; an empty string if the file does not exist."""
+    """Return advice for an unknown name that has results in `file`.
+
+    Return an empty string if the file does not exist.
+    """
     return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
 
 

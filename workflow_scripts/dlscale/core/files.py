@@ -28,7 +28,7 @@ TORN = "the file may be incomplete or damaged; fetch or make it again"
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path next to `path` that replaces it when the block succeeds (atomic write).
+    """Yield a temporary path that replaces `path` when the block succeeds (atomic write).
 
     `path` may be a file or a folder. If the block raises, the temporary one is removed and `path` stays. Missing space
     or permission becomes a `UserError`.
@@ -56,9 +56,10 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in `parent` (default: the system's temporary folder) that is removed when its context ends.
+    """Make a folder in `parent` that is removed when its context ends.
 
-    Folders of the same name that killed processes left are removed, too.
+    The default of `parent` is the system's temporary folder. Folders of the same name that killed processes left are
+    removed, too.
     """
     parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{_HOST}"
     _remove_left(parent, stem)
@@ -75,7 +76,9 @@ def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
 
 
 class Forgiving(io.FileIO):
-    """A new file that defers write errors, for libraries that crash on them, such as HDF5 when it closes a file.
+    """A new file that defers write errors, for libraries that crash on them.
+
+    HDF5 does so when it closes a file.
 
     After an error, writes do nothing. Leaving the context raises the error, after the library has closed the file.
     """
@@ -131,7 +134,10 @@ PROBLEMS = {
 
 
 def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
-    """Return a `UserError` for a full disk, a read-only folder or a missing file; return other errors unchanged."""
+    """Return a `UserError` for a full disk, a read-only folder or a missing file.
+
+    Return other errors unchanged.
+    """
     number, named = getattr(error, "errno", None), getattr(error, "filename", None)
     if any(words in str(error).lower() for words in FULL):
         number = errno.ENOSPC
@@ -175,7 +181,10 @@ def remove(path: Path) -> None:
 
 
 def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
-    """Read a text file (UTF-8) from a folder that other users may write to; see `open_regular`."""
+    """Read a text file (UTF-8) from a folder that other users may write to.
+
+    See `open_regular`.
+    """
     with open(path, encoding="utf-8", errors=errors, opener=open_regular) as file:
         return file.read()
 
@@ -192,7 +201,10 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; raise a `UserError` if it is missing or invalid, or has NaN or infinities."""
+    """Read a JSON file.
+
+    Raise a `UserError` if it is missing or invalid, or has NaN or infinities.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not a valid JSON number")
@@ -208,7 +220,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, as the `opener` of `open`; refuse links, pipes and devices, which may be malicious."""
+    """Open a regular file, as the `opener` of `open`.
+
+    Refuse links, pipes and devices, which may be malicious.
+    """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -254,7 +269,9 @@ def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TOR
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
-    """Turn any exception of a library that reads a user's file into a `UserError`; refuse a pipe first.
+    """Turn any exception of a library that reads a user's file into a `UserError`.
+
+    Refuse a pipe first.
 
     The block should contain only the library call, since a defect of dlscale in it would be blamed on the file.
     """

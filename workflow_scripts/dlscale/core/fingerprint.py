@@ -69,7 +69,10 @@ MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", 
 
 @functools.cache
 def _file(module: str) -> Path | None:
-    """Return the source file of a module of this package or of an outside study; None for other modules."""
+    """Return the source file of a module of this package or of an outside study.
+
+    Return None for other modules.
+    """
     if module in ("dlscale.core.stage", "dlscale.core.stages"):  # the params of jobs have entry module and settings
         return None
     words = module.split(".")
@@ -120,7 +123,7 @@ def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
 
 
 def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str]]:
-    """Return the digests of a module's code with and without words, and the names of all its imports."""
+    """Return the digests of a module's code with and without words, and its imports."""
     try:
         tree = ast.parse(content)
     except SyntaxError as error:
@@ -142,7 +145,7 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str
 
 
 def _code(tree: ast.Module) -> str:
-    """Return the code of a parsed module without docstrings and without fields that depend on Python's version."""
+    """Return the code of a parsed module without docstrings, independent of Python's version."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -238,13 +241,16 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 
 
 def _path(module: str) -> str:
-    """Return the path of a module's file, relative to the package, or absolute if outside of it."""
+    """Return the path of a module's file, relative to the package if inside of it."""
     file = _file(module)
     return str(file.relative_to(ROOT) if file and file.is_relative_to(ROOT) else file)
 
 
 def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
-    """Return the modules that decide a stage's results for a run of `study` with the kinds `loaders`."""
+    """Return the modules that decide a stage's results for a run.
+
+    `loaders` are kinds of loaders.
+    """
     samples = registry.module_of(registry.study(study).dataset, "samples")
     modules = [STAGES[stage].decides, registry.studies()[study].module, samples, *map(registry.loader, loaders)]
     return [module for module in modules if module]

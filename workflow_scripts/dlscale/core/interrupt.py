@@ -1,4 +1,7 @@
-"""Handling of Ctrl-C; this module only imports the smallest modules of Python, since it runs first."""
+"""Handling of Ctrl-C.
+
+This module only imports the smallest modules of Python, since it runs first.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ def end_at_once(name: str) -> None:
 
 
 def raise_again(*further: int) -> None:
-    """Let Ctrl-C and the signals `further` raise `KeyboardInterrupt` again, so that work in progress is cleaned up.
+    """Let Ctrl-C and the signals `further` raise `KeyboardInterrupt` again.
 
-    Ignored signals, such as SIGHUP under nohup, stay ignored.
+    Work in progress is then cleaned up. Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
     for number in (signal.SIGINT, *further):
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -78,13 +78,19 @@ def restore_caller() -> None:
 
 
 def let_threads_wait() -> None:
-    """Set `WAITING`, unless the environment has one of these variables; call it before OpenMP is loaded."""
+    """Set `WAITING`, unless the environment has one of these variables.
+
+    Call it before OpenMP is loaded.
+    """
     if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
         os.environ.update(WAITING)
 
 
 def put_python_first() -> None:
-    """Put the folder of this Python first in PATH, so that its environment need not be activated."""
+    """Put the folder of this Python first in PATH.
+
+    Its environment then need not be activated.
+    """
     folder, path = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
     if os.access(folder / "python", os.X_OK) and path.split(os.pathsep)[0] != str(folder):
         os.environ["PATH"] = os.pathsep.join([str(folder), path])
@@ -111,7 +117,7 @@ def answer(words: list[str], seconds: float = 60.0) -> str | None:
 
 
 def job_limits() -> list[tuple[int, int]]:
-    """Return memory limit and memory use, bytes, of each control group of this process that has a limit."""
+    """Return memory limit and use, bytes, of each limited control group of this process."""
     found = []
     with contextlib.suppress(OSError, ValueError):  # cgroup v2, from the group of this process upwards
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
@@ -138,14 +144,20 @@ def free_memory() -> int:
 
 
 def gpus() -> int:
-    """Return the number of visible GPUs: the entries of CUDA_VISIBLE_DEVICES, or all GPUs if it is not set."""
+    """Return the number of visible GPUs.
+
+    They are the entries of CUDA_VISIBLE_DEVICES, or all GPUs if it is not set.
+    """
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(name.strip() not in ("", "-1") for name in named.split(","))
     return int(nvml(lambda driver: driver.nvmlDeviceGetCount()) or 0)
 
 
 def nvml(ask: Callable[[Any], Any]) -> Any:
-    """Return the result of a query to NVIDIA's driver; None if the driver or the GPU does not support it."""
+    """Return the result of a query to NVIDIA's driver.
+
+    Return None if the driver or the GPU does not support it.
+    """
     import pynvml
 
     try:
@@ -161,7 +173,7 @@ DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def too_old(driver: str, cuda: str) -> str | None:
-    """Return a message if the driver is too old for a version of CUDA, else None."""
+    """Return a message if the driver is too old for a version of CUDA."""
     least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) >= least:
         return None
@@ -191,7 +203,10 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
 
 
 def missing(needs: list[str], provided: Collection[str] | None = None) -> list[str]:
-    """Return the descriptions of `needs` that are not in `provided`, or that this machine lacks if it is None."""
+    """Return the descriptions of `needs` that are not in `provided`.
+
+    If `provided` is None, return the descriptions of `needs` that this machine lacks.
+    """
     return [
         what
         for name, (what, here) in NEEDS.items()

@@ -48,7 +48,7 @@ class Metric(Record):
         return f"{self.channel} {self.title}".strip() + f" ({shown})" * bool(shown)
 
     def skill(self, metrics: Mapping[str, float]) -> float | None:
-        """Return 1 - error / error of the best baseline without learning, from metrics by name.
+        """Return 1 - error / error of the best baseline without learning.
 
         The skill is None without a baseline, and for metrics for which higher is better.
         """

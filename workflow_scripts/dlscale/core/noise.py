@@ -14,7 +14,9 @@ TRIM = 0.2
 
 
 def standard_errors(samples: float, looks: int = 1) -> float:
-    """Return the half-width of a mean's interval in standard errors (Student's t); infinite for one sample.
+    """Return the half-width of a mean's interval in standard errors (Student's t).
+
+    It is infinite for one sample.
 
     With `looks` intervals, all of them together are correct with a probability of 95 % (Bonferroni).
     """
@@ -36,7 +38,9 @@ def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the trimmed mean and the half-width of its 95 % interval; infinite for one value.
+    """Return the trimmed mean and the half-width of its 95 % interval.
+
+    The half-width is infinite for one value.
 
     A fifth of the values is cut off at each end, since other programs distort a few measurements by much. The error is
     that of the Winsorized values (Tukey and McLaughlin 1963, Sankhya A 25, 331). Fewer than five values are not cut,
@@ -54,19 +58,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the ratio of two quantities that were measured alternately, and the ends of its 95 % interval.
+    """Return the ratio of two quantities and the ends of its 95 % interval.
 
-    The interval is computed by `interval` from the logarithms of the ratios of all rounds.
+    The quantities were measured alternately (paired timing). The interval is computed by `interval` from the logarithms
+    of the ratios of all rounds.
     """
     centre, reach = interval([math.log(first / second) for first, second in rounds])
     return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
 
 
 def halved(count: int, factor: float) -> list[int]:
-    """Return the sizes of the rungs of successive halving: `count`, `count / factor`, and so on.
+    """Return the sizes of the rungs of successive halving.
 
-    Each rung has the best trials of the previous rung and is `factor` times as long (Jamieson and Talwalkar 2016,
-    arXiv:1502.07943, algorithm 1).
+    They are `count`, `count / factor`, and so on. Each rung has the best trials of the previous rung and is `factor`
+    times as long (Jamieson and Talwalkar 2016, arXiv:1502.07943, algorithm 1).
     """
     sizes = [count]
     while sizes[-1] >= factor:

@@ -48,11 +48,17 @@ class Results(NamedTuple):
     # ---- runs ----------------------------------------------------------------------------------------
 
     def run(self, file: str = "", plan: str = "{plan}", run: str = "{run}") -> str:
-        """Return the path of a file of a run; without a file, the path of the run's folder."""
+        """Return the path of a file of a run.
+
+        Without a file, return the path of the run's folder.
+        """
         return f"{self.folder}/plans/{plan}/{run}{'/' * bool(file)}{file}"
 
     def checkpoints(self, plan: str, run: str) -> str:
-        """Return the folder of a run's checkpoints; it is not an output of a rule, so a failed job keeps it."""
+        """Return the folder of a run's checkpoints.
+
+        It is not an output of a rule, so a failed job keeps it.
+        """
         return f"{self.folder}/checkpoints/{plan}/{run}"
 
     def program(self, revision: str = "{revision}") -> str:

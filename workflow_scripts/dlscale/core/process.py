@@ -65,7 +65,10 @@ def ranks() -> Ranks:
 
 @dataclass(frozen=True)
 class Image:
-    """Container image of a stage, found by the workflow's first process and passed on in `DLSCALE_IMAGE`."""
+    """Container image of a stage.
+
+    The controller determines it and passes it to the stages in `DLSCALE_IMAGE`.
+    """
 
     engine: str
     name: str
@@ -87,7 +90,10 @@ _log: Path | None = None  #: File that this process logs to.
 
 
 def redirect(log: Path) -> TextIO:
-    """Send the output of this process and its children to a new file `log`; return the terminal."""
+    """Send the output of this process and its children to a new file `log`.
+
+    Return the terminal.
+    """
     global _log
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +111,10 @@ def redirect(log: Path) -> TextIO:
 
 
 def go_on(kept: Path, resumed: bool) -> None:
-    """Keep this process's log under a second name, `kept`: Snakemake removes a job's log before each try.
+    """Keep this process's log under a second name, `kept`.
 
-    If `resumed`, the lines of earlier tries in `kept` are first put in front of this log.
+    Snakemake removes a job's log before each try. If `resumed`, the lines of earlier tries in `kept` are first put in
+    front of this log.
     """
     if not (_log and _log.is_file()):
         return
@@ -128,7 +135,10 @@ def go_on(kept: Path, resumed: bool) -> None:
 
 @contextlib.contextmanager
 def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Hold the lock `folder/name` during the block; raise a `UserError` with the owner if it is taken."""
+    """Hold the lock `folder/name` during the block.
+
+    Raise a `UserError` with the owner if it is taken.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / name, "a+", errors="replace", opener=open_regular)  # noqa: SIM115 - closed below, with the lock
@@ -189,7 +199,9 @@ def end(message: str, status: int) -> None:
 
 
 def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
-    """Return a function that calls `work`, then exits with the status that `ended` returns, unless it is 0.
+    """Return a function that calls `work`, then exits with the status that `ended` returns.
+
+    It does not exit if this status is 0.
 
     It exits instead of raising, since Snakemake prints a traceback for functions of the Snakefile that raise.
     """

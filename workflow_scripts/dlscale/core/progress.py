@@ -1,4 +1,4 @@
-"""Progress of a stage, for its log and `dlscale status`, and a table of the time that the jobs of a call took."""
+"""Progress of a stage for its log and `dlscale status`, and a table of job times."""
 
 from __future__ import annotations
 
@@ -170,7 +170,10 @@ class Job(NamedTuple):
 
 
 def took(benchmark: str | Path) -> float | None:
-    """Return the duration of a job from Snakemake's benchmark file, s; None if it is missing or damaged."""
+    """Return the duration of a job from Snakemake's benchmark file, s.
+
+    Return None if it is missing or damaged.
+    """
     try:
         return float(read_text(benchmark).splitlines()[1].split("\t")[0])
     except (OSError, IndexError, ValueError, UserError):
@@ -178,7 +181,10 @@ def took(benchmark: str | Path) -> float | None:
 
 
 def jobs(results: Path, since: float) -> list[Job]:
-    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), read from benchmarks and logs."""
+    """Return the jobs that ended after `since`, read from benchmarks and logs.
+
+    `since` is in seconds since 1970-01-01 UTC.
+    """
     folder, found = results / "benchmarks", []
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:

@@ -1,4 +1,6 @@
-"""Named ranges of a step for profilers, and progress of a process for the watchdog; without both, they cost nothing.
+"""Named ranges of a step for profilers, and progress of a process for the watchdog.
+
+Without both, they cost nothing.
 
 A `step` contains `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`, `optimizer`, and `comm`
 (sums over ranks, which overlap `backward`).
@@ -54,7 +56,10 @@ def advance(name: str) -> None:
 
 @contextlib.contextmanager
 def part(name: str, kind: str | None = None) -> Iterator[None]:
-    """Record that this process is in a part of the run that all ranks reach; `kind` is the kind of its work."""
+    """Record that this process is in a part of the run that all ranks reach.
+
+    `kind` is the kind of its work.
+    """
     outer = at
     advance(name)
     with patience(kind or _kinds[-1]):
@@ -66,7 +71,10 @@ def part(name: str, kind: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patience(kind: str = OPENING) -> Iterator[None]:
-    """Set the kind of this process's work during the block, possibly on this rank only, such as compiling."""
+    """Set the kind of this process's work during the block.
+
+    Other ranks may do other work, for example while this rank compiles.
+    """
     _kinds.append(kind)
     try:
         yield

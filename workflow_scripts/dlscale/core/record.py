@@ -1,4 +1,7 @@
-"""Base class and types of records; a record is a JSON file that a stage writes."""
+"""Base class and types of records.
+
+A record is a JSON file that a stage writes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class Record(BaseModel):
 
     @classmethod
     def checked(cls, values: Any, where: str) -> Self:
-        """Return the record in `values`; raise a `UserError` that begins with `where` if they do not match."""
+        """Return the record in `values`.
+
+        Raise a `UserError` that begins with `where` if they do not match.
+        """
         try:
             return cls.model_validate(values)
         except ValidationError as error:

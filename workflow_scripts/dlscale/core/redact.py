@@ -71,7 +71,10 @@ _FORMS = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name ends like the name of a secret: API_KEY, hf-token, password; not key_dim, tokens."""
+    """Return whether a name ends like the name of a secret.
+
+    Examples are API_KEY, hf-token and password, but not key_dim and tokens.
+    """
     words = [word.lower() for word in _WORD.findall(re.sub(r"[\d_.-]+$", "", name))]
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
     if words[-3:] == ["access", "key", "id"]:
@@ -84,12 +87,17 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
-    """Return words, texts or variables with secrets replaced by markers; add them to `secrets` by marker."""
+    """Return words, texts or variables with secrets replaced by markers.
+
+    The secrets are added to `secrets` by marker.
+    """
     return _Redaction({} if secrets is None else secrets).settings(settings)
 
 
 def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any:
-    """Return a configuration with the secrets of all programs replaced; add them to `secrets` by marker.
+    """Return a configuration with the secrets of all programs replaced.
+
+    The secrets are added to `secrets` by marker.
 
     Values of placeholders that are inserted into a secret are secrets, too.
     """

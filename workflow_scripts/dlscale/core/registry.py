@@ -124,7 +124,9 @@ def _file(module: str) -> Path:
 
 
 def add(name: str, path: str | Path) -> None:
-    """Register the study in an outside file or folder, and make it importable; a second call does nothing new.
+    """Register the study in an outside file or folder, and make it importable.
+
+    A second call does nothing new.
 
     A missing file, a module name that Python cannot import, or a name that is taken raises a `UserError`.
     """
@@ -169,7 +171,10 @@ def source(module: str) -> Path | None:
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return file, line and message of an exception raised in an outside study; None for other exceptions."""
+    """Return file, line and message of an exception raised in an outside study.
+
+    Return None for other exceptions.
+    """
     places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places = [(Path(error.filename), error.lineno)]
@@ -228,12 +233,18 @@ def _outside_kinds() -> dict[str, Any]:
 
 
 def kinds() -> dict[str, str]:
-    """Return the package of each shipped kind of dataset, and the module of each outside kind's class."""
+    """Return the package or module of each kind of dataset.
+
+    For a shipped kind it is the package, for an outside kind the module of its class.
+    """
     return {**shipped_kinds(), **{name: type(kind).__module__ for name, kind in _outside_kinds().items()}}
 
 
 def kind(name: str) -> Any:
-    """Return a kind of dataset: `KIND` in `kind.py` of a shipped folder, or an entry of an outside study's `KINDS`."""
+    """Return the kind of dataset called `name`.
+
+    It is `KIND` in `kind.py` of a shipped folder, or an entry of an outside study's `KINDS`.
+    """
     if name in shipped_kinds():
         return load(f"{shipped_kinds()[name]}.kind").KIND
     known = _outside_kinds()
@@ -254,7 +265,9 @@ DEFAULTS = {"samples": "dlscale.data.samples"}
 
 
 def module_of(name: str, role: str) -> str | None:
-    """Return the module of a role for a kind of dataset; None if the kind lacks the role.
+    """Return the module of a role for a kind of dataset.
+
+    Return None if the kind lacks the role.
 
     `role` is `source`, `samples`, `describe`, `preview`, or the kind's name for a module that acquires files. A shipped
     kind has a module of that name. An outside kind has functions in the module of its class.

@@ -62,7 +62,10 @@ MOST_RUNS = 10_000
 
 
 class Strict(BaseModel):
-    """Frozen model of settings that refuses unknown keys, suggests the nearest name, and accepts numbers as strings."""
+    """Frozen model of settings that refuses unknown keys and suggests the nearest name.
+
+    Numbers may be given as strings.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -115,7 +118,10 @@ def _types(annotation: Any) -> Iterator[Any]:
 
 
 def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each key in a type of settings; `*` stands for names that users choose."""
+    """Yield the path of each key in a type of settings.
+
+    `*` stands for names that users choose.
+    """
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
             key = field.alias or name

@@ -29,7 +29,7 @@ MAX_ALIASED_VALUES = 100_000
 
 
 def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, str]:
-    """Return the settings in a YAML file or in the JSON object of an option, and their origin for messages."""
+    """Return the settings in a YAML file or a JSON text, and their origin for messages."""
     if not str(config).startswith("{"):
         return read_yaml(config), str(config)
     try:
@@ -45,10 +45,11 @@ def write_yaml(path: str | Path, settings: Raw) -> None:
 
 
 class YamlLoader(yaml.CSafeLoader):
-    """PyYAML's safe loader on libyaml's parser, with the plain values of YAML 1.2 and bounded aliases.
+    """PyYAML's safe loader with the plain values of YAML 1.2 and bounded aliases.
 
-    YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. Here every value that is not clearly a number,
-    `true`, `false` or null is a string; the type of its key decides its meaning. Keys are strings as written.
+    It uses libyaml's parser. YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. Here every value that
+    is not clearly a number, `true`, `false` or null is a string; the type of its key decides its meaning. Keys are
+    strings as written.
     """
 
     yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]  # removes the resolvers of YAML 1.1
@@ -71,7 +72,10 @@ class YamlLoader(yaml.CSafeLoader):
         return self.construct_object(node, deep=True)  # deep, so that a value that contains itself is refused
 
     def _check_tag(self, node: yaml.Node) -> None:
-        """Refuse a written tag, such as `!!int`, that changes how a value is read; `!!str` is allowed."""
+        """Refuse a written tag, such as `!!int`, that changes how a value is read.
+
+        `!!str` is allowed.
+        """
         plain = isinstance(node, yaml.ScalarNode) and not node.style
         if node.tag not in (STRING_TAG, self.resolve(type(node), node.value, (plain, not plain))):
             name = node.tag.replace("tag:yaml.org,2002:", "!!")
@@ -143,7 +147,10 @@ def read_yaml(path: str | Path) -> Raw:
 
 
 def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> Any:
-    """Return the value of a YAML text; raise a `UserError` with the line of a mistake."""
+    """Return the value of a YAML text.
+
+    Raise a `UserError` with the line of a mistake.
+    """
     try:
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -162,7 +169,9 @@ def typed(word: str) -> tuple[str, Any]:
 
 
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
-    """Validate `raw` with pydantic as `kind`; raise one `UserError` that names the path of each wrong key.
+    """Validate `raw` with pydantic as `kind`.
+
+    Raise one `UserError` that names the path of each wrong key.
 
     `layers` are the paths and settings from which `raw` was merged, later over earlier. A wrong value is reported with
     the path of the layer that set it.
@@ -194,7 +203,10 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
 
 
 def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequence[str]) -> str:
-    """Return the message for an unknown key; suggest sections in which a key of this name exists."""
+    """Return the message for an unknown key.
+
+    Suggest sections in which a key of this name exists.
+    """
     key, here, valid = item["ctx"]["key"], tuple(map(str, keys)), item["ctx"]["keys"].split(", ")
     if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a typing error is likelier than a wrong section
         return str(item["msg"])

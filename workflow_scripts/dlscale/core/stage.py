@@ -34,7 +34,10 @@ VALIDATION = 1 / 3
 
 
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of all steps plus a third of the samples of all validations; None for an empty dataset."""
+    """Return the samples of all steps plus a third of the samples of all validations.
+
+    Return None for an empty dataset.
+    """
     if not train or valid is None:
         return None
     steps = run.training.steps or math.inf
@@ -50,7 +53,10 @@ START = option("--start", "words that start the processes of an external program
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table of stages; several fields only apply to stages with scope `run`."""
+    """One row of the table of stages.
+
+    Several fields only apply to stages with scope `run`.
+    """
 
     module: str  #: Entry module; its `main(args)` does the work.
     text: str  #: Description for `--help`.

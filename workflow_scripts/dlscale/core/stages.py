@@ -14,18 +14,21 @@ from dlscale.core.stage import START, Stage, option, path, training_work
 
 
 def throughput_trials(run: Any) -> int:
-    """Return the number of warm-up and counted trials over all modes: 3, or 4 with steps without communication."""
+    """Return the number of warm-up and counted trials over all modes.
+
+    There are 3 modes, or 4 if steps without communication are measured, too.
+    """
     modes = 3 + (run.geometry.dp > 1 and run.can_step_alone)
     return int(modes * (run.throughput.warmup + run.throughput.trials))
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return trials x batches x batch size, as if all trials were of the slowest mode, training."""
+    """Return trials x batches x batch size, as if all trials were in the slowest mode."""
     return float(throughput_trials(run) * run.throughput.batches * run.batch_size)
 
 
 def throughput_seconds(run: Any) -> float:
-    """Return the minimum time of the trials plus the time of the paired timing on an idle machine, s."""
+    """Return the minimum time of trials and paired timing on an idle machine, s."""
     return float(throughput_trials(run) * run.throughput.seconds) + turns_seconds(run)
 
 
@@ -45,7 +48,10 @@ def profile_work(run: Any, train: int | None, valid: int | None) -> float | None
 
 
 def profile_starts(run: Any) -> int:
-    """Return the number of processes that a rank starts one after the other: one, and one per external profiler."""
+    """Return the number of processes that a rank starts one after the other.
+
+    One profiles with PyTorch; each profiler of an extension starts another one.
+    """
     return 1 + len(registry.profilers().keys() & run.profile.tools)
 
 

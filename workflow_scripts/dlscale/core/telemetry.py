@@ -1,6 +1,6 @@
-"""Writer and readers of `telemetry/STAGE.csv`: a node's activity, once a second, during a stage of a run.
+"""Writer and readers of `telemetry/STAGE.csv`: a node's activity during a stage of a run.
 
-Only the standard library is imported, to keep the sampling process small.
+The file has a row per second. Only the standard library is imported, to keep the sampling process small.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ def line(sample: Sample) -> str:
 
 
 def read(path: str | Path) -> list[Sample]:
-    """Read a file; a missing or empty file has no samples, and an incomplete last line is ignored."""
+    """Read the samples in a file.
+
+    A missing or empty file has no samples, and an incomplete last line is ignored.
+    """
     try:
         no_pipe(path)
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -101,7 +104,10 @@ def read(path: str | Path) -> list[Sample]:
 
 
 def read_nodes(path: str | Path) -> list[list[Sample]]:
-    """Read the files of all nodes, first node first; files of an earlier run on more nodes are ignored."""
+    """Read the files of all nodes, first node first.
+
+    Files of an earlier run on more nodes are ignored.
+    """
     path = Path(path)
     first = read(path)
     count = len(list(path.parent.glob(f"{path.stem}.node*")))
@@ -139,7 +145,9 @@ def _sample(row: Mapping[str, str]) -> Sample:
 
 
 def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> float | None:
-    """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J; None if unknown.
+    """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J.
+
+    Return None if unknown.
 
     With GPUs it is the energy of the GPUs, from their counters, or else from power x time, with constant power between
     samples. Without GPUs it is the energy of the nodes, if they have a counter. A counter that was reset continues from
@@ -163,7 +171,10 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
 
 @dataclass(frozen=True)
 class Summary:
-    """A node's activity during a stage, by column of the file; columns without values are absent."""
+    """A node's activity during a stage, by column of the file.
+
+    Columns without values are absent.
+    """
 
     seconds: float = 0.0
     means: Mapping[str, float] = field(default_factory=dict)  #: Means over time, by column.
@@ -213,7 +224,9 @@ def _clock_loss(samples: Sequence[Sample], number: int) -> float:
 
 @contextlib.contextmanager
 def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
-    """Sample the node into a new file `path`, a row each second, until this context or this process ends.
+    """Sample the node into a new file `path`, a row each second, during this context.
+
+    Sampling also ends if this process ends.
 
     Parameters
     ----------

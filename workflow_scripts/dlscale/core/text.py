@@ -55,7 +55,10 @@ def many(value: int, what: str) -> str:
 
 
 def unit(text: str | None) -> str:
-    """Return a unit with superscript powers (`m s**-1` and `m s-1`: m s⁻¹); an empty string for `1`."""
+    """Return a unit with superscript powers (`m s**-1` and `m s-1`: m s⁻¹).
+
+    Return an empty string for `1`.
+    """
     if text in (None, "", "1"):
         return ""
     power = r"(?:\*\*|\^)([-+]?\d+)|(?<=\b[A-Za-z])(-?\d)\b|(?<=\b[A-Za-z]{2})(-?\d)\b"
@@ -108,7 +111,10 @@ def readable(text: str) -> str:
 
 
 def escape_formula(value: Any) -> Any:
-    """Put a quote before text that a spreadsheet would run as a formula; return other values unchanged."""
+    """Put a quote before text that a spreadsheet would run as a formula.
+
+    Return other values unchanged.
+    """
     if not isinstance(value, str) or not _FORMULA.match(value):
         return value
     try:

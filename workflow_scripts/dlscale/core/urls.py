@@ -67,7 +67,10 @@ def _hidden_value(word: str) -> str:
 
 
 def has_secret(settings: Any) -> bool:
-    """Return whether an address in settings has a login, or a query value under a login's key or without a key."""
+    """Return whether an address in settings has a login or a secret in its query.
+
+    A query value is secret under a login's key or without a key.
+    """
     if isinstance(settings, Mapping):
         return any(map(has_secret, settings.values()))
     if isinstance(settings, list | tuple):
@@ -121,7 +124,7 @@ def publish(secrets: Mapping[str, str]) -> None:
 
 
 def exchanged(text: str, addresses: Mapping[str, str]) -> str:
-    """Return a JSON text with each address in the keys of `addresses` replaced by its value."""
+    """Return a JSON text with addresses replaced as in `addresses` (old: new)."""
     for old, new in addresses.items():
         text = text.replace(json.dumps(old), json.dumps(new))
     return text
