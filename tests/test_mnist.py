@@ -85,7 +85,9 @@ def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path
     assert json.loads((tmp_path / "provenance.json").read_text())["cores"] == 1
     run.write_text(run.read_text().replace("cpus: 1", "cpus: 99999"))
     ended = subprocess.run(command, env=variables(), capture_output=True, text=True)
-    assert ended.returncode == 2 and "geometry.cpus: 99999 CPUs per process, but this process may use only" in ended.stderr
+    assert (
+        ended.returncode == 2 and "geometry.cpus: 99999 CPUs per process, but this process may use only" in ended.stderr
+    )
 
 
 def test_runs_that_name_their_cpus_are_no_neighbours() -> None:

@@ -230,7 +230,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
 
     assert (installed.packages / "dlscale/workflow/CITATION.cff").is_file(), "crates name the software by it"
     told = installed.call("dlscale", "new-study", "ripples")
-    assert "make " not in told and f"{DOCS}adding.md leads on" in told
+    assert "make " not in told and f"read {DOCS}adding.md" in told
     would = installed.call("dlscale", "run", "-n")
     assert all(target in would for target in load_files(ROOT / "config.yaml").workflow.targets)
 

@@ -360,7 +360,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     for arguments, message in (
         ((h5,), r"no array is called 'input' \(did you mean 'inputs'\?\); there are: inputs; name it in `array`"),
         ((npz,), r"no array is called 'input' \(did you mean 'inputs'\?\)"),
-        ((good, fewer), "3 targets for the 4 inputs"),
+        ((good, fewer), "3 targets, but 4 inputs in .*"),
         ((cut,), r"cut.npy: cannot be read .*expected .npy"),
         ((torn,), r"torn.npz: cannot be read .*expected .npz"),
         ((text,), r"text.h5: cannot be read .*not a readable HDF5 file"),
@@ -562,7 +562,7 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     ("name", "message"),
     [
         *((name, "expected up to 40 lower-case letters") for name in ("my-study", "2d", "class", "on", "", "a" * 41)),
-        *((name, "a module of Python, has this name") for name in ("starter_cnn", "mnist", "numpy")),
+        *((name, "Python module, has this name") for name in ("starter_cnn", "mnist", "numpy")),
     ],
 )
 def test_names_that_cannot_be(name: str, message: str) -> None:

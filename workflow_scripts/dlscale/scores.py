@@ -1,6 +1,6 @@
-"""Losses and metrics of each sample that studies share: plain PyTorch.
+"""Losses and metrics per sample, in plain PyTorch, that several studies use.
 
-Shape suffixes: B batch, C channels, H W grid; without H W the grid's axes follow.
+Shape suffixes: B batch, C channels, H W grid; without H W, any axes of a grid follow.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import torch
 
 
 def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: float = 0.0) -> torch.Tensor:
-    """Return the mean absolute error of each sample, [B], and `density_weight` times that of exp(14 x) of channel 0.
+    """Return the mean absolute error of each sample, [B], plus a term for high densities.
 
-    With a weight of zero the exponential is not computed.
+    The term is `density_weight` times the mean absolute error of exp(14 x) for channel 0. With a weight of zero it is
+    not computed.
     """
     loss_B = _mean((prediction_BC - target_BC).abs())
     if density_weight:
@@ -23,7 +24,7 @@ def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: flo
 
 def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
     """Return ||prediction - target|| / ||target|| of each sample, [B]; norms are over channels and points."""
-    rest = tuple(range(1, target_BC.dim()))  # to flatten instead would copy what is channels-last
+    rest = tuple(range(1, target_BC.dim()))  # flattening would copy channels-last tensors
     difference = torch.linalg.vector_norm(prediction_BC - target_BC, dim=rest)
     return difference / torch.linalg.vector_norm(target_BC, dim=rest)
 
@@ -52,7 +53,7 @@ def anomaly_correlation(
 
 
 def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
-    """Return 1 - error / error of the naive answer, scalars or [C]; NaN where that answer is exact."""
+    """Return 1 - error / error of the baseline without learning, scalars or [C]; NaN if the baseline is exact."""
     return torch.where(naive > 0, 1 - error / naive, torch.nan)
 
 

@@ -123,5 +123,5 @@ def check_disjoint(manifest: Manifest) -> None:
             if seen.setdefault(file.digest, split) != split:
                 raise UserError(
                     f"{manifest.path(file)}: the same file is in {seen[file.digest]} and {split}: validation would "
-                    "see training data; give each split files of its own"
+                    "see training data; give each split its own files"
                 )

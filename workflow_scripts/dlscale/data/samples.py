@@ -33,7 +33,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    classes: int | None = None  #: labels, and random integers in place of data, are 0 ... classes - 1; None: unknown
+    classes: int | None = None  #: number of classes: labels, and drawn integers, are 0 ... classes - 1; None: unknown
 
 
 class Samples(Protocol):
@@ -380,7 +380,7 @@ class RowField:
         if info.channel_axis == 0:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W]; expected a sample per row")
         stored = "float32" if info.stored == "physical" else info.dtype
-        # Random integers in place of tokens and masks must be valid: they stay within the stored values.
+        # The loader `synthetic` draws integers up to the highest stored value, so that tokens and masks are valid.
         highest = int(max(info.maximum, default=0)) if np.dtype(info.dtype).kind in "iu" else 0
         among = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
         self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, among)
@@ -394,7 +394,7 @@ class RowField:
             self._numbers[file] = self._decoding(reader)
         mapped, numbers = reader.mapped, self._numbers[file]
         if mapped is not None and numbers is None and mapped.dtype == out.dtype:
-            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # others copy
+            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # `raise` copies
             return
         if mapped is None:
             stored = np.concatenate([reader.stored((slice(row, row + 1),)) for row in rows.tolist()])

@@ -170,7 +170,7 @@ def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
         if (found := sha256(path)) != file.digest:
             messages.append(
                 f"{path}: damaged: its content changed since it was described (SHA-256 {found[:16]}..., expected "
-                f"{file.digest[:16]}...); put it back, or delete it and run the workflow again to make it anew"
+                f"{file.digest[:16]}...); put it back, or delete it and run the workflow again to make a new one"
             )
     return messages
 

@@ -78,7 +78,7 @@ class Field:
         return tuple(slice(start, stop) if axis == self.row_axis else slice(None) for axis in range(len(self.shape)))
 
     def per_channel(self, values: Any) -> np.ndarray:
-        """Return values [C] as float32 with C on the channels' axis and 1 on all others."""
+        """Return values [C] as float32 with C on the channel axis and 1 on all other axes."""
         shape = [-1 if axis == self.channel_axis else 1 for axis in range(len(self.shape))]
         return np.asarray(values, dtype=np.float32).reshape(shape)
 

@@ -1,1 +1,1 @@
-"""The kinds of datasets, a folder each."""
+"""Kinds of datasets, one folder each."""

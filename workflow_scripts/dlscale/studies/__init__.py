@@ -1,1 +1,1 @@
-"""One file a study: what is particular to it and nothing more."""
+"""Studies, one folder each, and the code that they share."""

@@ -1,6 +1,6 @@
-"""Defines a study: a model on a kind of dataset, its loss, its metrics, its figure, and what it asks of a run.
+"""Base classes of a study: a model for a kind of dataset, with loss, metrics, figure and checks of a run's settings.
 
-A study's module is read whenever a configuration is: it imports PyTorch and its model inside of its methods.
+Reading a configuration imports the study's module. To keep this quick, its methods import PyTorch and the model.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedLog:
-    """Tags that the published program writes for TensorBoard; ours are written beside them."""
+    """TensorBoard tags of the published program, which are written in addition to dlscale's tags."""
 
-    tags: Mapping[str, str] = field(default_factory=dict)  #: Its tags, each with ours (`dlscale.train.logs`).
-    over: Literal["step", "epoch"] = "step"  #: What its steps count; 0 is before training.
-    percent: frozenset[str] = frozenset()  #: Tags of which the values are per cent.
+    tags: Mapping[str, str] = field(default_factory=dict)  #: Tags, each with dlscale's (`dlscale.train.logs`).
+    over: Literal["step", "epoch"] = "step"  #: Unit that published steps count; 0 is before training.
+    percent: frozenset[str] = frozenset()  #: Published tags with values in per cent.
 
 
-#: From predictions and targets [B, ...], float32, to the loss of each sample [B].
+#: Function from predictions and targets [B, ...], float32, to the loss of each sample [B].
 SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 class Metrics:
-    """Validation metrics of a study on one dataset; by default there are none."""
+    """Validation metrics of a study on one dataset; empty by default."""
 
-    channels: Sequence[str] = ()  #: of metrics that have a value for each channel
+    channels: Sequence[str] = ()  #: channel names, for metrics with a value for each channel
 
     @property
     def described(self) -> list[Metric]:
@@ -51,7 +51,7 @@ class Metrics:
         return {}
 
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
-        """Return errors [B, ...] of naive answers to samples of a split, for `summarise`."""
+        """Return errors [B, ...] of baselines without learning on samples of a split, for `summarise`."""
         return {}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -66,30 +66,30 @@ class Metrics:
 class Study(ABC):
     """A study; its YAML file has its default settings, datasets, plans and published figures."""
 
-    dataset: ClassVar[str]  #: Kind of dataset that it needs.
+    dataset: ClassVar[str]  #: Kind of dataset that the study needs.
     Model: ClassVar[type[Strict]]  #: Settings of the model (key `model`).
     Loss: ClassVar[type[Strict]]  #: Settings of the loss (key `loss`).
     loss_info: ClassVar[LossInfo] = LossInfo()  #: Title and unit of the loss.
-    #: Operations of the model that libraries have known defects in: of `conv2d`, `conv3d`, `attention`.
+    #: Operations of the model with known defects in libraries; any of `conv2d`, `conv3d`, `attention`.
     operations: ClassVar[frozenset[str]] = frozenset()
-    #: Optional abilities of the model: of `attention`, `activation_checkpointing`, `tp`, `cp`.
+    #: Optional abilities of the model; any of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
     published_log: ClassVar[PublishedLog] = PublishedLog()
     train_metrics: ClassVar[tuple[str, ...]] = ()  #: Metrics that `train_scores` computes on training batches.
-    programs: ClassVar[bool] = False  #: Whether all of its runs are other programs, of which no more is known.
+    programs: ClassVar[bool] = False  #: Whether all runs of the study are external programs.
 
-    def check(self, run: Any) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse settings of a run that do not go together: `Refused`, its key first."""
+    def check(self, run: Any) -> None:  # noqa: B027 - most studies refuse nothing
+        """Raise `Refused`, with the key first, for settings of a run that do not fit together."""
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:  # noqa: B027
-        """Refuse a model or samples that do not fit stored fields of this grid: `Refused`, its key first."""
+        """Raise `Refused`, with the key first, for a model or samples that do not fit fields on this grid."""
 
     @abstractmethod
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
         """Return the model, initialised from torch's random state, on torch's default device."""
 
     def sharding(self, model: nn.Module) -> Sharding:
-        """Return how devices share the model."""
+        """Return the plan by which devices share the model."""
         return Sharding()
 
     def draws(self, run: Any) -> bool:
@@ -97,16 +97,16 @@ class Study(ABC):
         return False
 
     def flops(self, run: Any, manifest: Manifest) -> float | None:
-        """Return the FLOPs of the forward pass of one sample by arithmetic; None where there is no formula.
+        """Return the FLOPs of the forward pass of one sample, computed by a formula; None without a formula.
 
-        A multiplication and an addition of matrix products and convolutions are two; a backward pass counts twice as
-        much (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+        Each multiplication and each addition in matrix products and convolutions counts as one. A backward pass counts
+        twice as much as a forward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
         """
         return None
 
     @abstractmethod
     def loss(self, run: Any) -> SampleLoss:
-        """Return the loss of each sample."""
+        """Return the function that computes the loss of each sample."""
 
     def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the `train_metrics` of each training sample [B, n], from its prediction in training mode."""
@@ -117,9 +117,9 @@ class Study(ABC):
         return Metrics()
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
-        """Draw the first validation sample with its prediction, numpy arrays; None: no figure."""
+        """Draw the first validation sample with its prediction, numpy arrays; None for no figure."""
         return None
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray] | None:
-        """Return a name and pixels [H, W, 3] of that sample for TensorBoard, each epoch; None: no picture."""
+        """Return a name and pixels [H, W, 3] of that sample for TensorBoard after an epoch; None for no picture."""
         return None

@@ -1,4 +1,4 @@
-"""Pictures of prediction against truth, shared by the studies."""
+"""Figures that compare predictions with the truth, for any study."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def comparison(
     extent: tuple[float, float, float, float] | None = None,
     own_scale: bool = False,
 ) -> Figure:
-    """Draw one row a channel: the given pictures, then prediction minus truth.
+    """Draw one row for each channel: the given pictures, then prediction minus truth.
 
-    A row, of which at most 20 are drawn, has a name, a unit and pictures [H, W], titled by `columns`; the last two are
-    truth and prediction. `extent` is (left, right, bottom, top) of the axes. With `own_scale` earlier pictures have
-    their own colour scale.
+    Each row has a name, a unit and pictures [H, W], titled by `columns`; the last two pictures are truth and
+    prediction. At most 20 rows are drawn. `extent` is (left, right, bottom, top) of the axes. With `own_scale`, the
+    pictures before the last two have their own colour scales.
     """
     from matplotlib.figure import Figure
 
@@ -34,12 +34,12 @@ def comparison(
         )
 
     (height, width), rows = rows[0][2][0].shape, rows[:20]
-    height = min(height, 8 * width)  # a figure may have so many pixels, and no more
-    panel, count = 2.6, len(columns)  # inches; placed by hand, which takes a fifth of the time of a constrained layout
+    height = min(height, 8 * width)  # limits the number of pixels of the figure
+    panel, count = 2.6, len(columns)  # inches; fixed positions take a fifth of the time of a constrained layout
     size = (panel * (count + 1) + 2.6, (panel * height / width + 0.3) * len(rows) + 0.8)
     figure = Figure(figsize=size)
     edges = {"left": 0.6 / size[0], "right": 1 - 0.7 / size[0], "bottom": 0.5 / size[1], "top": 1 - 0.55 / size[1]}
-    shares = [*[1.0] * count, 0.04, 0.3, 1.0, 0.04]  # pictures, their colours, room for these's labels, the difference
+    shares = [*[1.0] * count, 0.04, 0.3, 1.0, 0.04]  # pictures, colour bar, room for its labels, difference, its bar
     grid = figure.add_gridspec(
         len(rows), len(shares), **edges, width_ratios=shares, wspace=0.08, hspace=0.3 / (panel * height / width)
     )
@@ -67,7 +67,7 @@ def comparison(
 def beside_bars(
     picture: np.ndarray, title: str, classes: tuple[str, list[str]], probabilities: np.ndarray, right: str, **shown: Any
 ) -> Figure:
-    """Draw an image beside the probabilities of `classes`: what they are called, and their names."""
+    """Draw an image next to the probabilities of `classes`, given as axis label and class names."""
     from matplotlib.figure import Figure
 
     noun, names = classes
@@ -84,7 +84,7 @@ def beside_bars(
 
 
 def _colours(figure: Figure, image: Any, place: Any, unit: str) -> None:
-    """Draw the colour scale of a picture."""
+    """Draw the colour bar of a picture."""
     bar = figure.colorbar(image, cax=figure.add_subplot(place))
     bar.set_label(unit, fontsize=7)
     bar.ax.tick_params(labelsize=6)
@@ -103,7 +103,7 @@ def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figur
 
 
 def side_by_side(truth: np.ndarray, prediction: np.ndarray, rows: int = 360) -> np.ndarray:
-    """Return truth and prediction [H, W] as a picture of at most `rows`, uint8, on the truth's scale."""
+    """Return truth and prediction [H, W] as one picture of at most `rows` rows, uint8, in the truth's colour scale."""
     from matplotlib import colormaps
 
     low, high = np.percentile(truth, [0.5, 99.5])

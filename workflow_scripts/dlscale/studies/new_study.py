@@ -1,6 +1,6 @@
-"""`dlscale new-study NAME`: a study of one's own begins as a small example, of any shapes or of images.
+"""Command `dlscale new-study NAME`: write a small example as the start of a user's study.
 
-That of any shapes is `waves`, in `template`; that of images is the study `starter_cnn`.
+The example for arrays of any shapes is `waves`, in `template`; with --images it is the study `starter_cnn`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dlscale.core.files import remove, write_text
 from dlscale.core.fingerprint import CHECKOUT, DOCS
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REPOSITORY = CHECKOUT or Path.cwd()  # of an installed dlscale: the folder of `dlscale init`
+REPOSITORY = CHECKOUT or Path.cwd()  # for an installed dlscale, the folder of `dlscale init`
 TEMPLATE = PACKAGE / "studies/template"
-#: Name of the study that is copied, in modules and in classes: with --images, and without.
+#: Names of the copied study in modules and in classes, with --images (True) and without (False).
 ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
 
-#: What YAML reads as a boolean or as nothing, and not as the name of a study.
+#: Words that YAML reads as a boolean or null instead of the name of a study.
 YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
-    """Write the study `args.name`, and say what to do next."""
+    """Write the study `args.name`, and print the next commands."""
     name, images = args.name, args.images or args.inside
     check_name(name)
     if args.inside and args.at:
-        raise UserError("--inside: the study has its place in the repository; leave --at out")
+        raise UserError("--inside: the study is written into the repository, not into --at; leave --at out")
     folder = None if args.inside else Path(args.at or name)
     write(name, folder, images)
     tests = REPOSITORY / f"tests/test_{name}.py" if folder is None else folder / f"test_{name}.py"
@@ -48,45 +48,45 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         calls += [f"{call} -n", call]
         page = f"results/{name}/report/index.html"
     print("\nNext:", *(f"  {call}" for call in calls), sep="\n")
-    print(f"pytest comes with `{'make install-dev' if CHECKOUT else 'pip install pytest'}`; the rest works without.")
+    print(f"`{'make install-dev' if CHECKOUT else 'pip install pytest'}` installs pytest; the rest works without it.")
     guide = "from_notebook.md" if images else "adding.md"
     guide = _seen(CHECKOUT / "docs" / guide, Path.cwd()) if CHECKOUT else DOCS + guide
     page = _seen(place / page, Path.cwd())
-    print(f"The last one makes data, trains, measures, and writes {page}; {guide} leads on.")
+    print(f"The last command makes data, trains, measures, and writes {page}. To continue, read {guide}")
     return 0
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no module can have, or that one has."""
+    """Refuse a name that is invalid for a module, or already in use."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name) or name in YAML_WORDS:
         raise UserError(
-            f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study, and no "
-            "word of Python or YAML"
+            f"NAME: {name}: expected up to 40 lower-case letters, digits and underscores, such as my_study, but no "
+            "keyword of Python or YAML"
         )
     specs = [importlib.util.find_spec(module) for module in (name, f"{name}_model", f"{name}_data")]
     known = {*registry.studies(), *registry.shipped_kinds()}
-    if name in known or any(spec and spec.origin for spec in specs):  # a mere folder has none
+    if name in known or any(spec and spec.origin for spec in specs):  # a folder without code has no origin
         raise UserError(
-            f"NAME: {name}: a study or kind of dataset of dlscale, or a module of Python, has this name; choose another"
+            f"NAME: {name}: a study or kind of dataset of dlscale, or a Python module, has this name; choose another"
         )
 
 
 def write(name: str, folder: Path | None, images: bool) -> None:
-    """Write a study into a folder, or without one into the repository, over no file."""
+    """Write a study into a folder, or into the repository if `folder` is None; overwrite no file."""
     files = inside(name) if folder is None else outside(name, folder, images)
     for path in files:
         if os.path.lexists(path):
-            raise UserError(f"{path}: is there already, and nothing was written; choose another name or place")
+            raise UserError(f"{path}: exists already, so nothing was written; choose another name or folder")
     original, classes = ORIGINALS[images]
     words = {original: name, classes: "".join(word.capitalize() for word in name.split("_"))}
     if folder is not None:
         words |= {"CALL": _call(name, folder), "NAME": name}
-        words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}  # before its own last word
+        words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}  # before the name that it contains
     anyone = re.compile("|".join(map(re.escape, words)))
     try:
         for path, source in files.items():
             write_text(path, anyone.sub(lambda found: words[found[0]], source.read_text(encoding="utf-8")))
-    except BaseException:  # the next call would find a part there
+    except BaseException:  # otherwise the next call would find some of the files
         for path in files:
             remove(path)
         raise
@@ -94,7 +94,7 @@ def write(name: str, folder: Path | None, images: bool) -> None:
 
 
 def outside(name: str, folder: Path, images: bool) -> dict[Path, Path]:
-    """Return the files of a study in a folder of its own, each with the file that it is a copy of."""
+    """Return the files of a study in its own folder, each with the file that it copies."""
     original, _ = ORIGINALS[images]
     shipped = PACKAGE / "studies" / original
     code = {"": shipped / "study.py", "_model": shipped / "model.py"}
@@ -109,7 +109,7 @@ def outside(name: str, folder: Path, images: bool) -> dict[Path, Path]:
 
 
 def inside(name: str) -> dict[Path, Path]:
-    """Return the files of a study of the repository, each with the file that it is a copy of."""
+    """Return the files of a study in the repository, each with the file that it copies."""
     tests, own, (original, _) = REPOSITORY / "tests", PACKAGE / "studies" / name, ORIGINALS[True]
     if not (tests / "tiny").is_dir():
         raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")
@@ -124,12 +124,12 @@ def inside(name: str) -> dict[Path, Path]:
 
 
 def _place() -> Path:
-    """Return the folder where `dlscale run` is called: this one, if it has a Snakefile, or the repository."""
+    """Return the folder for `dlscale run`: the current folder or the repository, whichever has a Snakefile."""
     return next((place for place in (Path.cwd(), REPOSITORY) if (place / "Snakefile").is_file()), Path.cwd())
 
 
 def _seen(path: Path, place: Path) -> str:
-    """Return a path as it is called in a folder: from there, if it is in that, and else absolute."""
+    """Return a path relative to a folder if it is inside of that folder, else absolute."""
     whole = path.absolute()
     return str(whole.relative_to(place) if whole.is_relative_to(place) else whole)
 

@@ -306,7 +306,7 @@ class Allocations(TorchDispatchMode):
         self._block, self._known = block, dict[int, Any]()
 
     def add(self, values: Iterable[Any]) -> int:
-        """Count the tensors among these values, too; return the bytes of those not counted before."""
+        """Count the tensors among these values, too; return the bytes of newly counted tensors."""
         before = self.live
         for value in values:
             if isinstance(value, torch.Tensor):

@@ -149,7 +149,7 @@ class Weights:
         for name, part in self._parts.items():
             part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
         for exact, own, p in zip(self._exact, self._gradients, self._rounded, strict=True):
-            exact.grad = None if p.grad is None else own  # None for a weight that the loss did not use
+            exact.grad = None if p.grad is None else own  # None if the loss did not use the weight
         known = [(own, p.grad) for own, p in zip(self._gradients, self._rounded, strict=True) if p.grad is not None]
         if known:
             torch._foreach_copy_([own for own, _ in known], [gradient for _, gradient in known])

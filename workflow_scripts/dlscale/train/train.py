@@ -280,7 +280,7 @@ class Interruption:
         now = time.monotonic()
         urgency, elapsed = self._world.max(self._received, now - self._agreed)
         # All ranks compute the same next interval, from the slowest rank's time.
-        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first time is no measure of steps
+        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first time includes more than steps
         self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
         self._agreed = time.monotonic()
         if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next exchange

@@ -30,9 +30,9 @@ class Share:
     them, of sizes as equal as possible. Processes that share a model replica have the same data-parallel rank.
     """
 
-    batch_size: int  #: B, over all ranks
-    rank: int = 0  #: r
-    size: int = 1  #: R
+    batch_size: int  #: samples of a global batch, B
+    rank: int = 0  #: data-parallel rank, r
+    size: int = 1  #: number of data-parallel ranks, R
 
     def steps(self, samples: int) -> int:
         """Return the number of global steps in an epoch of `samples` samples, a smaller last one included."""
@@ -95,7 +95,7 @@ class Loader(ABC):
 
 
 def on_grids(samples: Samples, loader: str) -> GridSamples:
-    """Return `samples` if they are on grids; the loader called `loader` cannot decode others: a `UserError`."""
+    """Return `samples` if they are on grids; else raise a `UserError` that names the loader."""
     if not isinstance(samples, GridSamples):
         raise UserError(
             f"loader.kind: {loader} reads only arrays on grids, but these samples are {type(samples).__name__}; "

@@ -1,1 +1,1 @@
-"""The kind of dataset `files`: files that a program reads."""
+"""Kind of dataset `files`: files that an external program reads."""

@@ -1,4 +1,4 @@
-"""Manifests of files as they are."""
+"""Manifests of files that are used without preprocessing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlscale.datasets.files.kind import KIND, FilesDataset
 
 
 def describe_prepared(dataset: FilesDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe files by their digests; a program says itself which it trains on."""
+    """Describe files by their digests, all as split `train`: only the program knows which it trains on."""
     if any(path.is_dir() for path in sources):
         sources = [*map(Path, KIND.prepared_files(dataset))]
     files = [

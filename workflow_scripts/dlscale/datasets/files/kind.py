@@ -1,4 +1,4 @@
-"""`files`: the files that a program reads, its own among them. Settings, files."""
+"""Kind of dataset `files`: the files that an external program reads, including its code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dlscale.core.errors import UserError
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, is_url
 
-#: Files that are looked at when a configuration is read.
+#: Largest number of files that are examined when a configuration is read.
 MOST = 10_000
 
 
 class FileSource(Strict):
-    """Files and folders; of a folder all files in it count, but for hidden ones and Python's caches."""
+    """Files and folders; all files in a folder count, except hidden files and Python's caches."""
 
     kind: Literal["files"] = "files"
     paths: list[Path] = Field([], description="Files and folders.")
@@ -25,12 +25,12 @@ class FileSource(Strict):
     @model_validator(mode="after")
     def _local(self) -> FileSource:
         if wrong := [path for path in self.paths if is_url(path)]:
-            raise ValueError(f"paths: {wrong[0]}: an address; fetch the file, and give its path")
+            raise ValueError(f"paths: {wrong[0]}: is a URL; download the file, and give its path")
         return self
 
 
 class FilesDataset(DatasetSettings):
-    """Files that a program reads: it runs again where one of them changes."""
+    """Files that an external program reads; the program runs again if one of them changes."""
 
     kind: Literal["files"]
     source: FileSource = FileSource()
@@ -42,7 +42,7 @@ class FilesDataset(DatasetSettings):
 
 
 class ItsOwnSamples(Strict):
-    """The program's own, of which nothing is known here."""
+    """Defined by the external program; dlscale has no settings for it."""
 
     kind: Literal["its_own"] = "its_own"
 
@@ -74,9 +74,7 @@ class Files(DatasetKind):
                 if not path.is_dir() or (file.is_file() and shown):
                     found.append(str(file))
                 if len(found) > MOST:
-                    raise UserError(
-                        f"{path}: more than {MOST:,} files; name those that decide, or one that stands for them"
-                    )
+                    raise UserError(f"{path}: more than {MOST:,} files; name only files that affect the results")
         return sorted(found)
 
     def available(self, samples: Any, rows: list[int]) -> int | None:

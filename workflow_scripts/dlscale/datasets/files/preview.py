@@ -1,4 +1,4 @@
-"""A picture of files: their sizes."""
+"""Preview of files: a histogram of their sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from dlscale.data.preview import Panel
 
 
 def preview(manifest: Manifest) -> Iterator[Panel]:
-    """Yield the sizes of all files; of none a single zero."""
+    """Yield a panel with the sizes of all files; a single zero if there are no files."""
     sizes = [file.bytes / 1e3 for file in manifest.splits.get("train", [])]
     yield Panel("size of a file", "kB", np.array(sizes or [0.0]))

@@ -1,1 +1,1 @@
-"""`starter`: pairs of arrays, an input and its target; images as a rule."""
+"""Kind of dataset `starter`: pairs of arrays, an input and its target, usually images."""

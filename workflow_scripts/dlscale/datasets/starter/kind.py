@@ -1,4 +1,4 @@
-"""`starter`: an input and a target a sample, simulated or from arrays of one's own. Settings, files, parts."""
+"""Kind of dataset `starter`: samples with an input and a target, simulated or from a user's arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Simulated(Strict):
 
 
 class Array(Strict):
-    """What the array of inputs, or of targets, is."""
+    """Description of the array of inputs or of targets."""
 
     array: str | None = Field(
         None, min_length=1, description="The array's name in .npz and HDF5 files; `input` or `target` if absent."
@@ -41,8 +41,8 @@ class Array(Strict):
     channels: list[str] = Field([], description="Names of the channels; numbered if absent.")
     channel_axis: Literal["none", "first", "last", "new"] | None = Field(
         None,
-        description="Channels of a sample: none: it has no axis of channels; first, last: that axis of the sample; "
-        "new: it is one channel, which gets an axis. Required where the shape does not show it.",
+        description="Channel axis of a sample. none: no channels; first, last: this axis of the sample; new: the "
+        "sample is one channel, and an axis is added. Required if the shape does not show it.",
     )
     unit: str = Field("1", description="Unit of the values; `1` for a number without a unit.")
 
@@ -63,10 +63,10 @@ class ArrayFiles(Strict):
 
 
 class Arrays(Paired[ArrayFiles]):
-    """Arrays with one sample per row, as paths or http(s) URLs: those of each split, or `all` with `shares` of them.
+    """Arrays with one sample per row, as paths or http(s) URLs: files for each split, or `all` with `shares`.
 
-    Numbers [N] and vectors [N, K] have no channels; images [N, C, H, W] of up to 4 channels have. Samples of other
-    shapes need `channel_axis`, or names of the channels that are their first axis. Models get channels first.
+    Numbers [N] and vectors [N, K] have no channels; images [N, C, H, W] have up to 4 channels. Samples of other shapes
+    need `channel_axis`, or names for the channels along their first axis. Models get channels first.
     """
 
     kind: Literal["arrays"]
@@ -75,7 +75,7 @@ class Arrays(Paired[ArrayFiles]):
 
 
 class StarterDataset(DatasetSettings):
-    """Inputs and targets, stored as they are."""
+    """Inputs and targets, stored unchanged."""
 
     kind: Literal["starter"]
     source: Simulated | Arrays = Field(discriminator="kind")
@@ -94,7 +94,7 @@ class Starter(DatasetKind):
     selection = frozenset({*SPLITS, "all", "shares", "input", "target"})
 
     def parts(self, dataset: StarterDataset) -> list[Part]:
-        """Return one part for each split; of arrays the first raw file is that of the inputs."""
+        """Return one part for each split; for arrays, the first raw file has the inputs."""
         source = dataset.source
         if isinstance(source, Simulated):
             return [Part(split, split) for split in SPLITS if getattr(source, split)]

@@ -1,4 +1,4 @@
-"""The rows of a part: simulated one by one, or read from NumPy's and HDF5 files."""
+"""Sources of the rows of a part: simulated samples, or NumPy and HDF5 files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.starter.kind import HDF5
 
-#: Channels of an image at most: a sample [C, H, W] of more may be a volume.
+#: Largest number of channels of an image; a sample [C, H, W] with more may be a volume.
 IMAGE_CHANNELS = 4
-#: Pixels over which a simulated field varies.
+#: Length over which a simulated field varies, pixels.
 LENGTH = 3.0
 
 
@@ -45,7 +45,8 @@ def _amplitude(size: int) -> np.ndarray:
 def pair(seed: list[int], size: int, target: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the input and the target of one sample, float32 [size, size]: a smooth random field and its steepness.
 
-    The target is even in the field, so no linear filter does better than the mean of all targets.
+    The target is an even function of the field, so no linear filter is better than the mean of all targets. With target
+    `noise`, both are independent random numbers from 0 to 1.
     """
     rng = np.random.default_rng(seed)
     if target == "noise":
@@ -57,7 +58,7 @@ def pair(seed: list[int], size: int, target: str) -> tuple[np.ndarray, np.ndarra
 
 
 class SimulatedSource(Source):
-    """Images float32 [N, 1, H, W], each from a random state of its own."""
+    """Source of simulated images, float32 [N, 1, H, W]; each sample has its own random state."""
 
     def __init__(self, source: Any, part: Part) -> None:
         self._source, self._split = source, SPLITS.index(part.split)
@@ -74,7 +75,7 @@ class SimulatedSource(Source):
 
 
 class FileSource(Source):
-    """Arrays `input` and `target` of one part: floats as float32, truth values as uint8."""
+    """Source of the arrays `input` and `target` of one part: floats become float32, booleans uint8."""
 
     def __init__(self, source: Any, part: Part, *paths: Path) -> None:
         self._files, self._paths = contextlib.ExitStack(), paths
@@ -83,7 +84,7 @@ class FileSource(Source):
             self._arrays[key] = _open(path, getattr(source, key).array or key, self._files)
         counts = [len(values) for values in self._arrays.values()]
         if counts[0] != counts[1]:
-            raise UserError(f"{paths[1]}: {counts[1]} targets for the {counts[0]} inputs of {paths[0]}")
+            raise UserError(f"{paths[1]}: {counts[1]} targets, but {counts[0]} inputs in {paths[0]}")
         self._first, rows = share(counts[0], part, paths[0])
         self.fields = tuple(
             _field(key, values.shape, values.dtype, rows, getattr(source, key), path)
@@ -97,7 +98,7 @@ class FileSource(Source):
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows, found = slice(self._first + start, self._first + stop), dict[str, np.ndarray]()
         for field, values, path in zip(self.fields, self._arrays.values(), self._paths, strict=True):
-            with reading(path):  # of compressed values, damage shows here
+            with reading(path):  # reading finds damage of compressed values
                 read = np.asarray(values[rows]).astype(field.dtype)
             read = np.moveaxis(read, -1, 1) if field.name in self._last else read
             found[field.name] = read.reshape(-1, *field.shape[1:])
@@ -108,7 +109,7 @@ class FileSource(Source):
 
 
 def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
-    """Return an array that is read on demand; one of a .npz file is read as a whole."""
+    """Return an array that is read on demand; an array of a .npz file is read completely."""
     names, values = [name], None
     if path.is_dir():
         raise UserError(f"{path}: a folder; expected a file, name the files in it")
@@ -137,8 +138,8 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
                     )
                     if size > store.MEMORY:
                         raise UserError(
-                            f"{path}: '{name}' has {size / 1e6:.0f} MB, more than the "
-                            f"{store.MEMORY / 1e6:.0f} of which a .npz file is read as a whole; save the array as .npy"
+                            f"{path}: '{name}' has {size / 1e6:.0f} MB; an array of a .npz file may have "
+                            f"{store.MEMORY / 1e6:.0f}, because it is read at once; save the array as .npy"
                         )
                     values = arrays[name] if name in names else None
     if not isinstance(values, h5py.Dataset | np.ndarray):
@@ -148,12 +149,12 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
             store.check_values(values)
         dtype, shape = values.dtype, values.shape
     if dtype.kind not in "fiub" or not shape or not math.prod(shape):
-        raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, with a sample a row")
+        raise UserError(f"{path}: '{name}' has type {dtype}, shape {shape}; expected numbers, one sample per row")
     return values
 
 
 def _field(key: str, stored: tuple[int, ...], dtype: np.dtype, rows: int, info: Any, path: Path) -> Field:
-    """Describe an array as its rows are read, channels first."""
+    """Return the description of an array, channels first."""
     grid = stored[1:]
     axis = info.channel_axis or _evident_axis(grid, len(info.channels))
     if axis is None or (axis in ("first", "last") and not grid):
@@ -175,7 +176,7 @@ def _field(key: str, stored: tuple[int, ...], dtype: np.dtype, rows: int, info: 
 
 
 def _evident_axis(grid: tuple[int, ...], named: int) -> str | None:
-    """Return the axis of channels that the shape of a sample and the number of named channels show, if they do."""
+    """Return the channel axis if the shape of a sample and the number of named channels show it, else None."""
     if named and grid[:1] == (named,) and (len(grid) == 1 or grid[-1] != named):
         return "first"
     if len(grid) < 2:

@@ -1,1 +1,1 @@
-"""The study `program`: any training program, as it is."""
+"""Study `program`: any external training program, unchanged."""

@@ -1,4 +1,4 @@
-"""Study `program`: any training program as it is; model, loss and samples are its own."""
+"""Study `program`: any external training program, unchanged, with its own model, loss and samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dlscale.studies.base import SampleLoss, Study
 
 
 class ItsOwn(Strict):
-    """The program's own, of which nothing is known here."""
+    """Defined by the external program; dlscale has no settings for it."""
 
     kind: Literal["its_own"] = "its_own"
 
@@ -24,13 +24,13 @@ class ProgramStudy(Study):
 
     def check(self, run: Any) -> None:
         if run.program is None:
-            raise Refused("program is missing: the command, as `program: {command: [python, train.py]}`")
+            raise Refused("program is missing; give the command, as in `program: {command: [python, train.py]}`")
 
     def model(self, run: Any, manifest: Any) -> Any:
-        raise NotImplementedError("a program has a model of its own")
+        raise NotImplementedError("an external program has its own model")
 
     def loss(self, run: Any) -> SampleLoss:
-        raise NotImplementedError("a program has a loss of its own")
+        raise NotImplementedError("an external program has its own loss")
 
 
 STUDY = ProgramStudy()

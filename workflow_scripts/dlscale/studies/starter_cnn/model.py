@@ -12,7 +12,7 @@ from torch import nn
 
 
 class StarterCNN(nn.Module):
-    """Convolutions of 3 x 3, each with LeakyReLU, the last one too; images keep their size."""
+    """Convolutions of 3 x 3, each followed by LeakyReLU, including the last; images keep their size."""
 
     def __init__(self, in_channels: int = 1, out_channels: int = 1, hidden: int = 64, layers: int = 5) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class StarterCNN(nn.Module):
         self.layers = nn.Sequential(*(module for layer in convolutions for module in (layer, nn.LeakyReLU())))
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        """Return images [B, C, H, W] of the size of `x_BCHW`."""
+        """Return images [B, C, H, W] of the same size as `x_BCHW`."""
         y_BCHW: torch.Tensor = self.layers(x_BCHW)
         return y_BCHW
 

@@ -1,4 +1,4 @@
-"""`starter_cnn`: images from images with a small convolutional network; the smallest complete study."""
+"""Study `starter_cnn`: a small convolutional network from images to images; the smallest complete study."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StarterCNNSettings(Strict):
-    """The network; its channels come from the data."""
+    """The network; the data determine its input and output channels."""
 
     kind: Literal["starter_cnn"]
     hidden: Extent = Field(64, description="Channels between the layers.")
@@ -35,7 +35,7 @@ class StarterCNNLoss(Strict):
 
 
 class StarterCNNMetrics(Metrics):
-    """RMSE, and that of the better naive answer: the training targets' mean, or the input."""
+    """RMSE, and RMSE of the best baseline without learning: the training targets' mean, or the input."""
 
     def __init__(self, target: FieldInfo, device: torch.device) -> None:
         import torch
@@ -49,7 +49,9 @@ class StarterCNNMetrics(Metrics):
         error = "root mean squared error over all validation samples and pixels"
         return [
             Metric(name="rmse", title="RMSE", meaning=error, unit=self.unit, naive=naive, answer=answer),
-            Metric(name=naive, title="RMSE of the naive answer", meaning=f"of {answer}", unit=self.unit),
+            Metric(
+                name=naive, title="RMSE of the best baseline without learning", meaning=f"of {answer}", unit=self.unit
+            ),
         ]
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -77,7 +79,7 @@ class StarterCNNStudy(Study):
         return StarterCNN(len(inputs.channels), len(targets.channels), run.model.hidden, run.model.layers)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return 2 x 3^2 C_in C_out a pixel, over all convolutions."""
+        """Return 2 x 3^2 C_in C_out per pixel, summed over all convolutions."""
         inputs, targets = self._images(run, manifest)
         widths = [len(inputs.channels), *[run.model.hidden] * (run.model.layers - 1), len(targets.channels)]
         rows, columns = inputs.grid
@@ -95,8 +97,8 @@ class StarterCNNStudy(Study):
         ):
             raise UserError(
                 f"dataset {run.dataset}: input {shapes[0]} of {inputs.dtype} and target {shapes[1]} of a sample; study "
-                f"{run.study} expects images [C, H, W] of one size for both, the input of floats or bytes: save them "
-                "so, or write a model for yours"
+                f"{run.study} expects images [C, H, W] of one size for both, and floats or bytes as input; save "
+                "them so, or write a model for your data"
             )
         return inputs, targets
 
@@ -109,7 +111,7 @@ class StarterCNNStudy(Study):
         return StarterCNNMetrics(manifest.fields[run.samples.target], device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw each channel of the target beside the input and the prediction."""
+        """Draw input, target and prediction side by side, one row for each channel of the target."""
         from dlscale.studies.figures import comparison
 
         targets = manifest.fields[run.samples.target]

@@ -1,4 +1,4 @@
-"""`starter_cnn` on a tiny dataset: the tests of any study, and one of its own, to change with your metrics."""
+"""Tests of `starter_cnn` on a tiny dataset: the tests of any study, and a test of the RMSE; adapt it to yours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlscale.preflight.study_tests import study_beside
 from dlscale.train.build import Session
 
 STUDY = study_beside(__file__)
-#: Of the shapes of your data: the network of the tests is made for them.
+#: Tiny dataset with the shapes of your data: the tests build the network for them.
 DATASET: dict[str, Any] = {
     "kind": "starter",
     "source": {"kind": "simulated", "size": 16, "train": 16, "valid": 8, "seed": 3},
@@ -23,7 +23,7 @@ RUN: dict[str, Any] = {"batch_size": 8, "model": {"hidden": 8}, "loader": {"work
 
 
 def test_the_rmse_is_right(session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Against NumPy; the naive answer is the better one of the two."""
+    """Compare with NumPy; the best baseline without learning is the better of mean and input."""
     x, y = batch
     prediction = y + torch.linspace(-1, 1, len(y)).reshape(-1, *[1] * (y.dim() - 1))
     metrics = session.study.metrics(session.run, session.manifest, torch.device("cpu"))

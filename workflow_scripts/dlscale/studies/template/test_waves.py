@@ -1,4 +1,4 @@
-"""`waves` on a tiny dataset: the tests of any study, which skip what it leaves out; write yours below."""
+"""Tests of `waves` on a tiny dataset: the tests of any study, which skip missing features; add your own below."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dlscale.preflight.study_tests import *  # noqa: F403
 from dlscale.preflight.study_tests import study_beside
 
 STUDY = study_beside(__file__)
-#: Of the shapes of your data: the network of the tests is made for them.
+#: Tiny dataset with the shapes of your data: the tests build the network for them.
 DATASET: dict[str, Any] = {"kind": "waves", "train": 16, "valid": 8}
 #: Settings over those in `waves.yaml`.
 RUN: dict[str, Any] = {"batch_size": 8, "loader": {"kind": "torch", "workers": 0}}

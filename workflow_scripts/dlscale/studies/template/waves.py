@@ -1,4 +1,4 @@
-"""waves: the frequency of a noisy curve, told by a small network."""
+"""waves: a small network that predicts the frequency of a noisy curve."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class SquareSettings(Strict):
 
 
 class WavesStudy(Study):
-    """See the module."""
+    """Model and loss of the study."""
 
     dataset, Model, Loss = "waves", NetSettings, SquareSettings
 
     def model(self, run: Any, manifest: Any) -> Any:
-        """Return the network. PyTorch is imported here: the file is read with every call."""
+        """Return the network. PyTorch is imported here because every command imports this file."""
         from torch import nn
 
         return nn.Sequential(nn.Linear(32, run.model.hidden), nn.ReLU(), nn.Linear(run.model.hidden, 1), nn.Flatten(0))

@@ -1,6 +1,7 @@
-"""Data of the study in waves.py, made in memory. An edit here makes them again, one there does not.
+"""Data of the study in waves.py, made in memory.
 
-A file that is opened here and not named in `parts` is refused: return a `RawFile` for it, and read `paths`.
+Changes of this file make the data again; changes of waves.py do not. Opening a file that `parts` does not name is an
+error: return a `RawFile` for it, and read `paths`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RowSamples
 
 
 class WavesDataset(DatasetSettings):
-    """How many samples each split has, and how noisy they are."""
+    """Number of samples of each split, and their noise."""
 
     kind: Literal["waves"]
     train: int = 512
@@ -23,7 +24,7 @@ class WavesDataset(DatasetSettings):
 
 
 class Waves(DatasetKind):
-    """One file a split, made in memory."""
+    """Kind of dataset with one file for each split, made in memory."""
 
     name, Settings, Samples = "waves", WavesDataset, RowSamples
 
@@ -33,7 +34,10 @@ class Waves(DatasetKind):
 
 
 def open_source(dataset: WavesDataset, part: Part, paths: list[Path]) -> ArraySource:
-    """Return the arrays of a split, a sample a row, of any shapes: curves [N, 32], and their frequencies [N] in Hz."""
+    """Return the arrays of a split, one sample per row: curves [N, 32], and their frequencies [N] in Hz.
+
+    Samples may have any shape.
+    """
     rng = np.random.default_rng([0, part.split == "valid"])
     count = dataset.train if part.split == "train" else dataset.valid
     frequency = rng.uniform(1, 4, count)
