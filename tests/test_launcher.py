@@ -77,6 +77,26 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     assert shown.stdout == "b c\n$(e)\n"
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_variable_is_unset_inside(engine: str) -> None:
+    """`env -u` follows the image, so that it also removes what the image or a site's module sets."""
+    found = launch(site(engine=engine, environment={"A": "b", "NCCL_CROSS_NIC": None}), HERE, ONE)
+    place = found.index("NCCL_CROSS_NIC")
+    assert found[place - 1] == "-u" and "env" in found[:place] and found[-3:] == PYTHON_HERE[1:]
+    if engine not in ("none", "shifter"):
+        assert found[place - 3] == "registry/dlscale:1"
+    assert not any("NCCL_CROSS_NIC" in word for word in found if word != "NCCL_CROSS_NIC")
+
+
+def test_variables_of_the_site_win_over_shifters_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shifter applies `--env` before its modules, so `env` sets the site's variables inside; HOME is the caller's."""
+    monkeypatch.setenv("HOME", "/global/homes/u/user")
+    found = launch(site(engine="shifter", modules=["gpu"], environment={"NCCL_NET_GDR_LEVEL": "PHB"}), HERE, ONE)
+    inside = found[found.index("env") :]
+    assert {"NCCL_NET_GDR_LEVEL=PHB", "HOME=/global/homes/u/user"} <= set(inside)
+    assert not any(word.startswith("--env") for word in found)
+
+
 # ---- packages in addition to those of the image -------------------------------------------------------
 
 
@@ -106,7 +126,7 @@ print(multiprocessing.get_context("spawn").Pool(1).apply(eval, ["__import__('onl
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_packages_reach_every_engine(engine: str) -> None:
     found = " ".join(launch(site(engine=engine, packages="/scratch/more"), HERE, ONE))
-    assert re.search(r"--env[= ]DLSCALE_PACKAGES=/scratch/more\b", found)
+    assert re.search(r"(--env[= ]|\benv .*)DLSCALE_PACKAGES=/scratch/more\b", found)
     assert re.search(r"--(volume=|bind )/scratch/more:/scratch/more\b", found)
 
 
@@ -129,9 +149,9 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     more = ORDERED if starter != "torchrun" else {"gpu_order": ORDERED["gpu_order"]}
     found = launch(site(engine=engine, starter=starter, **more), HERE, FOUR)
     given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
-    form = {"none": "CUDA_VISIBLE_DEVICES=3,2,0,1", "apptainer": "CUDA_VISIBLE_DEVICES=3,2,0,1"}
+    form = dict.fromkeys(("none", "apptainer", "shifter"), "CUDA_VISIBLE_DEVICES=3,2,0,1")
     assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], "once, and not the caller's value"
-    assert ("--gpu-bind=none" in found) == ("--cpu-bind=cores" in found) == (starter == "srun")
+    assert ("--gpu-bind=none" in found) == (starter == "srun")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +167,8 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
 def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str, Any]) -> None:
     found = launch(site(engine="none", starter="srun", **{**ORDERED, **changes}), HERE, geometry)
     assert "CUDA_VISIBLE_DEVICES" not in " ".join(found)
-    assert not {"--gpu-bind=none", "--cpu-bind=cores"} & set(found)
+    assert "--gpu-bind=none" not in found
+    assert ("--cpu-bind=cores" in found) == (geometry is not None and geometry.world_size > 1), "CPUs are always bound"
 
 
 # ---- files of other users -------------------------------------------------------------------------------
@@ -381,14 +402,14 @@ def perlmutter(monkeypatch: pytest.MonkeyPatch) -> slurm.Scheduler:
 def test_what_a_run_on_one_gpu_asks_for(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "train", ONE) == {
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:1", "runtime": 720},
-        **{"qos": "shared", "constraint": "gpu", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
+        **{"qos": "shared", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
     }
 
 
 def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "throughput", EIGHT, minutes=25) == {
         **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:4", "mpi": "srun", "tasks_per_node": 4},
-        **{"runtime": 25, "qos": "regular", "constraint": "gpu", "slurm_account": "m1234_g"},
+        **{"runtime": 25, "qos": "regular", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g"},
     }
 
 
@@ -401,7 +422,7 @@ def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler,
     nodes = perlmutter.gpu_nodes.model_copy(update={"gres": gres})
     assert slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2)) == {
         **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "mpi": "srun", "tasks": 2, "runtime": 720, "qos": "regular"},
-        **{"constraint": "gpu", "slurm_account": "m1234_g"},
+        **{"constraint": "gpu&hbm40g", "slurm_account": "m1234_g"},
         "slurm_extra": f"--gpus-per-node={gpus} --signal=USR2@120",
     }
 
@@ -409,7 +430,7 @@ def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler,
 def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "throughput", FOUR, processes=ONE) == {
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 128, "gres": "gpu:4", "runtime": 60, "qos": "regular"},
-        **{"constraint": "gpu", "slurm_account": "m1234_g"},
+        **{"constraint": "gpu&hbm40g", "slurm_account": "m1234_g"},
     }
 
 
@@ -449,6 +470,29 @@ def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
     slurm.check(cpus, Geometry(gpus_per_node=2))
     with pytest.raises(UserError, match=r"gpus_per_node: 3 processes ask for 96 CPUs .* the 64 of this site"):
         slurm.check(cpus, Geometry(gpus_per_node=3))
+
+
+def test_a_queue_has_a_shortest_time_limit(perlmutter: slurm.Scheduler) -> None:
+    preempt = perlmutter.model_copy(update={"whole_qos": "preempt"})
+    assert slurm.request(preempt, "train", EIGHT, minutes=15)["runtime"] == 120
+    assert slurm.request(perlmutter, "train", EIGHT, minutes=15)["runtime"] == 15
+
+
+def test_a_queue_has_a_number_of_jobs(perlmutter: slurm.Scheduler) -> None:
+    assert slurm.job_limits(perlmutter) == {"debug_jobs": 5, "premium_jobs": 5}
+    debug = perlmutter.model_copy(update={"whole_qos": "debug"})
+    assert slurm.request(debug, "train", EIGHT)["debug_jobs"] == 1
+    assert "debug_jobs" not in slurm.request(perlmutter, "train", EIGHT)
+
+
+@pytest.mark.parametrize("key", ["cpus", "memory_mb"])
+def test_a_fixed_share_of_a_node_cannot_be_changed(perlmutter: slurm.Scheduler, key: str) -> None:
+    """Perlmutter's shared nodes give each GPU 32 CPUs; a job that asks for other numbers fails at submission."""
+    geometry = Geometry.model_validate({key: 1 if key == "cpus" else 8192})
+    with pytest.raises(UserError, match=rf"a\.geometry\.{key}: this site gives each GPU a fixed number of CPUs"):
+        slurm.check(perlmutter, geometry, "a.")
+    free = perlmutter.gpu_nodes.model_copy(update={"fixed_share": False})
+    slurm.check(perlmutter.model_copy(update={"gpu_nodes": free}), geometry)
 
 
 NODES = {"partition": "gpu", "cpus": 64, "memory_mb": 500_000, "gpus": 8}

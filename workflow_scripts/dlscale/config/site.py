@@ -72,10 +72,14 @@ class Qos(Strict):
     max_nodes: PositiveInt | None = Field(None, description="Maximum number of nodes per job.")
     max_gpus: PositiveInt | None = Field(None, description="Maximum number of GPUs per job.")
     max_minutes: PositiveInt | None = Field(None, description="Maximum time limit of a job, minutes.")
+    min_minutes: PositiveInt = Field(1, description="Minimum time limit of a job, minutes.")
     max_jobs: PositiveInt | None = Field(
         None, description="Maximum number of submitted jobs of a user; further jobs of a call wait. Absent: no limit."
     )
     charge: NonNegativeFloat = Field(1.0, description="Factor on the cost of a node-hour.")
+    full_charge_minutes: NonNegativeInt = Field(
+        0, description="Minutes at the beginning of each job that are charged without the factor."
+    )
 
 
 class Nodes(Strict):
@@ -93,6 +97,11 @@ class Nodes(Strict):
         "CPUs (sbatch --mem). Absent: jobs request no memory, and Slurm's default applies.",
     )
     gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
+    fixed_share: bool = Field(
+        False,
+        description="Slurm gives each GPU a fixed number of CPUs and a fixed amount of memory: runs with geometry.cpus "
+        "or geometry.memory_mb are refused.",
+    )
     gres: str = Field("gpu", description="Name of the GPUs in --gres, such as gpu or gpu:a100.")
     gpu: str | None = Field(
         None,
@@ -215,7 +224,15 @@ class Site(Lawful):
         description="Additional folders for containers, path on the host -> path in the container. The working folder "
         "and the data are always mounted.",
     )
-    environment: dict[Variable, Value] = Field({}, description="Environment variables of every stage.")
+    host_suffix: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9.-]*$",
+        description="Suffix of a node's name in the network between nodes, such as -hsn0: ranks on several nodes meet at "
+        "the first node's name with this suffix.",
+    )
+    environment: dict[Variable, Value | None] = Field(
+        {}, description="Environment variables of every stage; null unsets one that an image or module sets."
+    )
     packages: Annotated[Path_, AfterValidator(_target)] | None = Field(
         None,
         description="Folder with additional Python packages for all stages (pip install --target FOLDER NAME). "
@@ -231,6 +248,8 @@ class Site(Lawful):
     @model_validator(mode="after")
     def _keeps_secrets(self) -> Site:
         for name, value in self.environment.items():
+            if value is None:
+                continue
             if has_secret(value) or re.search("(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$", name, re.IGNORECASE):
                 raise ValueError(
                     f"environment.{name}: looks like a secret or an address with a login, which every command line "

@@ -39,6 +39,8 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
 #: Environment variable: folder on the node's local disk (`local_disk` of a site), if it has one.
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
+#: Variable with the suffix of a node's name in the network between nodes.
+HOST_SUFFIX = "DLSCALE_HOST_SUFFIX"
 
 #: Environment variable: folder for the steps of an external program; `dlscale.extensions.programs.timed` repeats it.
 STEPS = "DLSCALE_STEPS"

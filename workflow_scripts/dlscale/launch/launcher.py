@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
-from dlscale.core.machine import LOCAL_DISK, STEPS, WATCHDOG, answer
+from dlscale.core.machine import HOST_SUFFIX, LOCAL_DISK, STEPS, WATCHDOG, answer
 from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
@@ -76,7 +76,7 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     if site.starter == "srun":  # one container, or one bare process, for each task
         srun = _srun(site, geometry)
         if ordered:  # task i gets the i-th block of CPUs, not spread over sockets; every task sees all GPUs
-            srun += ["--distribution=block:block", "--cpu-bind=cores", "--gpu-bind=none"]
+            srun += ["--distribution=block:block", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
         return [*_mpirun(site, geometry), *container, *python]
@@ -160,7 +160,7 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
 
 def _srun(site: Site, geometry: Geometry) -> list[str]:
     # srun needs the geometry again: inside of a job, the workflow's executor hides the job's own.
-    srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
+    srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}", "--cpu-bind=cores"]
     if site.scheduler:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
         srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
@@ -178,10 +178,11 @@ def _meet(geometry: Geometry) -> list[str]:
 
 def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     """Return the site with the environment of its stages, and with mounts of the folders named there."""
-    environment, mounts = dict[str, str](), dict[str, str]()
+    environment, mounts = dict[str, str | None](), dict[str, str]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
+        environment |= {HOST_SUFFIX: site.host_suffix} if site.host_suffix and geometry.nodes > 1 else {}
         if site.local_disk and site.engine not in ("none", "shifter"):
             mounts[site.local_disk] = site.local_disk
     environment |= site.environment
@@ -221,25 +222,29 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
-        return ["env", *(f"{name}={value}" for name, value in site.environment.items())] if site.environment else []
-    environment = {
+        return _env(site.environment)
+    given = {
         **({} if program else {"PYTHONPATH": place.sources}),
         "PYTHONNOUSERSITE": "1",  # a mounted home folder may have packages for another Python
         "HOME": "/tmp",
         **site.environment,
     }
+    environment = {name: value for name, value in given.items() if value is not None}
+    unset = _env({name: None for name, value in given.items() if value is None})
     folders = {path: path for path in (place.folder, place.results) if path}
     here = FOLDER if program else place.folder
     held = ["sh", "-c", HELD, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
     if site.engine == "shifter":
-        # A Shifter container sees the site's file systems, and the environment, unchanged.
+        # A Shifter container sees the site's file systems, and the environment. Modules of the site set their variables
+        # last, so `env` sets ours inside. The image's HOME would hide ~/.netrc and the caches of programs.
+        home = os.environ.get("HOME", "/tmp")
         return [
             "shifter",
             f"--image={image}",
             *([f"--module={','.join(site.modules)}"] if gpu and site.modules else []),
             *(f"--volume={source}:{target}" for source, target in site.mounts.items()),
             f"--workdir={here}",
-            *(f"--env={name}={value}" for name, value in environment.items() if name != "HOME"),
+            *_env({**given, "HOME": site.environment.get("HOME", home)}),
         ]
     for path in place.data:
         _check_mount(path, site)
@@ -253,6 +258,7 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
             *("--pwd", here, image),
+            *unset,
             *held,
         ]
     return [
@@ -272,8 +278,16 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
         *(f"--env={name}" for name in (program.secret_variables() if program else ())),
         f"--env={STEPS}" if program else "--env=DLSCALE_LIFELINE=1",
         image,
+        *unset,
         *held,
     ]
+
+
+def _env(environment: Mapping[str, str | None]) -> list[str]:
+    """Return the words of `env` that set variables, and unset those without a value; empty without variables."""
+    unset = [word for name, value in environment.items() if value is None for word in ("-u", name)]
+    assigned = [f"{name}={value}" for name, value in environment.items() if value is not None]
+    return ["env", *unset, *assigned] if environment else []
 
 
 def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:

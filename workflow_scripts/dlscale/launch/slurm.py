@@ -62,8 +62,9 @@ def request(
     # 0 means no --mem: memory then follows the part of the node. Without a value, the executor requests 1 GB.
     share = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
     wanted["mem_mb"] = (geometry and geometry.memory_mb) or share
-    limit = scheduler.qos.get(qos or "", Qos()).max_minutes
-    wanted["runtime"] = min(minutes or scheduler.limit(job), limit or 10**9)
+    limits = scheduler.qos.get(qos or "", Qos())
+    minutes = max(minutes or scheduler.limit(job), limits.min_minutes)
+    wanted["runtime"] = min(minutes, limits.max_minutes or minutes)
     named = {"qos": qos, "constraint": nodes.constraint, "slurm_partition": nodes.partition}
     named["slurm_account"] = account_of(scheduler, nodes)
     wanted |= {key: value for key, value in named.items() if value}
@@ -146,6 +147,12 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         )
     if (geometry.memory_mb or 0) > (most := scheduler.gpu_nodes.memory_mb or math.inf):
         raise UserError(f"{where}geometry.memory_mb: {geometry.memory_mb} is more than the {most} of this site's nodes")
+    for key in ("cpus", "memory_mb"):
+        if scheduler.gpu_nodes.fixed_share and getattr(geometry, key):
+            raise UserError(
+                f"{where}geometry.{key}: this site gives each GPU a fixed number of CPUs and a fixed amount of memory "
+                "(gpu_nodes.fixed_share); remove the key, or run on another site"
+            )
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
     if limit.max_gpus and geometry.world_size > limit.max_gpus:

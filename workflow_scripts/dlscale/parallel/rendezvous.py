@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Limits
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
+from dlscale.core.machine import HOST_SUFFIX
 from dlscale.core.process import LOST, MEET, end, ranks
 from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
@@ -133,6 +135,11 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if geometry.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_to(address)):
+        # Gloo would take the address of this node's host name, which may be in another network.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if rank == 0 and geometry.nodes > 1:
+        logging.info("ranks meet at %s:%d; gloo uses %s", address, port, os.environ.get("GLOO_SOCKET_IFNAME"))
     mine = _listen(address, port) if rank == 0 else None
     try:
         return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
@@ -165,11 +172,24 @@ def _listen(address: str, port: int) -> int:
     return listener.detach()
 
 
+def _interface_to(address: str) -> str | None:
+    """Return the network interface through which this node reaches an address; None if it cannot be found."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing, but selects the local address
+            mine = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.family == family and each.address.partition("%")[0] == mine for each in addresses):
+                return name
+    return None
+
+
 def _rendezvous(geometry: Geometry) -> None:
     """Set MASTER_ADDR and MASTER_PORT if the launcher did not: the first node of Slurm's list, and a port."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
-        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
+        os.environ.setdefault("MASTER_ADDR", first_host(nodes) + os.environ.get(HOST_SUFFIX, ""))
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     known = job.isdecimal() and (step or "0").isdecimal()

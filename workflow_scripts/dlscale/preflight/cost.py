@@ -428,7 +428,8 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
     """Return the cost of works on the site's nodes and queues.
 
     Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 for the QOS for full nodes).
-    Charged hours = node-hours × charge of the QOS. A geometry that does not fit the site is a `UserError`.
+    Charged hours = node-hours × charge of the QOS, without the charge for the first `full_charge_minutes` of each job. A
+    geometry that does not fit the site is a `UserError`.
     """
     rows = []
     for work in works:
@@ -438,11 +439,13 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
         asked = slurm.request(scheduler, work.stage, geometry, limit, processes)
         hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
         qos = asked.get("qos")
+        rate = scheduler.qos.get(qos or "", Qos())
+        full = min(rate.full_charge_minutes / 60 * work.jobs / hours, 1.0) if hours else 0.0
         node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
         priced: dict[Hours, float] = {
             "node_hours": node_hours,
             "gpu_hours": hours * (geometry.world_size if geometry and scheduler.gpu_nodes.gpus else 0),
-            "charged_hours": node_hours * scheduler.qos.get(qos or "", Qos()).charge,
+            "charged_hours": node_hours * (full + (1 - full) * rate.charge),
         }
         shown = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
         if geometry:
