@@ -900,11 +900,8 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
-    for every, kept in (
-        (1, [4, 5]),
-        (4, [4, 5]),
-        (9, [5]),
-    ):  # epochs between checkpoints; the last epoch always has one
+    # `every` is the number of epochs between checkpoints; the last epoch always has one.
+    for every, kept in ((1, [4, 5]), (4, [4, 5]), (9, [5])):
         training = {"epochs": 5, "checkpoint_epochs": every}
         folder = era5(str(every), training=training, samples={"train": 4, "valid": 2}, batch_size=4)
         assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == [f"step-{n:08}" for n in kept]
