@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# A first-time user's tour: what README and docs/first_hour.md show, in the small, in the folder where this is called, a
-# fresh clone.
-# Each step prints what a user sees, and checks it; the first that is not as it must be ends the tour.
+# A first-time user's tour: a small version of README and docs/first_hour.md, run in the current folder, a fresh clone.
+# Each step prints its output and checks it; the first error ends the tour.
 set -euo pipefail
 
 seen=$(mktemp)
@@ -9,7 +8,7 @@ trap 'rm -f "$seen"' EXIT
 
 step() { printf '\n==== %s\n' "$*"; }
 
-# Show a command and what it says; `ends STATUS COMMAND …` expects its exit status.
+# `ends STATUS COMMAND …` prints a command and its output, and checks its exit status.
 ends() {
     local expected=$1 status=0
     shift
@@ -19,10 +18,10 @@ ends() {
     [ "$status" -eq "$expected" ] || { echo "TOUR: '$*' ended with $status, not $expected"; exit 1; }
 }
 
-# What the last command said has this text; or has it not.
-says() { grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: it does not say: $1"; exit 1; }; }
-is_silent_about() { ! grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: it says: $1"; exit 1; }; }
-is_there() { [ -e "$1" ] || { echo "TOUR: $1 is not there"; exit 1; }; }
+# Check that the last command's output contains a text, or does not contain it.
+says() { grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: the output lacks: $1"; exit 1; }; }
+is_silent_about() { ! grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: the output must not contain: $1"; exit 1; }; }
+is_there() { [ -e "$1" ] || { echo "TOUR: $1 is missing"; exit 1; }; }
 
 mine=(--configfile mine.yaml)
 
@@ -147,7 +146,7 @@ step 'Ctrl-C, and on'
 sed -i 's/epochs: 2/epochs: 40/' mine.yaml
 metrics=results/plans/first/reference/metrics.jsonl
 rm "$metrics"
-# In a process group of its own, as a terminal would start it; otherwise bash has what runs beside it ignore Ctrl-C.
+# Start it in its own process group, as a terminal does; otherwise bash makes background processes ignore Ctrl-C.
 set -m
 snakemake "${mine[@]}" -- "$metrics" >"$seen" 2>&1 </dev/null &
 snakemake=$!
@@ -157,11 +156,11 @@ for _ in $(seq 600); do
     kill -0 "$snakemake" || break
     sleep 0.1
 done
-kill -INT -- "-$snakemake" || true  # has ended: what it said shows why
+kill -INT -- "-$snakemake" || true  # if it has ended, the output shows why
 status=0
 wait "$snakemake" || status=$?
 cat "$seen"
-[ "$status" -ne 0 ] || { echo 'TOUR: it ended as if nothing had been'; exit 1; }
+[ "$status" -ne 0 ] || { echo 'TOUR: it ended with status 0 after Ctrl-C'; exit 1; }
 says 'Interrupted. What is done is kept: the same command goes on from there.'
 is_silent_about 'corrupted'
 epochs=$(wc -l <"$metrics")
