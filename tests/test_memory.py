@@ -341,7 +341,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
 
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths
-    limit = (halves + fourths) / 2  # micro-batches of eight samples do not fit, those of four do
+    limit = (halves + fourths) / 2  # micro-batches of four samples fit, larger ones do not
     text = failing(tmp_path, cosmo_data, limit / around.SHARE["cpu"] + around.RESERVE["cpu"])
     assert "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB" in text
     assert f"a step of 16 samples is predicted to take {size(full)}" in text

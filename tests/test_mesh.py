@@ -44,7 +44,7 @@ from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
 
-#: Samples per batch and in total: two batches and three samples, so that five of eight ranks have none of the third.
+#: Samples per batch and in total: two batches and three samples, so that five of eight ranks miss the third.
 BATCH, SAMPLES = 8, 19
 STEPS = 3
 #: Patches of a field: 32 tokens divide evenly on all meshes; 35 do on none and are padded to 36 or 40.
@@ -59,7 +59,7 @@ Tensors = dict[str, torch.Tensor]
 class Case:
     """A geometry with its strategy, the run's settings, and the allowed difference from one process.
 
-    Differences of predictions and losses are relative to their greatest value, those of gradients and updates to the
+    Differences of predictions and losses are relative to their greatest value, of gradients and updates to the
     greatest of the same tensor; gradients that are zero except for rounding are compared with the greatest of all.
     """
 
@@ -316,7 +316,7 @@ def compare(case: Case, found: list[dict[str, Any]]) -> None:
             assert torch.equal(rank["start"][name], value), f"{name} has another initial value"
         parts = {each["dp"]: each["prediction"] for each in found}
         for each in found:
-            # Ranks that share a model give the same predictions, and all together those of one process.
+            # Ranks that share a model give the same predictions; all together, they equal those of one process.
             torch.testing.assert_close(each["prediction"], parts[each["dp"]], rtol=0, atol=0)
         near(torch.cat([parts[dp] for dp in sorted(parts)]), alone["prediction"], tolerance, "prediction")
         for number in range(STEPS):
@@ -470,7 +470,7 @@ SAVED = 2  #: Batches before a step is saved; one more follows.
 
 
 def passed_on(ranks: int) -> dict[str, Case]:
-    """Return cases that continue each other's training, and that of one process."""
+    """Return cases that continue the training of each other case, and of one process."""
     cases = {
         "ddp": Case(ranks, over=ADAM),
         "fsdp": Case(ranks, parallel=FSDP, over=ADAM),

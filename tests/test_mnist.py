@@ -125,7 +125,7 @@ def test_bad_files_are_one_message(
 
 
 def test_the_network_is_the_published_one() -> None:
-    """Its number of parameters is right, and its logits equal those of the layers computed one by one."""
+    """Its number of parameters is right, and its logits equal a computation layer by layer."""
     torch.manual_seed(0)
     model = MnistCNN().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882
@@ -160,7 +160,7 @@ def test_the_published_plan_says_what_the_script_did() -> None:
     ("damage", "zipped"),
     [
         *((damage, True) for damage in ("flip", "checksum", "cut", "more", "fewer rows")),
-        *((damage, False) for damage in ("cut", "more", "fewer rows")),  # without gzip there is no checksum
+        *((damage, False) for damage in ("cut", "more", "fewer rows")),  # only gzip has a checksum
     ],
 )
 def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bool) -> None:
@@ -184,7 +184,7 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bo
 
 @pytest.mark.slow
 def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
-    """The accuracy equals a count; the record also has that of the most frequent training digit."""
+    """The accuracy equals a count; the record also has the accuracy of the most frequent training digit."""
     dataset = {"kind": "mnist", "source": {"kind": "simulated", "train": 300, "valid": 100}}
     folder = make_dataset(tmp_path / "data", dataset)
     config = make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": 3}, "loader": {"workers": 0}}, dataset)

@@ -216,7 +216,7 @@ def _cosmo(kind: str) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: cosmo([folder / "a.h5"], [folder / "b.h5"], kind)
 
 
-#: By name of a reader: the function that makes its files, the one that reads them, and a pattern of files to damage.
+#: By name of a reader: the functions that make and read its files, and a pattern of files to damage.
 READERS: dict[str, tuple[Callable[[Path], object], Read, str]] = {
     "cosmo, raw": (lambda folder: write_volume(folder / "a.h5", volume((8, 8, 8))), sources(_cosmo("files")), "a.h5"),
     "cosmo, compressed": (_zipped_volumes, prepared(_cosmo("prepared")), "?.h5"),

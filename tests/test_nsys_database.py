@@ -56,7 +56,7 @@ TWO_STEPS = Recording(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
-    """The figures are those of a drawing by hand."""
+    """The figures agree with a drawing by hand."""
     tool, top = summarize(TWO_STEPS.write(tmp_path / "nsys.sqlite", version), 3)
     ns = 1e-9
     assert tool.steps == 2 and tool.seconds_per_step == pytest.approx(102.5 * ns)  # 1000 to 1100, 1100 to 1205

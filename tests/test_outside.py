@@ -132,7 +132,7 @@ def outcome(printed: list[tuple[float, float]]) -> running.Outcome:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> None:
-    """Of three folds with separate optimisers and speeds, the longest counts; validations between are unrecorded."""
+    """The longest of three folds with separate optimisers and speeds counts; validations are unrecorded."""
     printed = list[tuple[float, float]]()
     for rank in range(ranks):
         clock = Clock(tmp_path, rank)
@@ -1267,7 +1267,7 @@ def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: P
 
 
 def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> None:
-    """Of three trainings in a row the longest counts, with all processes that trained at the same time."""
+    """The longest of three consecutive trainings counts, with all processes that trained at the same time."""
     for number, (begin, count) in enumerate(((0, 100), (1000, 300), (1001, 290), (2000, 100))):
         clock = Clock(tmp_path, number)
         clock.now += begin
@@ -1276,7 +1276,7 @@ def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> 
     assert [process.rank for process in processes] == [1, 2]
 
 
-#: Training whose speed can be measured in four ways at once.
+#: Training that can be measured in four ways at once.
 FOUR = (
     "import json, dlscale\nlog = open('log.jsonl', 'w')\nnumber = 0\n"
     + TRAIN.replace(

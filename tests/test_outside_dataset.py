@@ -253,7 +253,7 @@ OWN = """folder = tempfile.mkdtemp(dir=HERE)
 
 
 def preprocessed(folder: Path, **code: str) -> int:
-    """Preprocess a part with a kind whose code reads files; return the exit status."""
+    """Preprocess a part with a kind that reads files; return the exit status."""
     np.save(folder / "y.npy", np.arange(6.0))
     np.save(folder / "other.npy", np.arange(6.0))
     np.arange(6.0).tofile(folder / "other.raw")

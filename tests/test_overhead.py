@@ -59,7 +59,7 @@ def drifting(draw: random.Random) -> Callable[[], float]:
 
 
 def disturbed(draw: random.Random) -> Callable[[], float]:
-    """Return step times of which about every fourth is 1.5 times as long, since another program runs."""
+    """Return step times; about every fourth is 1.5 times as long, since another program runs."""
     return lambda: draw.gauss(0.1, 0.003) * (1.5 if draw.random() < 0.25 else 1.0)
 
 

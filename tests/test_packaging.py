@@ -1,4 +1,4 @@
-"""Installation of dlscale: version ranges, the lock, an environment whose PyTorch stays, and CI's files."""
+"""Installation of dlscale: version ranges, the lock, an environment that keeps its PyTorch, and CI's files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_source_distribution_lists_what_git_has() -> None:
 
 
 def test_the_two_images_have_tags_of_their_own() -> None:
-    """The prefix of `type=sha` replaces that of the flavour: without one both images would get the same tag."""
+    """The prefix of `type=sha` replaces the flavour's prefix; without one both images would get the same tag."""
     (step,) = [
         step
         for job in read_yaml(ROOT / ".github/workflows/images.yml")["jobs"].values()
@@ -248,7 +248,7 @@ def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) ->
 
 
 def test_the_package_alone_is_mounted_in_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other packages in the same site-packages would hide those of the image."""
+    """Other packages in the same site-packages would hide the image's packages."""
     monkeypatch.chdir(tmp_path)
     assert launcher.sources(Site(engine="podman", image="any")) == PACKAGE.parent
     monkeypatch.setattr(launcher, "CHECKOUT", None)

@@ -122,7 +122,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
 def test_several_train_as_one_does(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
 ) -> None:
-    """Losses, metrics and weights are those of one process with the same global batch, up to the order of sums."""
+    """Losses, metrics and weights equal one process's with the same global batch, up to the order of sums."""
     data = cosmo_data if study == "cosmo_unet" else era5_data
     alone = configure(tmp_path / "alone", study, 1, **changes)
     assert train(alone, data / "manifest.json") == 0

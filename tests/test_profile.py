@@ -126,7 +126,7 @@ def test_where_other_processes_read_this_one_does_for_once(tmp_path: Path, cosmo
 def test_a_profiler_that_does_not_work_says_why(
     tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other profilers continue; if there are none, the stage fails."""
+    """The other profilers continue; if all fail, the stage fails."""
 
     def forbidden(tool: TorchProfiler) -> None:
         raise Unavailable("CUPTI is refused")

@@ -258,7 +258,7 @@ def test_what_is_no_report_is_one_message(
 def test_a_report_is_exported_by_a_real_nsys(
     real_nsys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report is that of a program without dlscale."""
+    """The report comes from a program without dlscale."""
     program = tmp_path / "theirs.py"
     program.write_text(
         "import time, nvtx\n"

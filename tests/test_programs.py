@@ -270,7 +270,7 @@ def test_samples_of_a_program_are_known_or_missing(
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
-    """Of steps of 10 ms, the first try is killed after 310 without writing the last second; the second repeats some."""
+    """The first try is killed after 310 steps of 10 ms, the last second unwritten; the second repeats some."""
     ends = [1000 + step / 100 for step in range(1, 621)]
     marks = [(1000 + step / 100 + 0.001, 1 / step) for step in range(50, 350, 50)]
     for checkpoint in (300, 200, 230):

@@ -189,7 +189,7 @@ def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sc23(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """Its losses before the first step are those of an untrained model."""
+    """Its losses before the first step belong to the untrained model."""
     place = at_scale(checkout, tmp_path, "sc23-dl-tutorial", "config/ViT.yaml")
     program = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
     found = place.run(runs("era5_published_program", {}, program)["program"])

@@ -627,7 +627,7 @@ def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
 
 
 def test_times_are_of_one_loader(results: Results) -> None:
-    """After a resume with another loader, the speed is that of the new one; the total time is left out."""
+    """After a resume with another loader, the new loader's speed counts; the total time is left out."""
     folder = results.run("p", "a", epochs=5, speed=10.0, triplet=None)
     results.run("p", "b", epochs=5, speed=10.0, triplet=None)
     made = [{"loader": "torch"}, {"loader": "torch"}, None, {"loader": "direct"}, {"loader": "direct"}]
@@ -635,7 +635,7 @@ def test_times_are_of_one_loader(results: Results) -> None:
     lines = [epoch.model_copy(update={"made_with": own}) for epoch, own in zip(epochs, made, strict=True)]
     (folder / "metrics.jsonl").write_text(epoch_lines(lines))
     rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    # Of run `a` only the last epoch counts, since the first epoch with a loader warms up; of `b` the median of four.
+    # Only the last epoch of run `a` counts, since the first epoch with a loader warms up; `b` has the median of four.
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(
         [speeds[3], (speeds[1] + speeds[2]) / 2]
@@ -1074,7 +1074,7 @@ def test_colours_are_told_from_their_background_in_both_themes() -> None:
 
 @pytest.mark.slow
 def test_a_page_of_a_hundred_runs_is_small(results: Results) -> None:
-    """The page shows eight of them at first; the user can select the others."""
+    """The page shows eight of them at first; the user can select more."""
     names = {f"r{number}": f"rate {number}" for number in range(100)}
     for number, name in enumerate(names):
         results.run("p", name, epochs=50, final=0.5 + number / 300, precision=name)
@@ -1097,7 +1097,7 @@ def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypa
 
 
 def test_a_study_of_which_more_is_better(results: Results) -> None:
-    """The best run has the highest accuracy, whatever its loss; there is no comparison with a baseline."""
+    """The best run has the highest accuracy, whatever its loss; it is not compared with a baseline."""
     results.run("p", "a", study="digits", final=0.5)
     folder = results.run("p", "b", study="digits", final=0.2)
     epochs = read_epochs(folder / "metrics.jsonl")
@@ -1212,7 +1212,7 @@ def test_charts_are_files_too(ladder: Results) -> None:
 
 
 def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> None:
-    """Write a profile with two profilers, one of which failed, into a run's folder."""
+    """Write a profile with a successful and a failed profiler into a run's folder."""
     ranges = {
         "step": RangeTime(seconds=1.2 * seconds),
         "data": RangeTime(seconds=0.3 * seconds),
@@ -1306,7 +1306,7 @@ def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
 
 
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
-    """Return a profile of steps of 100 ms, in 80 of which the host requests data.
+    """Return a profile of steps of 100 ms, with 80 ms of data requests by the host.
 
     `work` is the device's time by range, in seconds.
     """

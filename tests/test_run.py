@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to the repository, where users call the command."""
+    """Change to the repository, as users do for this command."""
     monkeypatch.chdir(ROOT)
 
 

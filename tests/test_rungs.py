@@ -213,7 +213,7 @@ CASES = [
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the root mean square of the difference, relative to that of the truth."""
+    """Return the difference relative to the truth, both as root mean squares."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
 
@@ -546,7 +546,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
 
 
 def test_a_share_without_samples_is_predicted_plainly() -> None:
-    """No kernel is chosen and nothing is compiled for an empty batch, in training or prediction."""
+    """An empty batch uses no kernel and no compiled code, in training or prediction."""
     step, (x, y) = make_step("cosmo_unet"), batch("cosmo_unet", 2)
 
     def refused(*values: Any) -> Any:
@@ -617,7 +617,7 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Recorder:
-    """Backend whose replay calls the body again on the static memory, like the replay of a graph."""
+    """Backend that replays the body on the static memory, like a graph."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []

@@ -358,7 +358,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
 
 
 def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
-    """The first volume, whose size is in the manifest, may be larger than others."""
+    """The first volume gives the size in the manifest, and may be larger than others."""
     splits = {**volumes.splits, "train": volumes.splits["train"][::-1]}
     fields = {name: info.model_copy(update={"grid": [9, 9, 10]}) for name, info in volumes.fields.items()}
     fitted = line(volumes.model_copy(update={"splits": splits, "fields": fields}))

@@ -121,7 +121,7 @@ def test_the_floor_is_what_a_run_and_its_copy_differ_by(results: Results) -> Non
 
 
 def test_a_run_that_was_disturbed_is_less_sure_than_the_others(results: Results) -> None:
-    """One of ten runs varies by 5 %, the others by 0.5 %: its interval includes 1 in at least 85 % of 400 plans.
+    """One of ten runs varies by 5 %, all others by 0.5 %: its interval includes 1 in at least 85 % of 400 plans.
 
     With the spread of all runs alone, it included 1 in half of the plans.
     """
@@ -165,7 +165,7 @@ def test_apart_the_spread_of_trials_counts_and_what_the_same_work_shows(results:
 
 
 def test_a_training_is_not_compared_with_full(results: Results) -> None:
-    """Of three runs, the first has no throughput; then the third is compared with the second."""
+    """The first of three runs has no throughput; then the third is compared with the second."""
     for name, full in (("trained", 100.0), ("plain", 100.0), ("fast", 200.0)):
         timed(results, name, full, None)
     plan = plan_of(results, "trained", "plain", "fast")

@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_with_sizes(
 
 
 def test_the_sites_disk_reaches_the_stages() -> None:
-    """The path is passed on unchanged, since its variables are those of the node."""
+    """The path is passed on unchanged, since the node expands its variables."""
     found = launch(site(engine="none", starter="direct", local_disk="$TMPDIR/x"), HERE, FOUR)
     assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", *PYTHON_HERE]
     found = launch(site(engine="podman", local_disk="/local"), HERE, FOUR)
@@ -292,7 +292,7 @@ def test_each_node_reads_its_own_copy(manifest: Path, tmp_path: Path, monkeypatc
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:
-    """The digests were computed a moment ago: nothing is read again."""
+    """The digests were computed a moment ago, so files are not read again."""
     data = Manifest.read(era5_data / "manifest.json")
     record = json.loads((era5_data / staging.RECORD).read_text())
     assert set(record) == {file.path for files in data.splits.values() for file in files}

@@ -632,7 +632,7 @@ def test_a_new_study_is_the_example_under_its_name(
 
 
 def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
-    """docs/adding.md names all written files, and includes the one that is not a copy of a linked file."""
+    """docs/adding.md names all written files, and includes the only file without a linked original."""
     guide = (ROOT / "docs/adding.md").read_text()
     new_study.write("waves", tmp_path, images=False)
     for path in tmp_path.iterdir():

@@ -375,7 +375,7 @@ def test_a_pipe_is_no_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_the_times_of_jobs_are_read_from_files_alone(tmp_path: Path, kind: str) -> None:
-    """Reading a pipe in place of a log or a benchmark would wait forever."""
+    """Reading a pipe instead of a log or a benchmark would wait forever."""
     for name, seconds in (("a", 3.0), ("b", 4.0), ("c", 5.0)):
         job(tmp_path, name, 1.0, seconds, None)
     for path in (tmp_path / "benchmarks/b.tsv", tmp_path / "logs/c.log"):

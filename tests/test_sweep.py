@@ -241,7 +241,7 @@ def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str
 def test_rungs_end_bitwise_where_one_training_does(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """Schedule, drop-out and samples are those of one training; a repeated rung ignores later checkpoints.
+    """Schedule, drop-out and samples equal a single training's; a repeated rung ignores later checkpoints.
 
     In fp16 the first epoch's six steps all overflow: the loss scales are 2**126, 2**107, … 2**31.
     """
@@ -280,7 +280,7 @@ def test_what_diverges_fails_or_stops(
 
 @pytest.fixture
 def swept(tmp_path: Path, digits: Path) -> Path:
-    """Train the first rung of four trials, one of which diverges; return the plan's file."""
+    """Train the first rung of four trials (one diverges); return the plan's file."""
     rates = {"lr-0p001": 0.001, "lr-1": 1.0, "lr-1e30": 1e30, "lr-0p3": 0.3}
     folder = tmp_path / "plans/swept"
     for name, lr in rates.items():

@@ -337,7 +337,7 @@ def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three nested processes the variable names two, and one that does not exist here."""
+    """The variable names two of three nested processes, and a missing one."""
     ask = "import os; from dlscale.measure.processes import find_snakemake; print(find_snakemake(os.getpid()))"
     start = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
     name = f"os.environ[{SNAKEMAKES!r}] += f' {{os.getpid()}}'; print(os.getpid(), flush=True); "
@@ -394,7 +394,7 @@ with sampled(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by itself", "SIGKILL"])
 def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
-    """A signal to the process group ends the stage; the file has complete lines, and there is no traceback."""
+    """A signal to the process group ends the stage; the file has complete lines, and no traceback is printed."""
     path, enough = tmp_path / "train.csv", tmp_path / "train.csv.end"
     command = [sys.executable, "-c", STAGE, str(path)]
     with (tmp_path / "said").open("w") as said:

@@ -119,7 +119,7 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
         assert (other.data_ptr(), target.data_ptr()) == (x.data_ptr(), y.data_ptr()), (
             "all batches must be the same memory"
         )
-    # IO and FULL read the same samples, those of epochs 1 and 2.
+    # IO and FULL read the same samples, from epochs 1 and 2.
     assert [len(batch[0]) for batch in seen["FULL"]] == [4, 4, 2, 4, 4, 2]
     assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "with one process, every batch has weight 1"
     for a, b in zip(seen["IO"], seen["FULL"], strict=True):
@@ -376,7 +376,7 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
     ids=["known", "known well enough", "known roughly", "not known"],
 )
 def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
-    """Of ten seconds with one per round: until the ratio is known, or three times as long without a result."""
+    """With ten seconds they end when the ratio is known, or after three times as long without a result."""
     draw = random.Random(0)
     rounds = [(1 + draw.gauss(0, spread), 1.0) for _ in range(30)]
     assert next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error)) == seconds

@@ -398,7 +398,7 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
 
 
 class _Slow(TorchLoader):
-    """Loader whose first batch is 0.3 s late."""
+    """Loader with a delay of 0.3 s before the first batch."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         time.sleep(0.3)
@@ -707,7 +707,7 @@ def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: P
 
 
 def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
-    """The weights are the same, but the recorded samples/s were those of the previous loader."""
+    """The weights are the same, but the recorded samples/s belong to the previous loader."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     make_era5(run, {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}})
@@ -1061,7 +1061,7 @@ def test_a_loss_that_explodes_ends_in_one_message(
 def test_a_model_that_does_not_fit_the_data_is_refused(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The configured grid differs from that of the files."""
+    """The configured grid differs from the files' grid."""
     dataset = {**WEATHER, "source": {**WEATHER["source"], "latitudes": 20, "longitudes": 40}}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}), dataset)
     assert train(tmp_path, weather / "manifest.json") == 2

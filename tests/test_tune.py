@@ -169,7 +169,7 @@ def a_run(tmp_path: Path, **over: Any) -> Any:
 
 
 def test_the_default_space_is_made_from_the_cores(tmp_path: Path) -> None:
-    """Without workers there is no prefetching to vary."""
+    """Prefetching needs workers."""
     run = a_run(tmp_path, loader={"kind": "torch", "workers": 2, "prefetch": 2})
     found = tune.candidates(run, 4, CPU)
     assert found[0] == {}
@@ -289,7 +289,7 @@ def tune_run(tmp_path: Path, data: Path, **over: Any) -> Tuning:
 def test_the_stage_from_end_to_end(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One setting is slow, one is invalid and one runs out of memory: the others are measured.
+    """One setting is slow, one is invalid and one runs out of memory; all others are measured.
 
     The run's own setting uses the torch loader, which is slowed on purpose; the written plan is faster.
     """
@@ -337,7 +337,7 @@ def test_the_stage_from_end_to_end(
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) -> None:
-    """Of ten duels of a setting with itself on this machine, at most two intervals exclude 1."""
+    """At most two of ten duels of a setting with itself on this machine have an interval without 1."""
     run = a_run(tmp_path, tune=QUICK)
     changes: list[dict[str, Any]] = [{}, {"seed": run.seed}]
     trials = tune._Trials(run, cosmo_data / "manifest.json", World(), 1, changes, Progress("tuning", 160, "trials"))

@@ -129,7 +129,7 @@ def test_memory_is_that_of_all_processes() -> None:
 
 
 class Ranks(World):
-    """A world with simulated other ranks, whose values are this one's with changes."""
+    """A world with simulated other ranks; their values are changes of this rank's."""
 
     def gather(self, value: Any) -> Any:
         node, _, cpu, read = value

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
     "straggler": (measured(nranks=4, alone=trials(100, ranks=(30, 30, 20, 30))), None, {}, "straggler", 1 / 3),
     "straggler of two": (measured(nranks=2, alone=trials(100, ranks=(30, 20))), None, {}, "straggler", 1 / 3),
     "communication": (measured(nranks=4, alone=trials(150, ranks=(37,) * 4)), None, {}, "communication", 1 / 3),
-    # Of 50 ms in a step of 100 ms, a fifth is hidden.
+    # A fifth of 50 ms in a step of 100 ms is hidden.
     "communication in a graph": (measured(nranks=4), IN_GRAPH, {"cuda_graph": True}, "communication", 0.4),
     "launches": (measured(), profiled(device_busy=0.4, launches=900), {}, "launches", 0.6),
     # Busy for 0.2 × 0.25 s of a step that takes 0.1 s without the profiler.

@@ -189,7 +189,7 @@ def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: P
 
 @pytest.mark.slow
 def test_a_rank_that_holds_pythons_lock_for_good_is_named(tmp_path: Path, era5_data: Path) -> None:
-    """The first rank judges the others; if it hangs itself, the others report it."""
+    """The first rank judges all others; if it hangs itself, they report it."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     limits = {WATCHDOG: "silent=5:stuck=12:between=12"}
     output = end_of(begin_faulty(folder, era5_data, "data", 400, culprit=0, HOLDS="3600", **limits), folder)

@@ -18,7 +18,7 @@ TABLES = {
 
 
 def job(before: Any = None, now: Any = None, rule: str = "train", **more: Any) -> Waiting:
-    """Return a job whose parameters changed, as Snakemake records them."""
+    """Return a job with changed parameters, as Snakemake records them."""
     recorded = {"before": [repr(before)], "now": [repr(now)]} if before is not None else {}
     return Waiting(**{"rule": rule, "wildcards": {"plan": "p", "run": "r"}, "known": True, **recorded, **more})
 
@@ -102,7 +102,7 @@ def test_a_line_for_each_reason() -> None:
 
 
 def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
-    """The line has the command that makes it again; there is none if a job will make it, or for a run never made."""
+    """The line has the command that makes it again; it is left out if a job will make it, or for a run never made."""
     for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -124,7 +124,7 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
 
 
 def test_what_is_replaced_is_told() -> None:
-    """The last line names runs whose results would be replaced by those of other settings."""
+    """The last line names runs if results of other settings would replace theirs."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
     line = "replaces the results of p.r (train); to keep them: a run of its own (from: p.r)"
     assert found([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]

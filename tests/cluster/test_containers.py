@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def flow(cluster: Cluster, container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[Flow]:  # noqa: F811
-    """Return a folder whose stages run in containers."""
+    """Return a folder that runs its stages in containers."""
     config = copy.deepcopy(CONFIG)
     config["site"] |= {"engine": "podman", "image": cpu_image, "modules": []}
     mine = {key: value for key, value in container_engine.environment.items() if key.startswith("CONTAINERS_")}

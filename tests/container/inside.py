@@ -22,7 +22,7 @@ from dlscale.parallel.world import World
 
 
 class Network(torch.nn.Module):
-    """A layer, and a batch normalisation, whose buffers are broadcast."""
+    """A layer, and a batch normalisation with buffers to broadcast."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -247,7 +247,7 @@ def shared_vit(
 
 
 def _shared_block(blocks: Sequence[Block], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each device's tokens after a block, whose queries attend to the keys and values of all devices."""
+    """Return each device's tokens after a block; its queries attend to the keys and values of all devices."""
     normed = [block.norm1(part) for block, part in zip(blocks, parts, strict=True)]
     q, k, v = (
         [block.by_head(getattr(block, name)(tokens)) for block, tokens in zip(blocks, normed, strict=True)]

@@ -115,7 +115,7 @@ def apart(found: list[float], expected: list[float]) -> float:
 
 @pytest.mark.slow
 def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path) -> None:
-    """Of a year with n states, pair 0 never occurs and pair 1 three times; repaired, all n - 1 pairs occur once."""
+    """In a year with n states, pair 0 never occurs and pair 1 three times; repaired, all n - 1 pairs occur once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
     for year in (0, 1):
@@ -138,7 +138,7 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
 
 
 def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> None:
-    """The numbers count from 1, as in the program; it has 16 of the 24 rotations, and dlscale has none of these 8."""
+    """The numbers count from 1, as in the program; it has 16 of the 24 rotations, and dlscale lacks these 8."""
     path = cosmo_data / "train/box000.h5"
     published, mended = (Crops([path], 8, 1, repaired=each).turns for each in (False, True))
     assert len(set(published)) == len(set(mended)) == 24
@@ -159,7 +159,7 @@ def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
 
 
 def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
-    """The 24 symmetries are those of its PyTorch loader, each equally often, with unchanged vectors."""
+    """The 24 symmetries of its PyTorch loader occur equally often, with unchanged vectors."""
     cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
     published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
     theirs = Counter(np.ascontiguousarray(published._turned(cube, *turn)).tobytes() for turn in published.turns)
@@ -274,7 +274,7 @@ def test_the_unet_takes_the_published_steps(
     assert apart(recording.losses, mended.steps) < TOLERANCE
     assert apart([epoch["train_loss"] for epoch in found], mended.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], mended.valid) < TOLERANCE
-    # Published rates are those of the next step, and a warm-up does not shorten the cosine: a small, visible
+    # Published rates belong to the next step, and a warm-up does not shorten the cosine: a small, visible
     # difference.
     if not warmup:
         assert published.rates[:-1] == pytest.approx(recording.rates[1:], rel=1e-12)
@@ -421,7 +421,7 @@ def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, e
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray, other: np.ndarray) -> None:
-    """Compare dlscale's curves with the program's, and both with those of a program with another rate."""
+    """Compare dlscale's curves with the program's, and both with a program with another rate."""
     assert overlap(ours, theirs) > LEVEL, (ours.mean(axis=0), theirs.mean(axis=0))
     assert overlap(ours, other) <= LEVEL, "the test does not detect the other program"
     assert overlap(theirs, other) <= LEVEL

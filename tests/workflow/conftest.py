@@ -283,7 +283,7 @@ def copy_tree(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Tree]]:
-    """Return a function that copies the repository, without results or with those of another tree."""
+    """Return a function that copies the repository, with another tree's results if given."""
     trees = []
 
     def make(config: dict[str, Any] | None = None, like: Tree | None = None) -> Tree:

@@ -45,7 +45,7 @@ PREPROCESSED = tuple(name for name in ALL if DATA[name]["preprocess"])
 STUDY: dict[str, str] = {}
 RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
 _USUAL = [stage for stage in RUN_STAGES if STAGES[stage].usual]
-#: Plans whose runs train.
+#: Plans with trainings.
 TRAINING: set[str] = set()
 PLANS: dict[str, list[str]] = {name: [] for name in ALL}
 for _plan, _settings in CONFIG["plans"].items():

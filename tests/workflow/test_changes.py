@@ -162,7 +162,7 @@ def file_of(module: str) -> str:
 
 
 def reorder(tree: Tree) -> Undo:
-    """Reverse the keys of the configuration, except for runs and targets, whose order has a meaning."""
+    """Reverse the keys of the configuration, except for runs and targets: their order has a meaning."""
 
     def turned(value: Any, key: str = "") -> Any:
         if not isinstance(value, dict):
@@ -215,7 +215,7 @@ def components() -> Iterator[Row]:
 
 
 def users(module: str) -> list[str]:
-    """Return the datasets whose study imports a dlscale module."""
+    """Return the datasets of studies that import a dlscale module."""
     files = {name: registry.studies()[study].file for name, study in STUDY.items() if name != "waves"}
     return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
 
@@ -616,7 +616,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    # Settings import all kinds of dataset, including those of a study outside the package.
+    # Settings import all kinds of dataset, including kinds outside the package.
     kinds = [module for module in registry.kinds().values() if module != "waves_data"]
     own |= {
         "dlscale.datasets",

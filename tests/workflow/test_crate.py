@@ -40,7 +40,7 @@ LACKING = {
     "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages
     "The Action SHOULD have an endTime in ISO 8601 format",  # records lack the end times of data, tables and pages
     "The Main Workflow SHOULD comply with Bioschemas ComputationalWorkflow profile version 1.0 or later",
-    "The README.md SHOULD be about the crate",  # there is none
+    "The README.md SHOULD be about the crate",  # crates have no README
     "The README.md SHOULD have text/markdown as its encodingFormat",
     "The `publisher` property of a `Root Data Entity` SHOULD be an `Organization`",  # the packing person is unknown
     "The organization SHOULD have a URL.",  # CITATION.cff has no URL of an affiliation
@@ -75,7 +75,7 @@ def entities(crate: Path) -> dict[str, Any]:
 
 
 def test_a_validator_finds_what_the_profile_requires(crate: Path, tmp_path: Path) -> None:
-    """The file contains the terms of RO-Crate 1.1 (those of 1.3 and four that differ), so that no network is needed."""
+    """The file contains the terms of RO-Crate 1.1 (1.3, except for four terms), so that no network is needed."""
     from rocrate import vocabs
     from rocrate_validator import models, services
 

@@ -92,7 +92,7 @@ def test_the_notebook_is_stored_without_outputs() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook(make_tree: Callable[..., Tree]) -> None:
-    """All cells run; the study's losses are similar to those of the plain PyTorch loop."""
+    """All cells run; the study's losses are similar to the plain PyTorch loop's."""
     nbclient = pytest.importorskip("nbclient")
     tree = make_tree()
     notebook = nbformat.read(NOTEBOOK, as_version=4)

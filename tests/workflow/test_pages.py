@@ -20,7 +20,7 @@ SETTINGS = {"dataset": "squares", "batch_size": 8, "model": {"hidden": 8}, "load
 NAMED = {"study": "starter_cnn", "measure": ["train"]}
 PLAN = {**NAMED, "settings": {**SETTINGS, "training": {"epochs": 1}}}
 SOURCE = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "shares": {"train": 0.5, "valid": 0.5}}
-#: `results` is that of config.yaml, whose targets own its `index.html`.
+#: `results` is set in config.yaml; its targets own `index.html`.
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["one", "other"],

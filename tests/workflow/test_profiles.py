@@ -75,7 +75,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
 
 
 def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
-    """Both tools profile the last of four epochs; runs have the ladder's settings, the first rung none of them."""
+    """Both tools profile the last of four epochs; runs have the ladder's settings, except for the first rung."""
     for name, job in profiles(shown[1]).items():
         words = shlex.split(job.command)
         run = json.loads(words[words.index("--config") + 1])
@@ -94,7 +94,7 @@ def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
         gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
         asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}
         assert asked == {"nodes": 1, "constraint": "gpu", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
-        # Only the speed of the first rungs is published; the others' time is unknown before they are timed.
+        # Only the speed of the first rungs is published; the time of later rungs is unknown before they are timed.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
 
 

@@ -24,7 +24,7 @@ from tests.workflow.conftest import Outcome, Tree
 
 #: The shortest possible paired timing.
 TIMED = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0.0, "beside": 2, "error": 0.2}
-#: Command whose steps sleep, so that their time hardly depends on the machine.
+#: Command with sleeping steps: their time hardly depends on the machine.
 COMMAND = ["python", "theirs.py", "--batch-size", "{batch_size}", "--epochs", "{epochs}", "--sleep", "{sleep}"]
 PROGRAM: dict[str, Any] = {
     "command": [*COMMAND, "--out", "{out}", "--seed", "{seed}"],
@@ -218,7 +218,7 @@ def test_tuning(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_failed_try_is_resumed(tree: Tree) -> None:
-    """The retry uses the program's own resume option; the result equals that of an uninterrupted run."""
+    """The retry uses the program's own resume option; the result equals an uninterrupted run's."""
     program = {
         **PROGRAM,
         "command": [*PROGRAM["command"], "--fail-after", "2", "{resume}"],

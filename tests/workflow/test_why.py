@@ -74,7 +74,7 @@ def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) ->
 
 @pytest.mark.slow
 def test_the_question(clone: Tree) -> None:
-    """The answer is available as text and as JSON."""
+    """The reasons are printed as text and as JSON."""
     configure("plans.era5.settings.training.epochs", 3)(clone)
     asked = "python -m dlscale why --configfile tiny.yaml"
     done = clone.shell(f"{asked} -- plan_era5")

@@ -82,12 +82,12 @@ FILES = {
 
 
 def test_layout(finished: tuple[Tree, Outcome]) -> None:
-    """The files are those of results/README.md; there are no partial files."""
+    """The files are documented in results/README.md, and no partial file is left."""
     tree, outcome = finished
     files = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
     jobs = [job for job in outcome.jobs if job.command]
     expected = {file.format(**job.wildcards) for job in jobs for file in FILES[job.rule]}
-    # Of these, only the folders are documented.
+    # Only the folders of these files are documented.
     folders = ("logs/", "benchmarks/", "checkpoints/", *(f"data/{dataset}/stats/" for dataset in CONFIG["datasets"]))
     folders += ("report/figures/", *(f"plans/{plan}/figures/" for plan in CONFIG["plans"]))
     traces = {file for file in files if "/profile/" in file and ".rank0." in file}
@@ -454,7 +454,7 @@ def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
-    """The message is that of the real run, which refuses before its first job."""
+    """The real run fails with the same message before its first job."""
     clone.config["plans"]["nodes"] = {
         "study": "mnist_cnn",
         "settings": {"dataset": "mnist_cnn", "model": {"widths": [4, 8], "hidden": 16}, "batch_size": 8},

@@ -25,7 +25,7 @@ is_there() { [ -e "$1" ] || { echo "TOUR: $1 is missing"; exit 1; }; }
 
 mine=(--configfile mine.yaml)
 
-step 'A plan of one'\''s own'
+step 'A plan of your own'
 cat >mine.yaml <<'YAML'
 targets: [first]
 datasets:
@@ -57,12 +57,12 @@ ends 0 snakemake "${mine[@]}"
 says "Report: $PWD/results/report/first.html"
 is_there results/report/first.html
 is_there results/plans/first/faster/model.pt
-grep --quiet 'all do the same work' results/report/first.html || { echo 'TOUR: a learning rate is told as faster'; exit 1; }
+grep --quiet 'all do the same work' results/report/first.html || { echo 'TOUR: the report calls a learning rate faster'; exit 1; }
 ends 0 snakemake "${mine[@]}"
 says 'Nothing to be done'
 says "Report: $PWD/results/report/first.html"
 
-step 'How far it is, and why'
+step 'Progress and reasons'
 ends 0 dlscale status --watch "${mine[@]}"
 says 'first.reference'
 says 'done'
@@ -80,7 +80,7 @@ ends 0 snakemake "${mine[@]}" -- plan_first
 says "Report: $PWD/results/plans/first/report.html"
 is_silent_about 'report/first.html'
 
-step 'Slips of the pen'
+step 'Typing errors'
 sed 's/{lr: 4.0e-3}/{lrr: 4.0e-3}/' mine.yaml >slip.yaml
 ends 2 snakemake -n --configfile slip.yaml
 says "unknown key 'lrr' (did you mean 'lr'?)"
@@ -90,7 +90,7 @@ says "unknown key 'lr' (did you mean 'optimizer.lr'?)"
 ends 2 snakemake "${mine[@]}" -- plan_frist
 says "plan_frist: no plan is called 'frist' (did you mean 'first'?)"
 
-step 'Data of one'\''s own'
+step 'Your own data'
 python - <<'PYTHON'
 import numpy as np
 
@@ -122,7 +122,7 @@ ends 0 snakemake "${mine[@]}" own.yaml
 says "Report: $PWD/results/report/second.html"
 is_there results/report/first.html
 
-step 'A dataset by another name'
+step 'A renamed dataset'
 sed -i 's/fields:$/squares:/; s/dataset: fields/dataset: squares/' own.yaml
 ends 0 dlscale why "${mine[@]}" own.yaml
 says 'data squares (preprocess, assemble, describe, preview): never made'
@@ -130,7 +130,7 @@ ends 0 snakemake "${mine[@]}" own.yaml
 is_there results/data/squares/manifest.json
 is_there results/data/fields/manifest.json
 
-step 'A file that is not there'
+step 'A missing file'
 sed -i 's/fields.npz/absent.npz/g' own.yaml
 ends 2 snakemake "${mine[@]}" own.yaml
 says 'FAIL  data squares: absent.npz: no such file or folder; put it there, or name its place in datasets.squares.source'
@@ -142,7 +142,7 @@ says 'Nothing to be done'
 
 cp -r results earlier
 
-step 'Ctrl-C, and on'
+step 'Ctrl-C, and the same command again'
 sed -i 's/epochs: 2/epochs: 40/' mine.yaml
 metrics=results/plans/first/reference/metrics.jsonl
 rm "$metrics"
@@ -168,7 +168,7 @@ epochs=$(wc -l <"$metrics")
 ends 0 dlscale status "${mine[@]}"
 says 'asked to end; saved after step'
 ends 0 snakemake "${mine[@]}" -- "$metrics"
-[ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing, or there twice'; exit 1; }
+[ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing or occur twice'; exit 1; }
 log=results/logs/train/first/reference.log
 [ "$(grep --count ' started in ' "$log")" -ge 2 ] || { echo "TOUR: $log begins with the second try"; exit 1; }
 python - results/plans/first/reference/provenance.json <<'PYTHON'
@@ -176,10 +176,10 @@ import json
 import sys
 
 step = json.load(open(sys.argv[1]))["resumed_from_step"]
-assert step and step > 0, f"it began anew: {step}"
+assert step and step > 0, f"the training did not resume: {step}"
 PYTHON
 
-step 'What became of it'
+step 'Comparison with earlier results'
 ends 0 snakemake "${mine[@]}" -- plan_first
 ends 0 dlscale compare earlier results "${mine[@]}"
 says 'first.reference'
