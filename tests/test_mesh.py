@@ -1,6 +1,6 @@
-"""Every strategy on every mesh trains as one process does: forward pass, loss, each gradient, each update.
+"""Every strategy on every mesh trains like one process: forward pass, loss, each gradient, each update.
 
-`make test` runs the table for two processes, `make test-parallel` the rest: four and eight, and compiled.
+`make test` runs the cases for two processes; `make test-parallel` runs those for four and eight, and the compiled ones.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
 
-BATCH, SAMPLES = 8, 19  #: Two batches, and three samples for a third: of eight ranks five have none of it.
+#: Samples per batch and in total: two batches and three samples, so that five of eight ranks miss the third.
+BATCH, SAMPLES = 8, 19
 STEPS = 3
-#: Patches of a field: 32 tokens divide by all meshes, 35 by none; they are filled up to 36 or 40.
+#: Patches of a field: 32 tokens divide evenly on all meshes; 35 do on none and are padded to 36 or 40.
 GRIDS = {"even": (4, 8), "uneven": (5, 7)}
 HEADS = 8
 
@@ -56,10 +57,10 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A geometry with its strategy, settings of the run, and how far it may be from one process.
+    """A geometry with its strategy, the run's settings, and the allowed difference from one process.
 
-    Predictions and losses are compared relative to their greatest value, gradients and updates to the greatest of the
-    same tensor; a gradient that is zero but for rounding, to the greatest of all.
+    Differences of predictions and losses are relative to their greatest value, of gradients and updates to the
+    greatest of the same tensor; gradients that are zero except for rounding are compared with the greatest of all.
     """
 
     ranks: int
@@ -68,7 +69,8 @@ class Case:
     over: dict[str, Any] = field(default_factory=dict)
     grid: str = "even"
     tolerance: float = 2e-5
-    exact: bool = True  #: Whether one process does the same by the same settings; else it is compared in float32.
+    #: Whether one process computes the same with the same settings; otherwise it computes in float32.
+    exact: bool = True
 
     def run(self) -> RunCore:
         geometry = {"gpus_per_node": self.ranks, **self.geometry}
@@ -90,7 +92,7 @@ class Case:
             static=torch.ones(1, 2 * rows, 3 * columns),
             checkpointing=bool(self.over.get("activation_checkpointing")),
         )
-        with torch.no_grad():  # a value of its own for each parameter, so that none can go missing
+        with torch.no_grad():  # random values for all parameters, so that a missing one shows
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape))
         return model
@@ -105,7 +107,7 @@ class Case:
 
 FSDP: dict[str, Any] = {"kind": "fsdp"}
 BF16 = {"over": {"precision": "bf16"}, "tolerance": 0.05}
-#: All at once.
+#: Several settings at once.
 MANY = {
     "accumulation_steps": 2,
     "optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3, "clip_norm": 0.05, "fused": True},
@@ -147,7 +149,7 @@ STRATEGIES: dict[str, Case] = {
     "2 tp, scaled loss": Case(2, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "2 fsdp, scaled loss": Case(2, parallel=FSDP, over={"precision": "fp16"}, tolerance=0.01),
     "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.08),  # 0.061 with PyTorch 2.11
-    # Four.
+    # Four processes.
     "4 ddp": Case(4),
     "4 fsdp": Case(4, parallel=FSDP),
     "4 fsdp in two groups": Case(4, parallel={**FSDP, "shard": 2}),
@@ -172,7 +174,7 @@ STRATEGIES: dict[str, Case] = {
     ),
     "4 dp tp, fp16 master weights": Case(4, {"tp": 2}, over={**MANY, "precision": "fp16_master"}, tolerance=0.02),
     "4 ddp, all at once, fp16 hook": Case(4, parallel={"compression": "fp16"}, over=MANY, tolerance=0.01),
-    # Eight.
+    # Eight processes.
     "8 dp cp, sharded in groups, recomputed": Case(
         8, {"cp": 2}, {**FSDP, "shard": 2}, {**MANY, "activation_checkpointing": True}, "uneven"
     ),
@@ -203,7 +205,7 @@ COMPILED: dict[str, Case] = {
 
 
 def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
-    """Train for three batches; return what there is to compare, whole tensors on every rank."""
+    """Train for three batches; return the full tensors to compare on every rank."""
     study, share = registry.study("era5_vit"), Share(BATCH, world.data_rank, world.data_size)
     step = build_step(run, case.model, relative_l2, world, study.sharding)
     found: dict[str, Any] = {"start": whole(step.weights.state_dict())}
@@ -215,7 +217,7 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
             found["prediction"] = step.predict(x[own])
         loss = step(x[own], y[own], share.weight(number, SAMPLES))
         found[f"loss {number}"] = world.sum(loss * len(x[own])) / len(x)
-        # What the update saw: after clipping, without the scale of the loss.
+        # Gradients as the update uses them: clipped, and without the loss scale.
         updated = zip(step.weights.named, step.weights.updated, strict=True)
         gradients = {name: p.grad for name, p in updated if p.grad is not None}
         found[f"gradients {number}"] = {
@@ -229,7 +231,7 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
 
 
 def overflow(step: Step, world: World) -> dict[str, Any]:
-    """Have a gradient overflow on the devices that have the last part of the weights; return what the step then did."""
+    """Let a gradient overflow on the second device of the model or of all; return how the step reacted."""
     collect = step.weights.collect_gradients
 
     def overflowing() -> None:
@@ -250,7 +252,10 @@ def overflow(step: Step, world: World) -> dict[str, Any]:
 
 
 def exchanged(case: Case, run: RunCore, world: World, step: Step) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what a rank exchanges for a whole batch, after DDP has arranged its buckets: counted, and by formula."""
+    """Return the bytes that a rank exchanges in a full batch: counted, and by formula.
+
+    DDP must have arranged its buckets before.
+    """
     x, y = case.batch(0)
     own = Share(BATCH, world.data_rank, world.data_size).indices(0, SAMPLES)
     with Counting() as counted:
@@ -267,7 +272,7 @@ def whole(state: Tensors) -> Tensors:
 
 def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) -> None:
     as_rank(rank, port, ranks)
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that wait for each other say where
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that wait for each other print where
     with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
         for name in names:
             case = {**STRATEGIES, **COMPILED}[name]
@@ -289,7 +294,7 @@ def of_ranks(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what all ranks of a case found; those of as many ranks are trained together."""
+    """Return a function that gives the results of a case from all ranks; equal numbers of ranks train together."""
     folders: dict[int, Path] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
@@ -308,10 +313,10 @@ def compare(case: Case, found: list[dict[str, Any]]) -> None:
     alone, tolerance = learn(case, case.alone(), World()), case.tolerance
     for rank in found:
         for name, value in alone["start"].items():
-            assert torch.equal(rank["start"][name], value), f"{name} starts otherwise"
+            assert torch.equal(rank["start"][name], value), f"{name} has another initial value"
         parts = {each["dp"]: each["prediction"] for each in found}
         for each in found:
-            # Those who share a model predict the same, and all together what one process predicts.
+            # Ranks that share a model give the same predictions; all together, they equal those of one process.
             torch.testing.assert_close(each["prediction"], parts[each["dp"]], rtol=0, atol=0)
         near(torch.cat([parts[dp] for dp in sorted(parts)]), alone["prediction"], tolerance, "prediction")
         for number in range(STEPS):
@@ -334,7 +339,7 @@ def near(
 ) -> None:
     allowed = max(tolerance * max(float(expected.abs().max()), floor), spacing)
     error = float((got - expected).abs().max())
-    assert error <= allowed, f"{what}: {error:.3g} away, {allowed:.3g} allowed"
+    assert error <= allowed, f"{what}: differs by {error:.3g}, allowed are {allowed:.3g}"
 
 
 @pytest.mark.parametrize(
@@ -357,20 +362,20 @@ def test_evaluate_computes_in_the_format_in_which_weights_are_gathered(learnt: A
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_exchange_what_the_formula_says(learnt: Any, name: str) -> None:
-    small = 64  # bytes: norms, overflows
+    small = 64  # bytes of norms and overflow flags
     for number, rank in enumerate(learnt(name)):
         counted, expected = rank["counted"], rank["formula"]
         more = {kind: counted.get(kind, 0) - expected.get(kind, 0) for kind in {**counted, **expected}}
-        assert all(size <= small for size in more.values()), f"counted {counted}, by formula {expected}"
-        if number == 0:  # of weights that do not divide others have less
-            assert all(size >= 0 for size in more.values()), f"counted {counted}, by formula {expected}"
+        assert all(size <= small for size in more.values()), f"counted {counted}, expected {expected}"
+        if number == 0:  # other ranks may have less, if weights do not divide evenly
+            assert all(size >= 0 for size in more.values()), f"counted {counted}, expected {expected}"
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
-    """Those who share a model may have sums that differ in their last bits, or, here, in all: the first's counts."""
+    """Sums may differ between ranks that share a model (here completely): the first rank's sum is used."""
     ranks = arrangement(STRATEGIES[name].run().geometry)
     assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
 
@@ -384,7 +389,7 @@ def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
     ],
 )
 def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
-    """The update is left out, and the loss scaled less, on those, too, whose own gradients are finite."""
+    """All ranks skip the update and reduce the loss scale, even those with finite gradients."""
     assert [rank["overflow"] for rank in learnt(name)] == [{"kept": True, "scale": 0.5}] * STRATEGIES[name].ranks
 
 
@@ -397,7 +402,7 @@ def test_a_compiled_strategy_learns_what_one_process_learns(tmp_path: Path, name
     compare(COMPILED[name], of_ranks(tmp_path, name, ranks))
 
 
-# ---- places on the mesh ----------------------------------------------------------------------------
+# ---- ranks on the mesh ------------------------------------------------------------------------------
 
 
 def test_the_first_axis_of_the_order_has_neighbours() -> None:
@@ -424,7 +429,7 @@ def test_the_first_axis_of_the_order_has_neighbours() -> None:
     ],
 )
 def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int]]) -> None:
-    """Two nodes of eight: no group of two has devices of both."""
+    """With two nodes of eight devices, no group of two crosses a node."""
     geometry = Geometry(nodes=2, gpus_per_node=8, cp=2, tp=tp, order=order)
     with fake_group(16):
         world = World(size=16, mesh=Mesh(geometry, "cpu"))
@@ -441,7 +446,7 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
     ],
 )
 def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
-    """Devices that share a model would all draw the same numbers for their different tokens."""
+    """Devices that share a model would draw the same numbers for different tokens."""
 
     def model() -> nn.Module:
         made = Case(2).model()
@@ -461,11 +466,11 @@ def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str 
 # ---- checkpoints under other meshes ----------------------------------------------------------------
 
 ADAM: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}
-SAVED = 2  #: Batches before a step is saved; one comes after.
+SAVED = 2  #: Batches before a step is saved; one more follows.
 
 
 def passed_on(ranks: int) -> dict[str, Case]:
-    """Meshes between which a training is passed on; one process is among them."""
+    """Return cases that continue the training of each other case, and of one process."""
     cases = {
         "ddp": Case(ranks, over=ADAM),
         "fsdp": Case(ranks, parallel=FSDP, over=ADAM),
@@ -479,7 +484,7 @@ def passed_on(ranks: int) -> dict[str, Case]:
 
 
 def go_on(case: Case, world: World, folder: Path) -> Tensors:
-    """Load a step as it was saved and train on the next batch; return the weights."""
+    """Load the saved step and train on the next batch; return the weights."""
     step = build_step(case.run() if world.size > 1 else case.alone(), case.model, relative_l2, world, VIT.sharding)
     make_state(step.optimizer)
     loaded = Checkpoints(folder, 1, world).load(lambda record: {n: p.empty() for n, p in step.shards().items()})
@@ -570,9 +575,9 @@ ORDERS = ("tp-cp-dp", "cp-tp-dp")
 
 
 def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
-    """Seven tokens on four devices, by one collective, also where ranks along tp are no neighbours.
+    """Seven tokens on four devices are gathered by one collective, even if tp neighbours are not adjacent ranks.
 
-    PyTorch warns of two collectives, one after the other, at each start.
+    PyTorch warns of two consecutive collectives at each start.
     """
     spawn(_divide_and_unite, (4, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), 4)
     tokens = torch.arange(14.0).reshape(1, 7, 2)
@@ -581,7 +586,7 @@ def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
         for united, _, counts in found:
             assert torch.equal(united, tokens), order
             assert counts == {"all_gather": 1}
-        # Each device has the gradient of its own tokens, times the number of devices that go on alike.
+        # Each device has the gradient of its own tokens, times the number of devices that continue identically.
         assert torch.equal(sum(gradient for _, gradient, _ in found), 4 * tokens), order
     assert [(tmp_path / f"{rank}.log").read_text() for rank in range(4)] == [""] * 4
 
@@ -633,7 +638,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
     ],
 )
 def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
-    """What all devices of a model compute, they drop alike; of their own tokens and heads each drops its own."""
+    """Devices of a model drop the same values in replicated parts, and different ones for their tokens and heads."""
     spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), ranks)
     for number, _ in enumerate(meshes):
         found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]
@@ -644,9 +649,11 @@ def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshe
             assert not torch.equal(one["hidden"], other["hidden"]), (a["places"], b["places"])
         for each in found:
             assert 0.3 < each["drawn False"]["hidden"].float().mean() < 0.7
-            # Computed again in the backward pass, blocks drop what they dropped.
+            # Blocks that are recomputed in the backward pass drop the same values again.
             for name, gradient in each["gradients False"].items():
                 near(each["gradients True"][name], gradient, 1e-5, name, 1e-3)
             for name, values in each["drawn False"].items():
                 assert torch.equal(values, each["drawn True"][name]), name
-                assert not torch.equal(values, each["again False"][name]), f"{name}: other numbers in the next step"
+                assert not torch.equal(values, each["again False"][name]), (
+                    f"{name}: the next step must draw other numbers"
+                )

@@ -28,7 +28,7 @@ def count(model: nn.Module) -> int:
 
 
 def vit(**settings: object) -> ViT:
-    """A small ViT with a rectangular grid and a rectangular patch."""
+    """Return a small ViT with a rectangular grid and rectangular patches."""
     chosen = {"image_size": (8, 18), "patch": (2, 3), "in_channels": 3, "out_channels": 3, "embed_dim": 16}
     return ViT(**{**chosen, "depth": 2, "heads": 4, **settings})  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def unet(**settings: object) -> UNet3D:
 
 
 def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Give every parameter (biases, norms and positions too) a value of its own, so that none can go missing."""
+    """Give every parameter (with biases, norms and positions) random values, so that a missing one shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -82,7 +82,7 @@ def test_unet_weights_are_normal_and_biases_zero(std: float) -> None:
             continue
         w = p.detach().double() / std
         n = w.numel()
-        # Five standard errors of mean, standard deviation and fourth moment of a standard normal.
+        # Five standard errors of mean, standard deviation and fourth moment of a standard normal distribution.
         assert abs(w.mean()) < 5 / math.sqrt(n), name
         assert abs(w.std() - 1) < 5 / math.sqrt(2 * n), name
         assert abs((w**4).mean() - 3) < 5 * math.sqrt(96 / n), name
@@ -120,7 +120,10 @@ def test_dropouts_act_in_training_and_are_off_in_evaluation() -> None:
 
 
 def conv_down(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Convolution, kernel 4, stride 2, padding 1, as its sum reads. x [C, D, H, W], weight [O, C, 4, 4, 4]."""
+    """Compute a convolution (kernel 4, stride 2, padding 1) by its sum.
+
+    x is [C, D, H, W], weight is [O, C, 4, 4, 4].
+    """
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (1, 1)))
     y = np.empty((len(weight), *(n // 2 for n in x.shape[1:])))
     for i, j, k in np.ndindex(y.shape[1:]):
@@ -130,7 +133,7 @@ def conv_down(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray
 
 
 def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Transposed convolution, kernel 4, stride 2, padding 1: every cell spreads over 4^3, the rim is cut off."""
+    """Compute a transposed convolution (kernel 4, stride 2, padding 1): cells spread over 4^3, the rim is cropped."""
     y = np.zeros((weight.shape[1], *(2 * n + 2 for n in x.shape[1:])))
     for i, j, k in np.ndindex(x.shape[1:]):
         spread = (x[:, i, j, k][:, None, None, None, None] * weight).sum(axis=0)
@@ -140,7 +143,7 @@ def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("widths", "grid"), [((2,), (8, 16, 8)), ((2, 3, 4), (8, 16, 8)), ((2, 3, 4), (8, 8, 8))], ids=str
-)  # the last one has one cell at the bottom
+)  # the last case has a single cell at the lowest level
 def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = roughened(UNet3D(2, 3, widths=widths).double())
@@ -161,7 +164,7 @@ def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...
         y = np.concatenate([y, skips[levels - 1 - level]])
     expected = np.tanh(conv_up(y, *parameters("last")))
     np.testing.assert_allclose(model(x)[0].detach().numpy(), expected, rtol=0, atol=1e-12)
-    assert expected.std() > 0.1, "the comparison is of something"
+    assert expected.std() > 0.1, "the expected values must not be trivial"
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
@@ -179,7 +182,7 @@ def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...
 def test_unet_on_blocks_is_the_plain_one(
     settings: dict[str, Any], grid: tuple[int, ...], layout: torch.memory_format
 ) -> None:
-    """Prediction and gradients, that of the input too, in float64; either takes over what the other has saved."""
+    """Prediction and all gradients agree in float64; each implementation loads weights that the other saved."""
     torch.manual_seed(0)
     plain = roughened(unet(**settings).double())
     blocks = unet(space_to_depth=True, **settings).double()
@@ -196,7 +199,7 @@ def test_unet_on_blocks_is_the_plain_one(
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
         assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(one.abs().max())), (
-            "sums that cancel may be small"
+            "relative to 1 at least, since sums may cancel"
         )
 
 
@@ -215,7 +218,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def explicit_attention(x: np.ndarray, w: dict[str, np.ndarray], heads: int) -> np.ndarray:
-    """softmax(q k^T / sqrt(K)) v, head by head. x [N, E]."""
+    """Compute softmax(q k^T / sqrt(K)) v for each head; x is [N, E]."""
     q, k, v = (x @ w[f"{name}.weight"].T + w[f"{name}.bias"] for name in "qkv")
     width = x.shape[1] // heads
     parts = []
@@ -243,7 +246,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarra
 def test_vit_is_its_explicit_form(residual: bool | str) -> None:
     torch.manual_seed(0)
     model = roughened(vit(in_channels=3, out_channels=2, residual=residual).double()).eval()
-    with torch.no_grad():  # tokens so faint that the norms' epsilon (1e-6) counts
+    with torch.no_grad():  # tokens so small that the norms' epsilon (1e-6) matters
         for p in (*model.embedding.parameters(), model.position):
             p.mul_(2e-3)
     x = torch.randn(3, 8, 18, dtype=torch.float64)
@@ -294,11 +297,11 @@ def test_static_fields_are_further_inputs() -> None:
         vit(in_channels=channels, residual="linear", **more).eval()
         for channels, more in ((3, {"static": fixed}), (5, {}))
     )
-    wide.load_state_dict(roughened(model).state_dict())  # the fields are no weights
+    wide.load_state_dict(roughened(model).state_dict())  # the fields are not weights
     torch.testing.assert_close(model(x), wide(torch.cat([x, fixed.expand(2, -1, -1, -1)], dim=1)))
 
 
-# --- other ways to run ------------------------------------------------------------------------------------------
+# --- compiled ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -334,7 +337,7 @@ def test_a_compiled_step_is_the_eager_one(name: str, tmp_path: Path, monkeypatch
         training = torch._dynamo.utils.counters["frames"]["ok"] - predicting
         found[mode] = [step.predict(x), *losses, *(p.grad for p in model.parameters() if p.grad is not None)]
         assert losses[2] < losses[0]
-        assert bool(predicting) == bool(training) == (mode == "default"), "each is compiled"
+        assert bool(predicting) == bool(training) == (mode == "default"), "training and prediction must be compiled"
     torch.compiler.reset()
     for eager, compiled_ in zip(found["none"], found["default"], strict=True):
         assert torch.allclose(compiled_, eager, rtol=1e-3, atol=1e-3 * eager.abs().max().item() + 1e-6)
@@ -348,7 +351,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def torchvisions(depth: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes in torchvision's state dict, written down from its published weights."""
+    """Return names and shapes in torchvision's state dict, as in its published weights."""
     blocks, convolutions = {18: ([2, 2, 2, 2], 2), 34: ([3, 4, 6, 3], 2)}.get(depth, ([3, 4, 6, 3], 3))
     blocks = [3, 4, 23, 3] if depth == 101 else blocks
     found = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
@@ -379,7 +382,7 @@ def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Their number, names, order and shapes; what normalises the images is not among them."""
+    """Number, names, order and shapes agree; the values that normalise images are not parameters."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]
@@ -388,7 +391,7 @@ def test_parameters_are_torchvisions(depth: int) -> None:
 
 
 def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The network once more, from its state dict alone, as He et al. describe it and torchvision places its strides."""
+    """Compute the network from its state dict, as described by He et al., with torchvision's strides."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         mean, var, weight, bias = (
@@ -417,7 +420,7 @@ def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def awake(model: ResNet) -> ResNet:
-    """Give every layer numbers of its own: statistics at rest hide a layer that is missing."""
+    """Give every layer random values, since default statistics would hide a missing layer."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             for values in (module.weight, module.bias, module.running_mean, module.running_var):
@@ -439,9 +442,10 @@ def test_logits_are_those_of_the_layers_one_by_one(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [18, 50])
 def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
-    """Channels last changes no gradient; bf16 leaves all finite, and the last layer's in its direction."""
+    """Channels-last memory changes no gradient; in bf16 all are finite, and the last layer's direction stays."""
     torch.manual_seed(0)
-    model = ResNet(depth, classes=5, width=8).double()  # of few values, which normalisation makes of rounding errors
+    # Double precision, since a normalisation over few values amplifies rounding errors.
+    model = ResNet(depth, classes=5, width=8).double()
     x, y = torch.randn(8, 3, 64, 64).double(), torch.arange(8) % 5
 
     def gradients(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -468,12 +472,14 @@ def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
 
 
 def test_patches_in_bf16_are_the_products_that_they_are() -> None:
-    """Against float64 on the same rounded numbers, with gradients; on AMX oneDNN is off by more than 100 %."""
+    """The products agree with float64 on the same rounded numbers; on AMX oneDNN is wrong by more than 100 %."""
     torch.manual_seed(0)
     layer, x = _Patches(20, 48, kernel_size=(8, 8), stride=(8, 8)), torch.randn(2, 20, 32, 64)
     exact, rounded = nn.Conv2d(20, 48, 8, 8).double(), x.bfloat16()
     exact.load_state_dict({name: value.bfloat16().double() for name, value in layer.state_dict().items()})
-    assert torch.equal(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, stride=8)), "in float32 it is one"
+    assert torch.equal(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, stride=8)), (
+        "in float32 it must be a convolution"
+    )
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(rounded)
     expected = exact(rounded.double())
@@ -485,7 +491,7 @@ def test_patches_in_bf16_are_the_products_that_they_are() -> None:
 
 
 def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As oneDNN does on AMX, here with a function that is wrong; others pass, and nothing is drawn."""
+    """A wrong function simulates oneDNN on AMX; right convolutions pass, and no random number is drawn."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 2, 2), nn.Conv2d(8, 8, 1), _Patches(8, 8, 2, 2))
     state = torch.get_rng_state()
     check_convolutions(model)

@@ -1,4 +1,4 @@
-"""The list of known mistakes is in step with the code and the tests; how many are caught `mutate_code.py` tells."""
+"""The list of known mutations matches the code and the tests; `mutate_code.py` checks how many are caught."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
 
-#: What has mistakes in the list: all that computes, decides or tells.
+#: Parts of the package that need mutations: all that compute, decide or print.
 PARTS = {
     "extensions",
     *("config", "core", "data", "launch", "measure", "parallel", "preflight", "report"),
@@ -19,7 +19,7 @@ PARTS = {
 
 
 def test_each_mutation_fits_the_code() -> None:
-    """Its text is there once, and code that can be read is what comes of it."""
+    """The text to replace occurs exactly once, and the changed code can be parsed."""
     for mutation in MUTATIONS:
         assert mutation.old != mutation.new, mutation.name
         changed = mutation.applied((ROOT / mutation.path).read_text())
@@ -28,7 +28,7 @@ def test_each_mutation_fits_the_code() -> None:
 
 
 def test_each_mutation_has_a_test_that_each_change_waits_for() -> None:
-    """Such as `make test` has."""
+    """Its test is in `make test`, which runs before each change."""
     for mutation in MUTATIONS:
         file, _, name = mutation.node.partition("::")
         nodes = ast.parse((ROOT / file).read_text()).body
@@ -54,7 +54,7 @@ def test_mutations_are_many_and_everywhere() -> None:
 
 @pytest.mark.slow
 def test_one_is_caught_and_one_survives(tmp_path: Path) -> None:
-    """In a repository of one module and one test; a mistake that is put right again is none in the next run."""
+    """In a repository with one module and one test, a mutation is also reverted before the next run."""
     package, tests = tmp_path / "small" / PACKAGE, tmp_path / "small/tests"
     package.mkdir(parents=True)
     tests.mkdir()

@@ -1,4 +1,4 @@
-"""Each row of DEFECTS.md has its defect in `mutate_defects.py`, of a test beside it, in step with the code."""
+"""Each row of DEFECTS.md has a defect in `mutate_defects.py`, with a test of this row, that fits the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mutate_defects import DEFECTS, mutations, rows
 
 
 def test_each_row_has_its_defect() -> None:
-    """Or a reason; and none has a row that is gone."""
+    """A row without a defect has a reason, and each defect belongs to an existing row."""
     found = rows()
     assert len(found) == len(DEFECTS) >= 52
     for beginning in DEFECTS:

@@ -1,4 +1,4 @@
-"""Profiler `nsys`: what it does when all goes well, with a real nsys; and when not, with one that is made to fail."""
+"""Profiler `nsys`: successful runs with the real tool, and failures with a simulated one."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def configure(folder: Path, processes: int = 1, **profile: Any) -> Path:
     return make_run(folder, "cosmo_unet", settings, COSMO)
 
 
-# ---- an nsys that fails ------------------------------------------------------------------------------
+# ---- a simulated nsys that fails ---------------------------------------------------------------------
 
-#: It counts its calls in `calls`; `behaviour` has a word for each call of `profile`, the last one for all further ones.
+#: Script that counts its calls in `calls`; `behaviour` has a word for each `profile` call, the last one for all others.
 PRETENDED = """#!/bin/sh
 here=$(dirname "$0")
 case "$1 $2" in
@@ -61,7 +61,7 @@ esac
 
 @pytest.fixture
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that has nsys behave so at its calls."""
+    """Return a function that installs a simulated nsys with the given behaviour."""
     folder = tmp_path / "pretended"
     folder.mkdir()
     (folder / "nsys").write_text(PRETENDED)
@@ -96,7 +96,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     assert (tool.version, tool.steps, tool.problem) == ("2099.1.2", 1, None)
     assert tool.files == {"Nsight Systems, rank 0": "nsys.rank0.nsys-rep"} and left(tmp_path) == ["nsys.rank0.nsys-rep"]
     assert [row.name for row in top] == ["step"]
-    assert tool.overhead and tool.overhead.ratio == 1.5, "against the same process's plain steps"
+    assert tool.overhead and tool.overhead.ratio == 1.5, "relative to steps without a profiler in the same process"
     words = (folder / "calls").read_text().split()
     assert {"--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--kill=none"} <= set(words)
     assert "--capture-range=nvtx" in words and "--capture-range-end=stop" in words
@@ -120,7 +120,7 @@ def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, wor
     assert len((folder / "calls").read_text().splitlines()) == 1
 
 
-#: Profiles as a stage does it.
+#: Program that profiles like a stage.
 STAGE = """
 import json, logging, signal, sys
 from pathlib import Path
@@ -151,7 +151,7 @@ def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
-    """Asked to end, it leaves nothing; killed outright, what it had started sees its standard input end."""
+    """After SIGTERM no file is left; after SIGKILL, the child sees the end of its standard input."""
     folder = pretended("sleeps")
     configure(tmp_path)
     process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=variables(), cwd=tmp_path)
@@ -183,7 +183,7 @@ def test_doctor_looks_for_it_where_runs_ask_for_it(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its range ends when the sum is there."""
+    """The range ends when the sum is available."""
     happened: list[str] = []
     monkeypatch.setattr(nsys.nvtx, "start_range", lambda name: happened.append(name) or 7)
     monkeypatch.setattr(nsys.nvtx, "end_range", lambda opened: happened.append("end"))
@@ -202,11 +202,11 @@ def test_marks_are_nvtx_ranges() -> None:
                 assert opened.attributes.message.string == name
 
 
-# ---- a real nsys -------------------------------------------------------------------------------------
+# ---- the real nsys -----------------------------------------------------------------------------------
 
 
 def totals(tool: Path, report: Path) -> dict[str, tuple[int, int]]:
-    """Return what nsys' own summary of NVTX ranges says: how many, and ns in all."""
+    """Return the count and total ns of each NVTX range in nsys' own summary."""
     names = subprocess.run([tool, "stats", "--help-reports"], capture_output=True, text=True).stdout
     summary = "nvtx_sum" if "nvtx_sum" in names else "nvtxsum"
     words = [tool, "stats", "--report", summary, "--format", "csv", "--output", "-", "--force-export", "true", report]
@@ -216,7 +216,7 @@ def totals(tool: Path, report: Path) -> dict[str, tuple[int, int]]:
 
 
 def agrees(tool: Path, folder: Path, rank: int) -> None:
-    """The ranges of a rank are balanced, as many as the steps, and as long as nsys itself says."""
+    """Check that a rank's ranges are balanced, occur once per step, and have the durations of nsys' summary."""
     _, top = found(folder)
     expected = totals(tool, folder / f"profile/nsys.rank{rank}.nsys-rep")
     rows = {row.name: row for row in top if row.kind == "range" and row.rank == rank}
@@ -251,7 +251,7 @@ def test_a_run_on_a_processor(real_nsys: Path, cosmo_data: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
-    """Both are profiled, and their sums of gradients are ranges."""
+    """Both are profiled, and their all-reduces are ranges."""
     configure(tmp_path, 2, ranks=[0, 1])
     starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, cosmo_data, real_nsys, *starter)
@@ -268,7 +268,7 @@ def test_a_mistake_in_one_of_two_processes_ends_both(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """Its message is what is told; nobody waits for it."""
+    """The error's own message is reported; the other process does not wait."""
     configure(tmp_path, 2, ranks=[0, 1])
     starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, tmp_path / "nosuch", real_nsys, *starter)

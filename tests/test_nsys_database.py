@@ -1,4 +1,4 @@
-"""What is read from databases of Nsight Systems, against a count of every nanosecond; of versions, and damaged ones."""
+"""Databases of Nsight Systems: figures against a count of every nanosecond, versions, and damaged files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def summarize(path: Path, rank: int = 0) -> tuple[ProfiledTool, list[TopEntry]]:
     return summarise(events(path), "nsys", rank)
 
 
-#: Two steps of a training on a GPU: 100 ns each, given out by threads 0 (forward) and 5 (autograd's), on two streams.
+#: Two training steps of 100 ns on a GPU, launched by threads 0 (forward) and 5 (autograd) on two streams.
 TWO_STEPS = Recording(
     ranges=[
         *[(base, base + 100, "step", 0, True) for base in (1000, 1100)],
@@ -56,20 +56,20 @@ TWO_STEPS = Recording(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
-    """Figures that one reads off a drawing."""
+    """The figures agree with a drawing by hand."""
     tool, top = summarize(TWO_STEPS.write(tmp_path / "nsys.sqlite", version), 3)
     ns = 1e-9
     assert tool.steps == 2 and tool.seconds_per_step == pytest.approx(102.5 * ns)  # 1000 to 1100, 1100 to 1205
     assert {name: round(one.seconds / ns) for name, one in tool.ranges.items()} == {
         **{"step": 100, "data": 10, "copy": 4, "forward": 25, "backward": 40, "optimizer": 15, "comm": 5}
     }
-    # Autograd's thread gives out 30 ns of gradients and 15 ns of sums within the backward pass of thread 0.
+    # Autograd's thread launches 30 ns of gradients and 15 ns of all-reduces within the backward pass of thread 0.
     assert {name: round((one.device_seconds or 0) / ns) for name, one in tool.ranges.items()} == {
         **{"step": 95, "data": 10, "copy": 10, "forward": 30, "backward": 45, "optimizer": 10, "comm": 15}
     }
     seen = tool.activity
     assert (seen.launches, seen.syncs, seen.items) == (5, 0.5, None)
-    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps; not the wait after the last one
+    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps, without the wait after the last one
     assert seen.device_busy == pytest.approx(2 * (10 + 30 + 45) / 205)  # 10-20, 25-55, 60-105, of 1000 to 1205
     assert (seen.copy_bytes, seen.pageable_bytes) == (4096, 2048)
     assert seen.copy_seconds == pytest.approx(10 * ns) and seen.copy_overlap == 0
@@ -85,7 +85,7 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     assert set(copies) == {"Host-to-Device (pageable to device)", "Host-to-Device (pinned to device)"}
     assert copies["Host-to-Device (pinned to device)"].calls == 0.5
     idle = {row.name: row.seconds / ns for row in top if row.kind == "gap"}
-    # Step 1 waits 1000-1010; 1020-1025 and 1055-1060 in both; after the first the device is busy until 1105.
+    # Step 1 is idle at 1000-1010; both at 1020-1025 and 1055-1060; after the first the device is busy until 1105.
     assert idle == pytest.approx(
         {"step": (2 + 0) / 2, "data": (4 + 1) / 2, "copy": (4 + 4) / 2, "forward": 5, "backward": 5}
     )
@@ -100,7 +100,7 @@ def test_calls_that_wait() -> None:
     assert WAIT.match("cudaMemcpy_v3020")
 
 
-# ---- what is no report ------------------------------------------------------------------------------
+# ---- invalid reports ---------------------------------------------------------------------------------
 
 
 def test_no_database_is_one_message(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_cut_database_is_one_message(tmp_path: Path) -> None:
 
 
 def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
-    """As with an `nvtx` that nsys cannot see."""
+    """This happens, for example, if nsys cannot see the process's `nvtx`."""
     path = Recording(calls=[(1, 2, 0, 1, "cudaLaunchKernel")]).write(tmp_path / "nsys.sqlite")
     with pytest.raises(ValueError, match="it contains no step"):
         summarize(path)
@@ -137,7 +137,7 @@ def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
 
 @st.composite
 def recordings(draw: st.DrawFn) -> Recording:
-    """Steps one after the other with ranges in them; anything at any time on device and other threads."""
+    """Return consecutive steps with ranges, and arbitrary activity of the device and of other threads."""
     recording = Recording()
     now = draw(st.integers(0, 5))
     for _ in range(draw(st.integers(1, 3))):
@@ -162,7 +162,7 @@ def recordings(draw: st.DrawFn) -> Recording:
         (start, end, thread, number, "cudaLaunchKernel")
         for number, (start, end, thread) in enumerate(spans(8, st.sampled_from([0, 5, 7])), 1)
     ]
-    number = st.integers(0, 8)  # of a call; 0 is none
+    number = st.integers(0, 8)  # number of a call; 0 means none
     recording.kernels = spans(8, number, st.sampled_from(["a", "b", "ncclDevKernel_AllReduce"]))
     kinds = st.tuples(st.integers(1, 1000), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1, 2]), st.just(2))
     recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]
@@ -172,7 +172,7 @@ def recordings(draw: st.DrawFn) -> Recording:
 
 
 class Truth:
-    """The figures, counted nanosecond by nanosecond and event by event."""
+    """Reference figures, counted nanosecond by nanosecond and event by event."""
 
     def __init__(self, recording: Recording) -> None:
         self.r = recording
@@ -192,12 +192,12 @@ class Truth:
         self.instants = range(self.first, self.last)
 
     def step(self, time: int) -> int | None:
-        """The step in which something began."""
+        """Return the step in which something began."""
         begun = [number for number, step in enumerate(self.steps) if step[0] <= time]
         return begun[-1] if begun and time <= self.steps[-1][1] else None
 
     def backward_threads(self) -> set[int]:
-        """Those that call the device in each backward pass of thread 0 and nowhere else, and have no ranges."""
+        """Return threads that use the device in every backward pass of thread 0, only there, and have no ranges."""
         calls = [(start, thread) for start, _, thread, *_ in self.r.calls]
         calls += [(start, thread) for start, _, _, thread in self.r.waits]
         calls = [(start, thread) for start, thread in calls if self.step(start) is not None]
@@ -216,7 +216,7 @@ class Truth:
         return {time for span in spans for time in range(span[0], span[1])}
 
     def open(self, name: str) -> float:
-        """Mean time in which a range was open."""
+        """Return the mean time per step in which a range was open."""
         rows = [row for row in self.r.ranges if row[2] == name]
         return sum(len(self.covered([r for r in rows if self.step(r[0]) == n])) for n in range(self.n)) / self.n
 
@@ -227,7 +227,7 @@ class Truth:
             return False
 
         def at(row: Any, thread: int) -> bool:
-            # What belongs to no step is no range of the steps; one without length holds nothing.
+            # A range outside of all steps does not count, and an empty one contains nothing.
             return row[3] == thread and row[0] <= launch <= row[1] and row[0] < row[1] and self.step(row[0]) is not None
 
         named = [row for row in self.r.ranges if row[2] == name]

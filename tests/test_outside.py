@@ -1,4 +1,4 @@
-"""Programs that know nothing of dlscale: their pace is what their own clocks say, and they run as if alone."""
+"""Measuring external programs: their pace matches their own clocks, and they run as without dlscale."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from dlscale.report.verdict import of
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 
-# ---- the pace of steps that were written -------------------------------------------------------------
+# ---- the pace from the recorded steps ----------------------------------------------------------------
 
 
 class Clock:
-    """A process's file, by a clock of its own that begins at 1000 s."""
+    """The steps file of one process, written with a simulated clock that starts at 1000 s."""
 
     def __init__(self, folder: Path, rank: int = 0, way: str = "seen") -> None:
         self.now, self.number, self.iterator, self.optimizer = 1000.0, rank, 0, 0
@@ -71,7 +71,7 @@ class Clock:
         self.note(f"s {self.now:.6f} 0.0 {self.optimizer}")
 
     def epoch(self, count: int, wait: float, seconds: float, ahead: bool = False) -> None:
-        """Train on batches, each fetched just before its step or one step ahead."""
+        """Train on batches; fetch each one just before its step, or one step ahead."""
         self.iterator += 1
         if ahead:
             self.batch(wait)
@@ -89,7 +89,7 @@ class Clock:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
-    """Without validations, pauses and the first steps; whether or not a batch is fetched ahead."""
+    """The pace excludes validations, pauses and the first steps, whether or not a batch is fetched ahead."""
     clock = Clock(tmp_path)
     clock.now += 30  # compiling
     for _ in range(5):
@@ -106,7 +106,7 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
 
 
 def test_what_is_between_loops_is_no_part_of_a_step(tmp_path: Path) -> None:
-    """A validation that nobody sees, shorter than a pause."""
+    """An unrecorded validation between two loops is excluded, even if it is shorter than a pause."""
     clock = Clock(tmp_path, way="timed")
     for _ in range(20):
         clock.note(f"l {clock.now:.6f}")
@@ -132,7 +132,7 @@ def outcome(printed: list[tuple[float, float]]) -> running.Outcome:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> None:
-    """Three folds, each with an optimiser and a speed of its own; between them a validation that nobody sees."""
+    """The longest of three folds with separate optimisers and speeds counts; validations are unrecorded."""
     printed = list[tuple[float, float]]()
     for rank in range(ranks):
         clock = Clock(tmp_path, rank)
@@ -152,7 +152,7 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
 
 
 def test_optimisers_that_alternate_and_short_trainings_are_one(tmp_path: Path) -> None:
-    """A GAN's, and those of clients that make a few steps each."""
+    """The alternating optimisers of a GAN are one training, and so are clients that make a few steps each."""
     for folder, clients in ((tmp_path / "gan", [1, 2] * 40), (tmp_path / "clients", [n // 5 for n in range(80)])):
         folder.mkdir()
         clock = Clock(folder)
@@ -179,14 +179,14 @@ def test_waiting_is_that_of_all_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("made", "counted"), [(11, 8), (101, 90), (1001, 950)])
 def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) -> None:
-    """Two to fifty of those whose begin is known: of all but the first step."""
+    """The warm-up is a tenth of the steps with a known begin (all but the first): at least 2, at most 50."""
     Clock(tmp_path).epoch(made, wait=0.0, seconds=0.1)
     found = steps.pace(steps.read(tmp_path)[1])
     assert found and found.steps == counted
 
 
 def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
-    """One step that takes as long as another stretch of ten."""
+    """A single step may take as long as ten others: the pause limit is per step, not per line of the log."""
     points, time, step = [(0.0, 0.0)], 0.0, 0
     for steps_, seconds in ((10, 1.0), (10, 1.0), (1, 1.0), (10, 1.0), (1, 0.1), (10, 1.0)):
         time, step = time + seconds, step + steps_
@@ -202,7 +202,7 @@ def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
 def test_waits_in_bursts_count_by_the_clock(
     workers: int, wait: float, count: int, every: int, validation: float
 ) -> None:
-    """A loader's slow batch is followed by quick ones of its other workers; a validation after 50 steps is apart."""
+    """A slow batch is followed by quick ones from the other workers; a validation after every 50 steps is excluded."""
     when, points, printed, trained = 1.7e9, list[tuple[float, float]](), list[tuple[float, float]](), [0.0]
     for step in range(1, count + 1):
         seconds = wait if workers > 1 and step % workers == 0 else 0.02
@@ -223,7 +223,7 @@ def test_waits_in_bursts_count_by_the_clock(
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None:
-    """With fewer steps than pauses are apart."""
+    """The log has too few steps for a pause to be recognised."""
     times = list(accumulate([seconds] * 6 + [20 * seconds] + [seconds] * 4))
     found = steps.pace_of_log([(1.7e9 + when, float(step)) for step, when in enumerate(times)], 8)
     assert found and interval(found.rates)[0] == pytest.approx(8 * 9 / (28 * seconds), rel=0.1)
@@ -237,7 +237,7 @@ def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None
 def test_a_stated_batch_size_is_held_against_the_loaders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], stated: int, of_run: bool, counts: int | None
 ) -> None:
-    """Of four batches of 16 a step; a run's setting gives way to more."""
+    """The loader delivers 4 batches of 16 per step; a batch size from the run's settings yields to a larger value."""
     clock = Clock(tmp_path)
     for _ in range(20):
         for _ in range(4):
@@ -251,7 +251,7 @@ def test_a_stated_batch_size_is_held_against_the_loaders(
 
 
 def test_rates_read_at_once_share_their_time() -> None:
-    """Of a program whose output comes in blocks of lines."""
+    """A program's output can arrive in blocks of several lines."""
     printed = [(1.7e9 + block, rate) for block in range(1, 41) for rate in (400.0, 400.0, 20.0)]
     found = steps.pace_of_rates(printed, 1.7e9, None)
     assert found and interval(found.rates)[0] == pytest.approx(3 / (2 / 400 + 1 / 20), rel=0.01)
@@ -291,7 +291,7 @@ def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_
 def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path) -> None:
     for way, seconds in (("seen", 0.1), ("timed", 0.2)):
         Clock(tmp_path, way=way).epoch(100, wait=0.0, seconds=seconds)
-    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # killed, half a line
+    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # a killed process, with half a line
     way, processes = steps.read(tmp_path)
     assert way == "timed" and len(processes) == 1
 
@@ -316,7 +316,7 @@ def test_a_validation_of_one_batch_and_a_step_that_did_not_end_are_no_samples(tm
 
 
 def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
-    """It counts in the rate, and is not the batch size."""
+    """A smaller last batch counts for the rate, but does not set the batch size."""
     clock = Clock(tmp_path)
     for _ in range(4):
         clock.iterator += 1
@@ -324,7 +324,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
             clock.batch(0.0, samples)
             clock.step(0.1)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.batch_size == 53, "a fifth of the batches is much smaller"
+    assert found and found.batch_size == 53, "a mean: a fifth of the batches is much smaller"
     for _ in range(2):
         clock.iterator += 1
         for samples in (64,) * 39 + (8,):
@@ -340,7 +340,7 @@ def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
 
 
 def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
-    """Every tenth of steps of 50 ms, a validation after each hundredth; as JSON, and as TensorBoard writes it."""
+    """Every tenth step of 50 ms is logged, with a validation after every 100; as JSON and as TensorBoard events."""
     time, rows = 1.7e9, []
     for step in range(0, 1000, 10):
         rows.append({"step": step, "time": time, "loss": 1.0})
@@ -354,11 +354,11 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         (points,) = logs.logged(path, logs.Start(1.7e9 - 1))
         found = steps.pace_of_log(points, batch_size=32)
         assert found and found.rates == pytest.approx([640.0] * 10, rel=1e-4) and found.samples
-    assert logs.logged(tmp_path / "board", logs.Start(time + 1)) == [], "of an earlier run"
+    assert logs.logged(tmp_path / "board", logs.Start(time + 1)) == [], "events of an earlier run do not count"
     (tmp_path / "board" / "events.out.tfevents.0.of.a.try").write_bytes(b"not one, but as long as a record's head")
     (tmp_path / "board" / "events.out.tfevents.1.of.another").touch()
     (points,) = logs.logged(tmp_path / "board", logs.Start(1.7e9 - 1))
-    assert len(points) == 100, "beside files of tries that were killed"
+    assert len(points) == 100, "files of killed runs in the same folder do not matter"
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.out.tfevents.1.of.another").touch()
     with pytest.raises(UserError, match="has no events; expected an event file"):
@@ -372,7 +372,7 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
 def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None:
-    """Nothing waits for a pipe, nor reads a device without end."""
+    """The reader never waits for a pipe and never reads from an endless device."""
     path = tmp_path / "log"
     if kind == "device":
         path = Path("/dev/zero")
@@ -389,14 +389,14 @@ def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None
 
 
 def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
-    """A program that is ended once enough was seen leaves half a line; a last one without its end counts."""
+    """A program that is stopped early leaves half a line; a complete last line without a line end counts."""
     log, start = tmp_path / "log.jsonl", logs.Start(1.7e9)
     rows = '{"step": 1, "time": 1.7e9}\n{"step": 2, "time": 1700000003.0}'
     for text in (rows, rows + '\n{"step": 3, "ti'):
         log.write_text(text)
         assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9 + 3, 2)]]
     log.write_text('{"step": 1, "time": 1.7e9}\n{"step": 2, "ti{"epoch": 2}\n{"step": 3, "time": 1.7e9}\n')
-    assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9, 3)]], "killed within a line, and begun again"
+    assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9, 3)]], "a line was cut off, and a new run appended to it"
     for step in ("Infinity", "NaN", "[" * 100_000, "null", "true", "1.5", "1" * 400, "1" * 5000, '"two"'):
         log.write_text(f'{{"step": {step}, "time": 1}}\n')
         with pytest.raises(UserError, match="line 1: expected JSON"):
@@ -428,7 +428,7 @@ def test_a_log_may_have_other_keys_for_the_step(tmp_path: Path) -> None:
 
 @pytest.fixture
 def in_india(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Set another local time than UTC."""
+    """Set a local time zone other than UTC."""
     with monkeypatch.context() as changed:
         changed.setenv("TZ", "Asia/Kolkata")
         time.tzset()
@@ -446,7 +446,7 @@ def iso(time: float, zone: tzinfo | None = None) -> str:
     return datetime.fromtimestamp(time, zone).isoformat(" ")
 
 
-#: A run's begin, and its steps of 50 ms after two seconds.
+#: Begin of a run in seconds since 1970, and its steps of 50 ms that start two seconds later.
 BEGIN, TICKS = 1.7e9, [2 + number / 20 for number in range(40)]
 
 TIMES: dict[str, Callable[[float], object]] = {
@@ -487,7 +487,7 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
 def test_times_since_the_start_are_not_those_since_the_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: float, uptime: float, seconds: float
 ) -> None:
-    """Of 100 s; as times since the boot some of them would be in the run, too."""
+    """Steps over 100 s: read as times since the boot, some would fall into the run, too."""
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: BEGIN + 100, perf_counter=lambda: uptime))
     count = int(99.9 / seconds)
     log = write_log(tmp_path / "log.jsonl", [number * seconds / unit for number in range(count)])
@@ -546,7 +546,7 @@ def test_times_of_another_kind_are_refused(tmp_path: Path, in_india: None, times
 @pytest.mark.parametrize("how", ["appended", "anew", "copied"])
 @pytest.mark.parametrize("slower", [3.1, 0.5])
 def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form: str, how: str, slower: float) -> None:
-    """Whether a program appends to its log, writes it anew, or puts a longer one in its place."""
+    """This holds if a program appends to its log, rewrites it, or replaces it by a longer copy."""
     log, earlier = tmp_path / "log.jsonl", BEGIN - 86400
     moved = earlier - BEGIN if "since" not in form else 0.0
     write_log(log, [TIMES[form](BEGIN + moved + slower * tick) for tick in TICKS])
@@ -563,7 +563,7 @@ def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form
 
 
 def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
-    """Of cross-validation, say; two processes that log the same steps are one training."""
+    """Cross-validation writes several trainings to one log; two processes that log the same steps are one training."""
     log, when = tmp_path / "log.jsonl", BEGIN
     with log.open("w") as file:
         for count, seconds in ((30, 0.1), (40, 0.05), (30, 0.2)):
@@ -618,7 +618,7 @@ def test_a_printed_rate_has_its_suffix_and_its_unit(
         assert (found and (found[0], pytest.approx(found[1]))) == expected
 
 
-#: Pattern, a program's line, and its rate; None where it is not one.
+#: Pattern, a line that a program prints, and its rate; None if the number is not a rate.
 PRINTED = [
     (r"ms/batch (\S+)", "| lr 0.000249 | ms/batch 619.56 | loss 7.42", (PER_STEP, 1 / 0.61956)),
     (r"sec: (\S+)", "INFO:tensorflow:global_step/sec: 12.2695", (PER_STEP, 12.2695)),
@@ -640,12 +640,12 @@ PRINTED = [
     (r"rate (\S+)", "rate 120 samples/min", ("", 2)),
     (r"(\S+) ms/sample", "5 ms/sample", ("", 200)),
     (r"Speed: (\S+)", "Speed: 84.05img/s", ("", 84.05)),
-    # A label of the next number, and a unit of the one before.
+    # Labels may belong to the number after them, and units to the number before them.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
     (r"avg (\S+)", "avg 84.05 min 80 max 90", ("", 84.05)),
     (r"avg (\S+) samples/sec", "Time taken for epoch 2 is 48.7 sec, avg 84.055 samples/sec", ("", 84.055)),
-    # Times are rates only if they are of one step, and have a unit.
+    # A time is a rate only if it is the time of one step and has a unit.
     (r"time (\S+)", "step time 101.00 ms", (PER_STEP, 1 / 0.101)),
     (r"time (\S+)ms", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
     (r"time (\S+),", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
@@ -687,7 +687,7 @@ def test_rates_in_steps_are_samples_with_a_batch_size() -> None:
 
 @pytest.mark.parametrize("pattern", [r"(\S+) samples/s", r"((?:a|aa)+)b"])
 def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
-    """Neither on long lines, nor if its time grows exponentially with them."""
+    """Long lines are searched in time, and a pattern with exponential run time is given up."""
     finder, begin = Finder({"": re.compile(pattern)}, tmp_path / "record"), time.perf_counter()
     finder.look(1.0, [b"x" * 60_000] * 20 + [b"a" * 60] * 10 + [b"3 samples/s"] * 5)
     assert time.perf_counter() - begin < 1
@@ -701,7 +701,7 @@ def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
 
 
 def test_a_batch_confirms_the_size_of_its_loader() -> None:
-    """An array, or a list, of that length; the first axis alone may be anything."""
+    """A batch confirms the size with an array or list of that length; the first axis alone proves nothing."""
 
     class Array:
         shape = (5, 2)
@@ -730,7 +730,7 @@ def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyP
 
 
 def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be iterated again, and side by side; it has a length, attributes, and `next`."""
+    """It can be iterated repeatedly and by two loops at once; it has a length, attributes and `next`."""
     log = writes(tmp_path, monkeypatch)
     monkeypatch.setattr(timed, "LOG", log)
     loader = timed.timed(torch.utils.data.DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
@@ -742,7 +742,7 @@ def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Load the hook as a measured program does."""
+    """Load the hook as in a measured program."""
     monkeypatch.setenv(timed.FOLDER, str(folder))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     spec = importlib.util.spec_from_file_location("hook", HOOK / "sitecustomize.py")
@@ -753,7 +753,7 @@ def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no hook for all optimisers; a class that takes its step from another one counts once."""
+    """PyTorch 1 has no global optimiser hook; a class that inherits its `step` counts once."""
 
     class Optimizer:
         def __init__(self, rate: float) -> None:
@@ -772,13 +772,13 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
-    optimizer.step()  # what was noted is written
-    assert len(steps.Tail(file).process.steps) == 6, "two that step one after the other make one, as a GAN's do"
+    optimizer.step()  # writes the steps noted so far
+    assert len(steps.Tail(file).process.steps) == 6, "two optimisers that step in turn, as in a GAN, are one training"
 
 
 # ---- programs ----------------------------------------------------------------------------------------
 
-#: A training that prints the samples/s of each epoch by its own clock.
+#: Training that prints the samples/s of each epoch, measured with its own clock.
 TRAIN = """
 import sys, time, torch
 from torch import nn
@@ -805,7 +805,7 @@ for epoch in range(4):
 
 
 def program(folder: Path, text: str = TRAIN, wrapped: str = "") -> Path:
-    """Write a program, whose loader is wrapped in a function, or in none."""
+    """Write a program; its loader is wrapped in the function `wrapped`, if given."""
     path = folder / "train.py"
     path.write_text(textwrap.dedent(text.replace("TIMED", wrapped)))
     return path
@@ -824,7 +824,7 @@ def found(folder: Path, name: str = "train") -> Throughput:
 
 @pytest.mark.slow
 def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
-    """Seen in PyTorch, timed by one line, and as it prints them; and its own output is untouched."""
+    """Steps seen in PyTorch, timed by one line and printed agree; the program's own output is unchanged."""
     path = program(tmp_path)
     seen = measure(tmp_path, "--", sys.executable, path, 0.004)
     printed = measure(tmp_path, "--rate", "nersc", "--", sys.executable, path, 0.004)
@@ -842,15 +842,15 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     verdict = of(read_run(tmp_path / "results/plans" / PLAN / "train"))
     assert verdict.bound and verdict.bound.what == "data loading"
     causes = {finding.cause for finding in verdict.findings}
-    assert causes & {"storage", "neighbour"}, "it sleeps; where others crowd it out, that is said"
+    assert causes & {"storage", "neighbour"}, "the loader sleeps; other programs may also slow it"
     assert (tmp_path / "results/plans" / PLAN / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_nsight_systems_may_stand_between(tmp_path: Path, real_nsys: Path) -> None:
-    """As the documentation says: its report and the program's own are there, and the rate with it is told."""
+    """The documented command writes Nsight's report and dlscale's record, and reports the rate with Nsight."""
     path = program(tmp_path, TRAIN + "raise SystemExit(3)\n")
-    words = ["--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--output=mine"]  # without a GPU
+    words = ["--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--output=mine"]  # works without a GPU
     done = measure(tmp_path, "--", real_nsys, "profile", *words, sys.executable, path, 0.004)
     assert done.returncode == 3 and done.stdout.count("samples/sec") == 4, done.stderr
     assert "train: " in done.stderr and "ended with status 3" in done.stderr
@@ -871,7 +871,7 @@ def test_a_program_without_steps_has_one_message_and_its_own_status(
 ) -> None:
     ended = measure(tmp_path, "--", sys.executable, "-c", code)
     assert ended.returncode == status and message in ended.stderr and "Traceback" not in ended.stderr
-    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "nothing half-written"
+    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "a partial result was left"
 
 
 def test_secrets_of_a_command_are_in_none_of_its_files(tmp_path: Path) -> None:
@@ -902,7 +902,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
-    """A child of a child, in a session of its own, that ignores SIGTERM."""
+    """A grandchild in its own session that ignores SIGTERM is ended, too."""
     stubborn = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
     )
@@ -916,7 +916,7 @@ def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(ended.stdout))
 
 
-#: A program that forgets children, and starts one in a session of its own; both ignore SIGTERM.
+#: Program that abandons its children and starts one in a new session; both ignore SIGTERM.
 STUBBORN = """
     import os, signal, sys, time
     signal.signal(15, signal.SIG_IGN)
@@ -941,7 +941,7 @@ STUBBORN = """
 
 
 def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
-    """Not even what ignores SIGTERM; orphans of the program are no zombies meanwhile."""
+    """Processes that ignore SIGTERM end, too; while the program runs, its orphans do not become zombies."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dlscale", "measure", "--", sys.executable, program(tmp_path, STUBBORN)],
         cwd=tmp_path,
@@ -959,7 +959,7 @@ def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:
-    """It may save; its status is what it says."""
+    """The program may save on a signal; its own exit status is returned."""
     code = (
         "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(9)); print('on', flush=True); time.sleep(60)"
     )
@@ -979,7 +979,7 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
 
 # ---- programs of all kinds, and bad input ------------------------------------------------------------
 
-#: Loops that are none of the plainest, each in a process of its own, which prints what it is and its number.
+#: Unusual loops, each in a separate process, which prints its name and its number of steps.
 LOOPS = """
 import builtins, io, itertools, multiprocessing, os, queue, sys, threading, time, torch, warnings
 warnings.simplefilter("ignore")
@@ -1144,7 +1144,7 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
 
 
 def hooked(folder: Path, *words: object, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder, with its steps in `folder/steps`, as `dlscale measure` does."""
+    """Run a program with its steps in `folder/steps`, as `dlscale measure` does."""
     (folder / "steps").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1", timed.FOLDER: str(folder / "steps")}
     command = [sys.executable, *map(str, words)]
@@ -1155,7 +1155,7 @@ def hooked(folder: Path, *words: object, **more: str) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path | None]]:
-    """Return exit status and file of each loop."""
+    """Return exit status and steps file of each loop."""
     folder = tmp_path_factory.mktemp("loops")
     ended = hooked(folder, program(folder, LOOPS))
     assert not ended.stderr
@@ -1216,7 +1216,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
 def test_loops_of_all_kinds(
     loops: dict[str, tuple[str, Path | None]], name: str, batch: int | None, count: int, tmp_path: Path
 ) -> None:
-    """Each step counts once, each batch with its samples if they are certain; no loop ends otherwise than alone."""
+    """Each step counts once, and each batch with its samples if they are certain; each loop ends as without dlscale."""
     status, file = loops[name]
     assert status == "0" and file
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -1227,14 +1227,14 @@ def test_loops_of_all_kinds(
 
 
 def test_a_program_goes_on_where_its_steps_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is gone; a file that cannot be written; a disk that is full within a line: the reason is left."""
+    """The folder is missing, a file cannot be written, or the disk fills within a line: the reason is recorded."""
     log = writes(tmp_path, monkeypatch)
     assert log.on and log._file.endswith(str(os.getpid())) and steps.stopped(tmp_path) is None
     monkeypatch.setattr(timed, "write_file", lambda place, data: os.write(place, data[:5]))
     log._write(timed.clock())
     assert not log.on and "disk may be full" in (steps.stopped(tmp_path) or "")
     (process,) = steps.read(tmp_path)[1]
-    assert len(process.steps) == 2, "with half a line at its end"
+    assert len(process.steps) == 2, "half a line at the end of the file is ignored"
     next(tmp_path.glob("stopped.*")).unlink()
     Path(log._file).unlink()
     Path(log._file).mkdir()
@@ -1243,7 +1243,7 @@ def test_a_program_goes_on_where_its_steps_cannot_be_written(tmp_path: Path, mon
 
 
 def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> timed.Log:
-    """Return a process's log after two steps, with two more that it has not written yet."""
+    """Return the log of a process after two written steps and two that are still in memory."""
     monkeypatch.setattr(timed, "write_file", os.write)
     monkeypatch.setenv(timed.FOLDER, str(folder))
     log = timed.Log("seen")
@@ -1267,7 +1267,7 @@ def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: P
 
 
 def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> None:
-    """Of three in a row the longest counts, with the process beside it."""
+    """The longest of three consecutive trainings counts, with all processes that trained at the same time."""
     for number, (begin, count) in enumerate(((0, 100), (1000, 300), (1001, 290), (2000, 100))):
         clock = Clock(tmp_path, number)
         clock.now += begin
@@ -1276,7 +1276,7 @@ def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> 
     assert [process.rank for process in processes] == [1, 2]
 
 
-#: A training whose speed is told in four ways at once.
+#: Training that can be measured in four ways at once.
 FOUR = (
     "import json, dlscale\nlog = open('log.jsonl', 'w')\nnumber = 0\n"
     + TRAIN.replace(
@@ -1289,7 +1289,7 @@ FOUR = (
 
 @pytest.mark.slow
 def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
-    """Of one run, so that no other program makes them differ; and with its own stopwatch."""
+    """All ways measure one run, so that other programs cannot make them differ, and agree with its own stopwatch."""
     path = program(tmp_path, FOUR, "dlscale.timed")
     ended = hooked(tmp_path, path, 0.002, PYTHONPATH=f"{HOOK}:{ROOT / 'workflow_scripts'}")
     own = [float(line.split()[1]) for line in ended.stdout.splitlines()]
@@ -1368,13 +1368,13 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
     refused = any(word in message for word in ("expected", "expression"))
     assert ended.returncode == (2 if refused else 0)
     kept = "log of steps" in message or "too few" in message
-    assert any((tmp_path / "results/plans" / PLAN).glob("*")) is kept, "of a program without a step nothing is kept"
+    assert any((tmp_path / "results/plans" / PLAN).glob("*")) is kept, "only a program with steps keeps its record"
     assert ("; its record is kept in results/plans/" in line) is kept
 
 
-# ---- what is kept of a run -----------------------------------------------------------------------------
+# ---- the record of a run -------------------------------------------------------------------------------
 
-#: A loop of 40 steps of 10 ms, each of 8 samples, which first does what DO is replaced by, and ends with status 3.
+#: Loop of 40 steps of 10 ms with 8 samples each; it first runs the code that replaces DO, and exits with 3.
 DOING_LOOP = f"""
 import os, sys, time
 sys.path.append({str(HOOK.parent)!r})
@@ -1388,7 +1388,7 @@ sys.exit(3)
 
 @pytest.fixture
 def measure_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
-    """Return a function that measures `DOING_LOOP` in this process, and returns its status and folder."""
+    """Return a function that measures `DOING_LOOP` in this process; it returns the exit status and the run's folder."""
     monkeypatch.chdir(tmp_path)
 
     def called(do: str = "", *words: str, **options: object) -> tuple[int, Path]:
@@ -1417,7 +1417,7 @@ def test_a_page_has_the_unit_of_the_terminal(
 
 
 def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measured) -> None:
-    """Files of other names, a pipe, a folder, a link, bytes, numbers that no clock shows; what was right counts."""
+    """Other files, a pipe, a folder, a link, bytes and impossible times are ignored; valid steps count."""
     times = ["begin 1e307 1.0 0", "begin 1 1 0\ns nan 0 0", "begin 1 1 0\ns 1 0", f"s 1{'0' * 400} 0 0"]
     status, folder = measure_here(
         "assert os.fsencode(sys.argv[1]) == b'caf\\xe9'\n"
@@ -1465,7 +1465,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
 
 
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
-    """What was right before it counts; what a copy of `timed` of another version says of samples may be anything."""
+    """Lines before the damage count; sample counts of another version of `timed` may be arbitrary."""
     clock = Clock(tmp_path)
     for samples in ("8.0", "None", "-5", "1" + "0" * 400):
         clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
@@ -1480,7 +1480,7 @@ def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
     measure_here: Measured, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command, how it ended, its steps and telemetry are there."""
+    """The command, its exit status, its steps and its telemetry are kept."""
     status, folder = measure_here("os.mkdir(f'{steps}/../throughput.json')")
     assert status == 3 and f"; its record is kept in {folder.relative_to(Path.cwd())}\n" in capfd.readouterr().err
     kept = read_yaml(folder / "config.yaml")["program"]
@@ -1489,7 +1489,7 @@ def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
 
 
 def test_others_runs_cost_no_page(measure_here: Measured, capfd: pytest.CaptureFixture[str]) -> None:
-    """Damaged ones are left out by name; temporary folders of calls that were killed, or go on, are none."""
+    """Damaged runs are skipped by name; temporary folders of killed or running calls are ignored."""
     plan = Path("results/plans") / PLAN
     for name in ("other", ".train.host.1.abc.part", "folder/throughput.json"):
         (plan / name).mkdir(parents=True)
@@ -1526,7 +1526,7 @@ def test_a_batch_has_a_plausible_size(measure_here: Measured, size: int) -> None
         measure_here(batch_size=size)
 
 
-#: A loop without PyTorch: 40 steps of 20 ms.
+#: Loop without PyTorch: 40 steps of 20 ms.
 LOOP = "import dlscale, time\nfor _ in dlscale.timed(range(40)): time.sleep(0.02)\n"
 
 
@@ -1548,7 +1548,7 @@ def test_steps_count_where_the_named_way_finds_none(tmp_path: Path, option: list
 
 @pytest.mark.slow
 def test_a_fifo_is_no_log(tmp_path: Path) -> None:
-    """It is refused before the program starts; one that the program makes costs no result."""
+    """It is refused before the program starts; a pipe that the program creates does not lose the result."""
     os.mkfifo(tmp_path / "log")
     ended = measure(tmp_path, "--steps", "log", "--", "touch", "started")
     assert ended.returncode == 2 and "log: a link, pipe or device" in ended.stderr
@@ -1563,7 +1563,7 @@ def test_a_fifo_is_no_log(tmp_path: Path) -> None:
 def test_a_program_without_a_step_is_warned_of_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its options are those of the framework that it loaded: here a file mapped from a folder of that name."""
+    """The warning names the options for the loaded framework, here a file mapped from a folder called `jaxlib`."""
     monkeypatch.setattr(running, "UNSEEN_SECONDS", 1.0)
     (tmp_path / "jaxlib").mkdir()
     (tmp_path / "jaxlib/xla.so").write_bytes(bytes(4096))
@@ -1602,7 +1602,7 @@ def test_each_reason_for_no_step_has_its_own_message(
 
 @pytest.mark.slow
 def test_rates_between_nonsense(tmp_path: Path) -> None:
-    """Words, long lines and binary between them, the last without its end; names that are taken, all at once."""
+    """Words, long lines and binary data between the rates do no harm, nor do three calls at once with one name."""
     code = (
         "import sys, time\n"
         + PRINTS.format("[90, 'nan', 100, 1e300, 'word', *[100] * 5]")
@@ -1621,17 +1621,17 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
     names = ["train", "train_2", "train_3"]
     for name in names:
         record = found(tmp_path, name)
-        assert record.full and record.outside and record.outside.steps == 7, "six times 100, and 10"
+        assert record.full and record.outside and record.outside.steps == 7, "six rates of 100, and one of 10"
         assert min(record.full.trial_throughput) > 9.9 and 10 < record.full.mean < 100
         assert max(record.full.trial_throughput) < 100.01
         causes = [each.cause for each in of(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
-        assert set(causes) <= {"neighbour", "idle"}, "it sleeps; how long a step is nobody knows"
+        assert set(causes) <= {"neighbour", "idle"}, "the program sleeps between rates; its step time is unknown"
     plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()
     assert all(f"name: {name}\n" in plan for name in names)
 
 
 def test_it_runs_as_if_alone(tmp_path: Path) -> None:
-    """With its environment, its modules, its signals, its `sitecustomize`; the hook is of Python 3.8's syntax."""
+    """It has its own environment, modules, signals and `sitecustomize`; the hook is valid Python 3.8."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import sys; sys.own = True")
     (tmp_path / "module_of_its_own.py").touch()
@@ -1644,7 +1644,7 @@ def test_it_runs_as_if_alone(tmp_path: Path) -> None:
     words = [sys.executable, str(program(tmp_path, code))]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'own'}:{ROOT / 'workflow_scripts'}", "RANK": "1"}
     environment |= {"LC_ALL": "", "LANG": "", "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "3"}
-    heeded = partial(signal.signal, signal.SIGUSR1, signal.SIG_DFL)  # which other tests here may have ignored
+    heeded = partial(signal.signal, signal.SIGUSR1, signal.SIG_DFL)  # other tests of this process may ignore the signal
     alone = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, preexec_fn=heeded)
     words = [sys.executable, "-P", "-m", "dlscale", "measure", "--", *words]
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -1657,7 +1657,7 @@ def test_it_runs_as_if_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -> None:
-    """Also with PYTHONUNBUFFERED, as images set it, with which `print` writes each of its arguments by itself."""
+    """Lines stay complete with PYTHONUNBUFFERED, too, with which `print` writes each argument separately."""
     code = """
         import os, sys
         rank = int(os.environ["RANK"])
@@ -1679,7 +1679,7 @@ def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -
 
 
 def test_its_own_words_stay(tmp_path: Path) -> None:
-    """A PYTHONPATH of its command leaves the hook out, which is reported with the remedies."""
+    """A command that sets PYTHONPATH disables the hook; a message names the remedies."""
     path = program(tmp_path, "import os, sys; print(os.environ['PYTHONPATH'], sys.argv[1:])")
     words = ["env", "PYTHONPATH=/its own", sys.executable, str(path), "PYTHONPATH=x"]
     call = [sys.executable, "-P", "-m", "dlscale", "measure"]
@@ -1712,7 +1712,7 @@ def test_output_that_nobody_takes(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_planted_causes_are_named(tmp_path: Path) -> None:
-    """At least eight in ten, and none where there is none."""
+    """At least 80 % of the planted causes are found, and programs without a cause have no finding."""
     right, wrong, alarms = 0, list[object](), list[object]()
     for number, (name, case) in enumerate(outside.CASES.items()):
         if case.limited and not outside.can_limit():
@@ -1721,7 +1721,7 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
         folder.mkdir()
         causes = [finding.cause for finding in outside.measure(case, folder)[0].findings]
         if "neighbour" in causes and "neighbour" not in case.causes:
-            pytest.skip("the machine is not quiet")
+            pytest.skip("other programs are running on this machine")
         if case.causes:
             right += bool({*case.causes} & {*causes})
             wrong += [] if {*case.causes} & {*causes} else [(name, causes)]

@@ -1,4 +1,4 @@
-"""What installs dlscale, and beside what: ranges, the lock, an environment whose PyTorch stays, CI's files."""
+"""Installation of dlscale: version ranges, the lock, an environment that keeps its PyTorch, and CI's files."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ CORE = {Requirement(line).name for line in PROJECT["dependencies"]}
 
 def test_pyproject_pins_nothing_and_the_lock_all() -> None:
     for each in REQUIREMENTS:
-        assert not re.search(r"==|~=|@", str(each.specifier)), f"{each}: exact versions stand in the lock alone"
+        assert not re.search(r"==|~=|@", str(each.specifier)), f"{each}: exact versions belong in the lock only"
         locked = LOCK.get(canonicalize_name(each.name))
-        assert locked is None or each.specifier.contains(locked, prereleases=True), f"{each}, but {locked} is locked"
-        assert each.name not in CORE or (locked and ">=" in str(each.specifier)), f"{each} has no oldest version"
+        assert locked is None or each.specifier.contains(locked, prereleases=True), f"{each}: the lock has {locked}"
+        assert each.name not in CORE or (locked and ">=" in str(each.specifier)), f"{each} has no minimum version"
     wanted = [*EXTRAS["dev"], *EXTRAS["dali"], *EXTRAS["trackers"]]
     assert {canonicalize_name(Requirement(line).name) for line in wanted} - {"dlscale"} <= LOCK.keys()
 
@@ -81,7 +81,7 @@ def test_cuda_12_is_the_default() -> None:
 
 
 def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where else it stands, `make version` writes it, and `make release-check` reads it."""
+    """`make version` writes it to all other files, and `make release-check` compares them."""
     spec = spec_from_file_location("release", ROOT / ".ci/release.py")
     release = module_from_spec(spec)
     spec.loader.exec_module(release)
@@ -92,7 +92,7 @@ def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_source_distribution_lists_what_git_has() -> None:
-    """Its top-level files and folders are in MANIFEST.in, except those of CI; README and LICENSE come by themselves."""
+    """MANIFEST.in names all top-level files and folders except CI's; README and LICENSE are included by default."""
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     listed = {word.partition("/")[0] for word in (ROOT / "MANIFEST.in").read_text().split()}
     added = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "workflow_scripts"}
@@ -100,7 +100,7 @@ def test_the_source_distribution_lists_what_git_has() -> None:
 
 
 def test_the_two_images_have_tags_of_their_own() -> None:
-    """`type=sha` has a prefix that replaces the flavour's: without one both images would get one tag."""
+    """The prefix of `type=sha` replaces the flavour's prefix; without one both images would get the same tag."""
     (step,) = [
         step
         for job in read_yaml(ROOT / ".github/workflows/images.yml")["jobs"].values()
@@ -113,14 +113,15 @@ def test_the_two_images_have_tags_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
-    """`make install` over an environment with another PyTorch than the lock's; all else is there, too."""
+    """`make install` keeps an environment's PyTorch, even if the lock has another version."""
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, tmp_path)
-    (tmp_path / "requirements.lock").write_text(f"torch=={LOCK['torch']}\n")  # the others' versions are what is here
+    # All other packages keep their installed versions.
+    (tmp_path / "requirements.lock").write_text(f"torch=={LOCK['torch']}\n")
     shutil.copytree(ROOT / "workflow_scripts/dlscale/core", tmp_path / "workflow_scripts/dlscale")
-    words = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages"]  # pip is among what is there
+    words = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages"]  # the system has pip
     subprocess.run([*words, tmp_path / ".venv"], check=True)
-    # What the environment has: this one's packages, and before them a PyTorch of an older, early build.
+    # The environment has the packages of this one, but an older pre-release of PyTorch.
     theirs = tmp_path / "theirs/torch-2.12.0a0+site.dist-info"
     theirs.mkdir(parents=True)
     metadata = str(distribution("torch").read_text("METADATA"))
@@ -139,9 +140,9 @@ def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     assert re.findall(r"^Successfully installed (.*)$", said, re.MULTILINE) == [f"dlscale-{PROJECT['version']}"]
 
 
-# ---- a wheel, installed -------------------------------------------------------------------------------
+# ---- an installed wheel ------------------------------------------------------------------------------
 
-#: Prints where the package is, and digests of what two of its stages reach.
+#: Program that prints the package's path and the fingerprints of two of its stages.
 LOOK = """
 import json, dlscale
 from dlscale.core.fingerprint import data_modules, fingerprint, run_modules
@@ -152,7 +153,7 @@ print(json.dumps([dlscale.__file__, *digests]))
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel, and a folder that `dlscale init` made in it."""
+    """Environment with the installed wheel, and a folder made by `dlscale init`."""
 
     place: Path
     study: Path
@@ -163,11 +164,11 @@ class Installed:
         return folder
 
     def files(self) -> set[Path]:
-        """Return what is in the environment, compiled code left out."""
+        """Return all paths in the environment, except compiled code."""
         return {path for path in self.place.rglob("*") if "__pycache__" not in path.parts}
 
     def call(self, *words: str, status: int = 0, folder: Path | None = None) -> str:
-        """Run a command in the folder, as somebody who has no checkout; return what it says."""
+        """Run a command in the folder, without access to a checkout; return its output."""
         kept = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
         environment = {**kept, "PATH": f"{self.place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         done = subprocess.run(
@@ -179,7 +180,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build the wheel, install it beside the packages that are here, and make a folder to work in."""
+    """Build the wheel, install it next to the existing packages, and make a study's folder."""
     base = tmp_path_factory.mktemp("installed")
     source, made = base / "source", Installed(base / "environment", base / "work/a study")
     source.mkdir()
@@ -189,7 +190,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made.place], check=True)
-    (made.packages / "site.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # all but the editable dlscale
+    (made.packages / "site.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # without the editable dlscale
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
     words = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", base, source]
     subprocess.run([*pip, "wheel", *words], check=True)
@@ -216,11 +217,11 @@ def test_init_writes_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
-    """In the folder that `dlscale init` made there is all that a call needs, and the code is that of a checkout."""
+    """The folder made by `dlscale init` is complete, and the installed code has a checkout's fingerprints."""
     file, *digests = json.loads(installed.call("python", "-P", "-c", LOOK))
     assert Path(file).is_relative_to(installed.packages)
     done = subprocess.run([sys.executable, "-P", "-c", LOOK], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)[1:] == digests, "what a checkout made is made again by the same code, installed"
+    assert json.loads(done.stdout)[1:] == digests, "the installed code must have the fingerprints of a checkout"
 
     laid = {path: path.read_text() for path in installed.study.rglob("*") if path.is_file()}
     assert "Snakefile: already exists, and nothing was written" in installed.call("dlscale", "init", ".", status=2)
@@ -228,7 +229,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
     links = [(path, link) for path, text in laid.items() for link in re.findall(r"\]\((\.[^)]*)\)", text)]
     assert links and not [link for path, link in links if not (path.parent / link).exists()]
 
-    assert (installed.packages / "dlscale/workflow/CITATION.cff").is_file(), "crates name the software by it"
+    assert (installed.packages / "dlscale/workflow/CITATION.cff").is_file(), "crates cite the software by this file"
     told = installed.call("dlscale", "new-study", "ripples")
     assert "make " not in told and f"read {DOCS}adding.md" in told
     would = installed.call("dlscale", "run", "-n")
@@ -237,7 +238,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
 
 @pytest.mark.long
 def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) -> None:
-    """The commands of AGENTS.md, with a wheel and without a clone; what they make is in the user's folder."""
+    """The commands of AGENTS.md work with a wheel and without a clone, and write only to the user's folder."""
     before = installed.files()
     (commands,) = re.findall(
         r"^```bash\npip install .*\n((?:.*\n)*?)```", (ROOT / "AGENTS.md").read_text(), re.MULTILINE
@@ -253,7 +254,7 @@ def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) ->
 
 
 def test_the_package_alone_is_mounted_in_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an installed one: what else is installed beside it would hide what the image has."""
+    """Other packages in the same site-packages would hide the image's packages."""
     monkeypatch.chdir(tmp_path)
     assert launcher.sources(Site(engine="podman", image="any")) == PACKAGE.parent
     monkeypatch.setattr(launcher, "CHECKOUT", None)

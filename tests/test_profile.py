@@ -1,4 +1,4 @@
-"""The profile stage: what each profiler leaves, on one process and on several; what fails; nothing else changes."""
+"""The profile stage: the files of each profiler, with one and several processes; failures; no effect on trainings."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def done(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
     return folder
 
 
-# ---- what it leaves ----------------------------------------------------------------------------------------------
+# ---- files of a profile ------------------------------------------------------------------------------------------
 
 
 def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
     found = Profile.read(done / "profile/profile.json")
     assert [tool.name for tool in found.tools] == ALL == found.settings["tools"]
-    assert len(found.seconds_per_step) == 2 * STEPS * len(ALL), "before and after each"
+    assert len(found.seconds_per_step) == 2 * STEPS * len(ALL), "plain steps before and after each profiler"
     assert min(found.seconds_per_step) > 0
     assert (found.nranks, found.batch_size, found.device.kind) == (1, 4, "cpu")
     for tool in found.tools:
@@ -72,14 +72,14 @@ def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
     assert set(torch_tool.ranges) == {"step", "data", "copy", "forward", "backward", "optimizer"}
     inside = sum(torch_tool.ranges[name].seconds for name in ("data", "forward", "backward", "optimizer"))
     assert 0.8 * torch_tool.ranges["step"].seconds < inside < torch_tool.ranges["step"].seconds
-    assert torch_tool.activity.items == 0, "no step waits for a number"
+    assert torch_tool.activity.items == 0, "a step must not wait for a value of the device"
     assert len({(row.tool, row.kind) for row in found.top}) >= 3
     assert max(Counter((row.tool, row.kind) for row in found.top).values()) <= profile.TOP
     assert {each.module for each in found.work} >= {"down.0.0 (Conv3d)", "backward", "optimizer"}
 
 
 def test_the_files_are_those_that_are_named(done: Path) -> None:
-    """And nothing of a former call."""
+    """Files of an earlier call are removed."""
     found = Profile.read(done / "profile/profile.json")
     named = {file for tool in found.tools for file in tool.files.values()}
     assert named == {"torch.rank0.json.gz", "lines.rank0.txt"}
@@ -102,7 +102,7 @@ def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> No
         ("dlscale/train/step.py", ".backward()", 1),
         ("dlscale/extensions/cosmo_unet/model.py", "return torch.tanh(", 1),
         ("dlscale/scores.py", "loss_B = ", 1),
-        ("dlscale/data/samples.py", "return x, self.target.read(", 4),  # samples of a batch
+        ("dlscale/data/samples.py", "return x, self.target.read(", 4),  # one call per sample of a batch
         ("dlscale/data/loaders/torch_loader.py", "x, y = self.samples.read(", 4),
     ):
         assert the(file, text).calls == calls, file
@@ -120,13 +120,13 @@ def test_where_other_processes_read_this_one_does_for_once(tmp_path: Path, cosmo
     assert all("samples.py" in row.name for row in reading)
 
 
-# ---- what fails --------------------------------------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------------------------------
 
 
 def test_a_profiler_that_does_not_work_says_why(
     tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the others go on; where there are no others, the stage has failed."""
+    """The other profilers continue; if all fail, the stage fails."""
 
     def forbidden(tool: TorchProfiler) -> None:
         raise Unavailable("CUPTI is refused")
@@ -199,7 +199,7 @@ def test_ranges_are_balanced_and_nested(window: Window) -> None:
 
 
 def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None:
-    """Even when a step fails."""
+    """This holds even if a step fails."""
     with pytest.raises(ZeroDivisionError), TorchProfiler(tmp_path, 0, torch.device("cpu")).attached():
         window.run(1)
         raise ZeroDivisionError
@@ -207,12 +207,12 @@ def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-# ---- several processes; and nothing else changes -----------------------------------------------------------------
+# ---- several processes, and no effect on trainings ---------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
-    """Each profiled rank has files and rows; sums over ranks are a range of their own."""
+    """Each profiled rank has files and rows; all-reduces have their own range."""
     folder = configure(tmp_path, "era5_vit", 2, profile={"tools": ["torch", "lines"], "steps": 3, "ranks": [1, 0]})
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
     ended = launch("profile", 2, *arguments, "--out", folder / "profile", "--log", folder / "log")
@@ -234,7 +234,7 @@ def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
 
 @pytest.mark.slow
 def test_training_is_the_same_after_a_profile(tmp_path: Path, cosmo_data: Path) -> None:
-    """In the same folder, bit by bit; the profile has not touched what training leaves, nor the other way round."""
+    """A profile in the same folder does not change the weights by a bit, nor the training the profile's files."""
     make_run(tmp_path / "plain", "cosmo_unet", {**COSMO_RUN, "loader": {"workers": 0}}, COSMO)
     assert profiled(tmp_path / "profiled", cosmo_data, tools=["torch", "lines"]) == 0
     before = (tmp_path / "profiled/profile/profile.json").read_bytes()

@@ -1,4 +1,4 @@
-"""Runs of other programs: the words that start them, what they leave, and how they end."""
+"""Runs of external programs: the commands that start them, their files, and their endings."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ STARTERS: dict[str, dict[str, Any]] = {
     "mpirun": {"start": ["mpiexec", "-n", "{ranks}"]},
 }
 
-# ---- what starts them ------------------------------------------------------------------------------
+# ---- start commands --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
 def test_words(engine: str, starter: str, tmp_path: Path) -> None:
-    """One container for each process that a starter makes; the program's words follow, in its folder."""
+    """Each process that a launcher starts has its own container; the program's command follows, in its folder."""
     site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
         for changes in ({}, {"image": "theirs:2"}, {"start": "itself"}):
@@ -70,7 +70,9 @@ def test_words(engine: str, starter: str, tmp_path: Path) -> None:
             image = changes.get("image", "ours:1")
             if engine not in ("none", "shifter"):
                 words = inner if apart else outer
-                assert f"{tmp_path}:{tmp_path}" in " ".join(words).replace("=", " ").split(), "it may write there"
+                assert f"{tmp_path}:{tmp_path}" in " ".join(words).replace("=", " ").split(), (
+                    "the program's folder must be mounted"
+                )
                 assert (image in words and "{folder}" in " ".join(inner)) or not apart
                 assert (HELD in inner) is apart
             if not several:
@@ -108,7 +110,7 @@ def test_a_task_is_told_what_torchrun_tells(given: dict[str, str], told: str) ->
 
 
 def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
-    """A PATH or PYTHONPATH of its own would hide dlscale and the engine from the words before its command."""
+    """Its own PATH or PYTHONPATH would hide dlscale and the container engine from the commands that start it."""
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
@@ -139,11 +141,11 @@ def test_a_container_gets_its_secrets_by_name(engine: str, named: list[str]) -> 
     assert [word for word in words if "API_KEY" in word and "WANDB" not in word] == named
 
 
-# ---- how they end ----------------------------------------------------------------------------------
+# ---- endings ---------------------------------------------------------------------------------------
 
 
 def configure(folder: Path, *more: str, **program: Any) -> Path:
-    """Write a program and the configuration of its run."""
+    """Write a program and its run's configuration."""
     write_program(folder / "theirs")
     return make_run(folder, "program", settings(folder / "theirs", *more, **program), {"kind": "files"})
 
@@ -161,7 +163,7 @@ def start(folder: Path, sources: str = "a") -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return its status and its last word."""
+    """Return the process's exit status and error message."""
     said = process.communicate(timeout=PATIENCE)[1]
     assert "Traceback" not in said
     return process.returncode, said
@@ -169,7 +171,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
-    """One that is asked to end, and saves, has not come to its end, whatever its status; the result is of the whole."""
+    """A program that saved after SIGTERM is incomplete, whatever its status; the final result covers all tries."""
     configure(tmp_path, f"--ended={status}", "--seconds=0.1")
     process = start(tmp_path)
     until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
@@ -180,13 +182,13 @@ def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
     assert ended(start(tmp_path)) == (0, "")
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
     assert [each["valid_loss"] for each in found] == [1.0, 1 / 2, 1 / 3]
-    assert [each["step"] for each in found] == [12, 24, 36], "its log counts epochs"
+    assert [each["step"] for each in found] == [12, 24, 36], "steps must be counted, since the log counts epochs"
     assert "goes on after epoch 0" in (log := (tmp_path / "log").read_text()) and log.count("goes on after") == 2
-    assert not (tmp_path / SOURCES).exists(), "it is done: forced to run again it begins afresh"
+    assert not (tmp_path / SOURCES).exists(), "a finished program must not resume if it is forced to run again"
 
 
 def test_other_files_begin_afresh(tmp_path: Path) -> None:
-    """So does what left nothing that its words for resuming name."""
+    """A program also starts anew if the files that its resume option names are missing."""
     configure(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/log.jsonl").write_text("of another\n")
@@ -221,7 +223,7 @@ def test_nothing_is_written_or_removed_behind_a_link(tmp_path: Path, name: str) 
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine").write_text("mine")
     (tmp_path / SOURCES).write_text("a")
-    (tmp_path / "other/saved").write_text("1")  # it would resume
+    (tmp_path / "other/saved").write_text("1")  # otherwise the program would resume
     (tmp_path / name).symlink_to("other")
     code, said = ended(start(tmp_path))
     assert code == 2 and said.startswith(f"dlscale program: {tmp_path / name}: a link, pipe or device; expected"), said
@@ -230,14 +232,15 @@ def test_nothing_is_written_or_removed_behind_a_link(tmp_path: Path, name: str) 
 
 def test_steps_of_a_log_that_counts_epochs() -> None:
     points = [(float(time), step, 0.0) for step, time in enumerate([1, 2, 13, 14], 1)]
-    ends = [12 + number / 10 for number in range(21)]  # of a second try, which went on from the second epoch
+    # ends of steps of a second try, which resumed after the second epoch
+    ends = [12 + number / 10 for number in range(21)]
     assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
-    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "of one try they are counted"
+    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single try are counted"
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
 
 
 def test_a_metric_is_of_the_validation_at_its_step() -> None:
-    """One that is not logged each time is none of an earlier validation's."""
+    """A metric that this validation did not log is missing; an earlier value is not used."""
     found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
     valid = [(10.0, 4, 0.5), (20.0, 8, 0.4), (30.0, 12, 0.3)]
     curves = {"loss/valid": valid, "valid/late": [(20.0, 8, 0.9)], "valid/epochs": [(10.0, 1, 0.1), (20.0, 2, 0.2)]}
@@ -250,8 +253,8 @@ def test_a_metric_is_of_the_validation_at_its_step() -> None:
     [
         (True, 8, [], (32, 64.0, 0.5)),
         (False, None, [], (None, None, 0.0625)),  # 4 steps at 64 steps/s
-        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # it prints samples/s alone
-        (True, None, [], (None, 64.0, 4.0)),  # nothing shows when it validated
+        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # prints samples/s only
+        (True, None, [], (None, 64.0, 4.0)),  # the time of the validation is not known
     ],
 )
 def test_samples_of_a_program_are_known_or_missing(
@@ -267,7 +270,7 @@ def test_samples_of_a_program_are_known_or_missing(
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
-    """The first is killed after step 310 of steps of 10 ms, its last second unwritten; the second repeats some."""
+    """The first try is killed after 310 steps of 10 ms, the last second unwritten; the second repeats some."""
     ends = [1000 + step / 100 for step in range(1, 621)]
     marks = [(1000 + step / 100 + 0.001, 1 / step) for step in range(50, 350, 50)]
     for checkpoint in (300, 200, 230):
@@ -283,7 +286,7 @@ def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
         program = Program(
             command=["train", "{resume}"], resume=["--resume", "{out}/last"], losses={"val (.*)": "loss/valid"}
         )
-        for _ in range(2):  # also after a try that was killed at its start
+        for _ in range(2):  # the second call is after a try that was killed at its start
             before = earlier(steps.parent, keep, program)
             shutil.rmtree(steps, ignore_errors=True)
         assert before.step in (checkpoint, checkpoint - 1)
@@ -294,7 +297,7 @@ def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
         assert [value for _, _, value in found] == [*(1 / step for step in kept), *(value for _, value in later)]
 
 
-# ---- their words -----------------------------------------------------------------------------------
+# ---- commands and values ---------------------------------------------------------------------------
 
 
 def words(**program: Any) -> list[str]:
@@ -348,7 +351,7 @@ def test_words_that_cannot_be(program: dict[str, Any], message: str) -> None:
 
 
 def test_words_of_values() -> None:
-    """Lists of numbers are words, too; what is in a value is replaced, whether it is a list or not."""
+    """Each number of a list is a separate word; placeholders in values are replaced."""
     found = words(command=["a", "{optimizer.betas}", "{x}"], values={"x": "w={workers}"})
     assert found == ["a", "0.9", "0.999", "w=0"]
 
@@ -360,13 +363,13 @@ def named_files(results: Path, run: Any) -> list[str]:
 
 
 def test_a_word_may_be_long(tmp_path: Path) -> None:
-    """A script after `-c` is longer than a file's name may be."""
+    """A script after `-c` may be longer than a file name can be."""
     run = SimpleNamespace(program=Program(command=["python", "-c", "pass;" * 100]))
     assert named_files(tmp_path, run) == []
 
 
 def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
-    """An edit of it makes the run again; that of the interpreter, in the folder or not, does not."""
+    """Editing the script reruns the run; a change of the interpreter does not, wherever it is."""
     (tmp_path / "python").symlink_to(sys.executable)
     for name in ("train.sh", "train.py"):
         (tmp_path / name).touch()
@@ -379,7 +382,7 @@ def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are told too late; that is said when the log has some, and not after a long wait without a step."""
+    """A log reports steps too late for paired timing: the error comes with its first steps, without a long wait."""
     monkeypatch.setattr(turns, "PATIENCE", 60.0)
     write = """
         import json, sys, time
@@ -399,7 +402,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
-    """It had stopped the program, and its child, for another run's turn. The next one removes its folder."""
+    """The stage had paused the program and its child for another run. The next stage removes its folder."""
     write_program(tmp_path / "theirs")
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
@@ -432,7 +435,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def published(tmp_path: Path) -> tuple[Path, list[str]]:
-    """Return a repository with two commits, and these."""
+    """Return a repository and its two commits."""
     folder = tmp_path / "published"
     write_program(folder)
     git(folder, "init", "--quiet")
@@ -450,7 +453,7 @@ def fetch(repository: object, revision: str, out: Path) -> None:
 
 
 def started(tmp_path: Path, revision: str, **more: Any) -> Path:
-    """Make a run's program ready to start; return the folder that it starts in."""
+    """Prepare a run's program; return its working folder."""
     program = Program(command=["python3", "train.py"], revision=revision, **more)
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     return Path(run_program.RunProgram(run, None, tmp_path / "out", tmp_path / "steps").folder)
@@ -476,7 +479,7 @@ def test_a_revision_is_fetched(
     ):
         started(tmp_path, first, folder=str(folder))
     (tmp_path / "there/README").write_text("one")
-    assert (started(tmp_path, first, **mine) / "README").read_text() == "one", "the controller has fetched it"
+    assert (started(tmp_path, first, **mine) / "README").read_text() == "one", "the controller's copy must be used"
     with pytest.raises(UserError, match=r"program\.repository.*: git is missing on this machine"):
         fetch(folder, first, tmp_path / "another")
 
@@ -492,7 +495,7 @@ def skipped(folder: Path) -> None:
 
 
 def shadowed(folder: Path) -> None:
-    """Put a package into the folder that hides a module, and a file that is ignored."""
+    """Add a package that hides a module, and an ignored file, to the folder."""
     (folder / "train").mkdir()
     (folder / "train/__init__.py").touch()
     (folder / ".git/info/exclude").write_text("*.pyc\n")
@@ -505,7 +508,7 @@ def staged(folder: Path) -> None:
 
 
 def filtered(folder: Path) -> None:
-    """Have the repository's own configuration name commands, and its attributes a filter."""
+    """Set commands in the repository's own configuration, and a filter in its attributes."""
     script = folder.parent / "script"
     script.write_text(f"#!/bin/sh\ntouch {folder.parent}/ran\ncat\n")
     script.chmod(0o755)
@@ -527,7 +530,7 @@ def foreign(folder: Path) -> None:
 def test_what_a_folder_holds_beside_its_revision_does_not_matter(
     published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
-    """A program runs as it was committed; no command of the folder's owner runs."""
+    """A program runs as committed, and no command in the folder's git configuration runs."""
     folder, (first, _) = published
     change(folder)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "of a hook that calls dlscale"))
@@ -546,7 +549,7 @@ def test_names_of_files_are_any_bytes(published: tuple[Path, list[str]], tmp_pat
 
 
 def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Of a linked work tree, too; a file by its path in the folder is not of the revision."""
+    """This includes linked work trees; a command must not name a file by its path in the folder."""
     folder, (first, _) = published
     git(folder, "worktree", "add", "--quiet", str(tmp_path / "linked"), "HEAD")
     assert started(tmp_path, first, folder=str(tmp_path / "linked/torch")) == tmp_path / "checkout/torch"

@@ -1,4 +1,4 @@
-"""`dlscale run`: what is typed becomes a call of Snakemake, or one message."""
+"""`dlscale run`: its arguments become a call of Snakemake, or one error message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user stands in it."""
+    """Change to the repository, as users do for this command."""
     monkeypatch.chdir(ROOT)
 
 
@@ -148,7 +148,7 @@ def test_a_profile_without_a_site_is_of_this_machine() -> None:
 
 
 def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
-    """A plan that is typed may be the target."""
+    """A plan that is defined on the command line may be the target."""
     assert typed("results=/tmp/x", "report.title=Mine and yours") == (
         [],
         {"results": "/tmp/x", "report": {"title": "Mine and yours"}},
@@ -179,7 +179,7 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
     ],
 )
 def test_a_mistake_is_one_message(words: list[str], said: str) -> None:
-    """It has the key's path and the nearest name."""
+    """The message has the key's path and the nearest name."""
     with pytest.raises(UserError) as error:
         typed(*words)
     assert str(error.value).startswith(said), error.value
@@ -219,7 +219,7 @@ def test_help_lists_the_commands_of_users_and_names_the_stages() -> None:
 
 
 def test_an_environment_need_not_be_activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Python comes first for jobs, whatever else is in PATH, and PATH stays behind it."""
+    """Its Python comes first for jobs, followed by the existing PATH."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     machine.put_python_first()
     machine.put_python_first()

@@ -1,4 +1,4 @@
-"""Every rung of the single-device ladder against the plain float32 step: the same training, to its few digits."""
+"""Every rung of the single-device ladder trains like the plain float32 step, within the rounding of its format."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def need_compiler() -> None:
-    """Skip where `torch.compile` cannot work; forget what earlier tests compiled."""
+    """Skip the test if `torch.compile` cannot work; clear earlier compilations."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.exists() or not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
-        pytest.skip("torch.compile needs a C++ compiler and Python's headers")
+        pytest.skip("torch.compile needs a C++ compiler and Python's headers; install g++ and python3-dev")
     torch.compiler.reset()
 
 
@@ -73,7 +73,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "loss": {"kind": "relative_l2"},
     },
 }
-#: An update that is linear in the gradient: Adam makes a whole step of either sign of a gradient about zero.
+#: Optimiser with an update linear in the gradient: Adam makes a full step of either sign if a gradient is near zero.
 SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.05, "momentum": 0.9}
 SHAPES = {"cosmo_unet": ((4, 8, 8, 8), (5, 8, 8, 8)), "era5_vit": ((3, 8, 16), (3, 8, 16))}
 studies = pytest.mark.parametrize("study", RUNS)
@@ -85,7 +85,7 @@ def settings(study: str, **over: Any) -> RunCore:
 
 
 def build(study: str, run: RunCore) -> nn.Module:
-    """The study's model as its module builds it, every parameter with a value of its own."""
+    """Return the model as the study builds it, with random values for all parameters."""
     torch.manual_seed(0)
     model: nn.Module
     if study == "cosmo_unet":
@@ -117,7 +117,7 @@ def batch(study: str, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 
 def gradients(step: Step, x: torch.Tensor, y: torch.Tensor) -> Tensors:
-    """The gradients of a batch in float32, without the loss scale; no weight is changed."""
+    """Return the gradients of a batch in float32, without loss scale; the weights stay unchanged."""
     step.gradients(x, y)
     scale = step.scaler.get_scale()
     return {name: p.grad.float() / scale for name, p in step.model.named_parameters() if p.grad is not None}
@@ -128,7 +128,7 @@ def gradients(step: Step, x: torch.Tensor, y: torch.Tensor) -> Tensors:
 
 @dataclass
 class Rung:
-    """Settings, and how far a step may be from the plain one: relative to the root mean square of the truth."""
+    """Settings of a rung, and allowed errors of a step relative to the root mean square of the plain step."""
 
     over: dict[str, Any]
     value: float = 2e-6  # prediction and loss
@@ -138,9 +138,9 @@ class Rung:
     plain: dict[str, Any] = field(default_factory=dict)
 
 
-# Float32 sums in another order: 2^-24 for each rounding, a few hundred of them.
-# bf16 has 8 bits: each of some ten operations rounds by up to 0.4 %; fp16 has 11: 0.05 %.
-# A gradient goes through twice as many, and through the sign of the L1, which flips where p - t is about zero.
+# Float32: sums in another order, with 2^-24 per rounding and a few hundred roundings. bf16 has 8 bits: each of about
+# ten operations rounds by up to 0.4 %; fp16 has 11 bits: 0.05 %. A gradient has twice as many roundings, and the sign
+# of the L1 loss flips where p - t is near zero.
 BF16: dict[str, Any] = {"value": 0.02, "gradient": 0.12}
 FP16: dict[str, Any] = {"value": 0.004, "gradient": 0.06}
 ADAM = {"kind": "adam", "lr": 1e-2, "weight_decay": 0.1}
@@ -149,7 +149,7 @@ COMPILE = {"mode": "default"}
 VIT, UNET = ("era5_vit",), ("cosmo_unet",)
 
 RUNGS = {
-    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # a CPU has none
+    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # no effect on a CPU
     "fp16": Rung({"precision": "fp16"}, **FP16),
     "bf16": Rung({"precision": "bf16"}, **BF16),
     "fp16_master": Rung({"precision": "fp16_master"}, **FP16),
@@ -166,7 +166,7 @@ RUNGS = {
     "auto": Rung({"attention": "auto"}, studies=VIT),
     "accumulation 2": Rung({"accumulation_steps": 2}),
     "accumulation 3": Rung({"accumulation_steps": 3}),
-    "accumulation 4": Rung({"accumulation_steps": 4}),  # 6 samples in parts of 2, 2, 1, 1
+    "accumulation 4": Rung({"accumulation_steps": 4}),  # 6 samples in micro-batches of 2, 2, 1, 1
     "checkpointing": Rung({"activation_checkpointing": True}, value=0, gradient=0),
     "compile": Rung({"compile": COMPILE}, slow=True),
     "all in bf16": Rung(
@@ -213,7 +213,7 @@ CASES = [
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the truth."""
+    """Return the difference relative to the truth, both as root mean squares."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
 
@@ -224,7 +224,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         need_compiler()
     plain, step = make_step(study, **rung.plain), make_step(study, **rung.over)
     assert [p.shape for p in plain.model.parameters()] == [p.shape for p in step.model.parameters()]
-    for x, y in (batch(study, 6), batch(study, 5, seed=1)):  # a whole batch, and a last one
+    for x, y in (batch(study, 6), batch(study, 5, seed=1)):  # a full batch, and a smaller last one
         start = copy.deepcopy(plain.weights.state_dict())
         assert distance(step.predict(x), plain.predict(x)) <= rung.value
         expected, found = gradients(plain, x, y), gradients(step, x, y)
@@ -233,23 +233,23 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         assert abs(float(loss - truth)) <= rung.value * float(truth)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
-            if not key.endswith("attention.k.bias"):  # zero by algebra: nothing but rounding
+            if not key.endswith("attention.k.bias"):  # mathematically zero: nothing but rounding
                 assert distance(found[key], value) <= rung.gradient, key
         weights = step.weights.state_dict()
         for key, value in plain.weights.state_dict().items():
             assert weights[key].dtype == torch.float32
-            if "pure" in name:  # the weights themselves are rounded, and the updates are smaller than that
+            if "pure" in name:  # the weights themselves are rounded, by more than the updates
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
-                rounding = torch.finfo(torch.float32).eps * value.norm()  # a weight of 1 that moves by 1e-4
+                rounding = torch.finfo(torch.float32).eps * value.norm()  # a weight of 1 that changes by 1e-4
                 assert (weights[key] - value).norm() <= rung.gradient * (value - start[key]).norm() + rounding, key
-        step.load(plain.shards(), step.scaler.state_dict())  # both go on from the same weights
+        step.load(plain.shards(), step.scaler.state_dict())  # both continue with the same weights
 
 
 @studies
 @pytest.mark.parametrize("name", ["bf16", "fp16_master", "accumulation 3", "checkpointing", "channels_last"])
 def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
-    """A loader may write its next batch into the same memory, or give it back."""
+    """A loader may reuse or release the memory of a batch after its step."""
     step = make_step(study, **RUNGS[name].over)
     x, y = batch(study, 6)
     step(x, y)
@@ -259,7 +259,7 @@ def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
 
 
 def test_checkpointing_drops_the_same_again() -> None:
-    """Drop-out in the second pass must be that of the first, and the random state after the step the same."""
+    """The second pass drops the same values as the first, and the random state after the step is the same."""
     found = []
     for checkpointing in (False, True):
         step = make_step("era5_vit", activation_checkpointing=checkpointing, model={"dropout": 0.3, "depth": 3})
@@ -315,7 +315,7 @@ def test_what_has_which_format(
 
 
 def test_master_weights_take_updates_that_rounding_would_lose() -> None:
-    """bf16 has 8 bits: next to 1, an update of 1e-3 is nothing. A hundred of them are 0.1."""
+    """bf16 has 8 bits: adding 1e-3 to 1 changes nothing. A hundred such updates are 0.1."""
 
     def trained(precision: str) -> torch.Tensor:
         run = settings("era5_vit", precision=precision, optimizer={"lr": 1e-3, "momentum": 0.0})
@@ -331,7 +331,7 @@ def test_master_weights_take_updates_that_rounding_would_lose() -> None:
 
 
 def without_part(**over: Any) -> Step:
-    """A step of a model with a weight that has no part in the loss."""
+    """Return a step of a model with a weight that does not affect the loss."""
     model = nn.Linear(1, 1, bias=False)
     model.unused = nn.Parameter(torch.ones(3))
     return build_step(settings("era5_vit", **over), lambda: model, lambda p, t: p.sum(dim=1))
@@ -339,7 +339,7 @@ def without_part(**over: Any) -> Step:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> None:
-    """With master weights as without them, though weights decay; the other one learns."""
+    """It stays the same with and without master weights, despite weight decay; the other weight learns."""
     step = without_part(precision=precision, optimizer={"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1})
     before = copy.deepcopy(step.weights.state_dict())
     step(torch.ones(1, 1), torch.ones(1, 1))
@@ -361,7 +361,7 @@ def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]
 
 
 def test_weights_that_are_loaded_are_those_that_compute() -> None:
-    """Those that are frozen, too, and where no other has a master."""
+    """This includes frozen weights, even if no weight has a master copy."""
     run = settings("era5_vit", precision="bf16_master")
     for frozen in ("weight", "bias"), ("weight",):
         model = nn.Linear(2, 1)
@@ -386,7 +386,7 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
 
 
 def test_a_scaled_gradient_is_clipped_by_its_own_norm() -> None:
-    """Not by that of the scaled loss's gradient, which is thousands of times as great: the update would be nothing."""
+    """The norm of the scaled loss's gradient is thousands of times greater: the update would vanish."""
     moved = []
     for precision in ("fp32", "fp16"):
         step = make_step("era5_vit", precision=precision, optimizer={"clip_norm": 0.01})
@@ -410,7 +410,7 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(CheckpointRecord(scaler=first.scaler.state_dict()), first.shards())
     for x, y in batches[:2]:
-        first(x, y)  # which is not in what was saved, however long it is written
+        first(x, y)  # not part of the saved state, however long the write takes
     checkpoints.wait()
     make_state(second.optimizer)
     loaded = checkpoints.load(lambda record: {name: shard.empty() for name, shard in second.shards().items()})
@@ -429,7 +429,7 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
-    """32 channels in, 40 out, kernels of 2; each is arranged in one copy, and in 16 bits the input is rounded first."""
+    """With 32 input channels, 40 outputs and kernels of 2, each tensor is copied once, in 16 bits after rounding."""
     step = make_step("cosmo_unet", model={"space_to_depth": True}, memory_format=layout, precision="bf16")
     kernels: list[tuple[int, ...]] = []
     copies: list[torch.dtype] = []
@@ -439,7 +439,7 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten.convolution:
                 kernels.append(tuple(args[1].shape))
-                # Without bfloat16 instructions PyTorch chooses the layout of results itself.
+                # Without bfloat16 instructions, PyTorch chooses the layout of results itself.
                 for value in () if missing(["bf16"]) else (args[0], result):
                     assert value.is_contiguous(memory_format=torch.channels_last_3d) == (layout == "channels_last")
             elif (
@@ -452,7 +452,7 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
     with Watch():
         step(x, y)
     assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
-    # forward: padded, into blocks; out of blocks, cut. Backward: padded, into blocks; the input needs no gradient.
+    # Forward: pad into blocks; crop out of blocks. Backward: pad into blocks; the input needs no gradient.
     assert copies == [torch.bfloat16] * 6
 
 
@@ -475,7 +475,7 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
     assert context.args == ("math",)  # type: ignore[attr-defined]
     assert "attention math" in caplog.text
     context = attention_context("auto", SHAPE, torch.bfloat16, CPU, agreed=lambda mine: "flash")
-    assert context.args == ("flash",), "all ranks compute alike"  # type: ignore[attr-defined]
+    assert context.args == ("flash",), "all ranks must use the same kernel"  # type: ignore[attr-defined]
     assert "cudnn 4.00 ms, flash 3.00 ms, math 2.00 ms" in caplog.text
 
 
@@ -490,7 +490,7 @@ def test_too_little_memory_for_any_kernel_is_said_to_be_that(monkeypatch: pytest
 
 
 def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a pretended package: in the trial only while it is tried, then, chosen, for good."""
+    """A simulated package is registered during its trial only, and after it was chosen permanently."""
     log: list[str] = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: log.append("restored"))
@@ -536,7 +536,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
     x, y = batch("era5_vit", 6)
     with Watch():
         step(x, y)
-    # In the pass that is computed again, too.
+    # This includes the recomputed pass.
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu") == flash * (1 + checkpointing)
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu_backward") == flash
     seen.clear()
@@ -546,7 +546,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
 
 
 def test_a_share_without_samples_is_predicted_plainly() -> None:
-    """As it is trained: no kernel is chosen and no code is compiled for nothing."""
+    """An empty batch uses no kernel and no compiled code, in training or prediction."""
     step, (x, y) = make_step("cosmo_unet"), batch("cosmo_unet", 2)
 
     def refused(*values: Any) -> Any:
@@ -558,14 +558,14 @@ def test_a_share_without_samples_is_predicted_plainly() -> None:
 
 @pytest.mark.slow
 def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the cache on disk has the same model with another kernel."""
+    """This also holds if the disk cache has the same model with another kernel."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for kind, flash in (("default", True), ("math", False), ("flash", True), ("default", True)):
         need_compiler()
         _, codes = run_and_get_code(make_step("era5_vit", attention=kind, compile=COMPILE), *batch("era5_vit", 6))
-        assert len(codes) == 2, "one graph forward, one backward"
+        assert len(codes) == 2, "expected one forward and one backward graph"
         assert ["flash_attention" in code for code in codes] == [flash, flash], kind
 
 
@@ -575,11 +575,11 @@ def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "math"])
 def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs that end in a smaller batch: four graphs (two sizes, training and prediction), and never one more."""
+    """Epochs with a smaller last batch have four graphs: two sizes, for training and prediction."""
     inductor = torch.compile
 
     def traced(function: Any, mode: str, dynamic: bool) -> Any:
-        return inductor(function, backend="eager", dynamic=dynamic)  # Dynamo alone decides when to compile
+        return inductor(function, backend="eager", dynamic=dynamic)  # only Dynamo decides when to compile
 
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(step_, "check_compiler", lambda mode: None)
@@ -617,7 +617,7 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Recorder:
-    """A backend whose replay calls the body again on the static memory, as a graph's replay would."""
+    """Backend that replays the body on the static memory, like a graph."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -651,7 +651,7 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
             x.fill_(math.nan)  # the loader writes its next batch there
     assert [loss.item() for loss in kept] == [
         size * (epoch + 1) * (4 * epoch + i) for epoch in range(2) for i, size in enumerate((4, 4, 4, 2))
-    ], "each its own loss, also after later replays"
+    ], "each loss must keep its value after later replays"
     assert EAGER_STEPS == 3
     assert recorder.log == [
         *[("reset", 0), ("run", 4), ("run", 4), ("run", 4), ("run", 2)],
@@ -663,9 +663,9 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
 
 
 class Tape(Recorder):
-    """A CUDA graph's part, on a processor: operations are noted with their memory, and done again on the same memory.
+    """Simulation of a CUDA graph on the CPU: it records operations and their memory, and repeats them there.
 
-    What Python decides, and every number that it passes, stays as it was when the tape was made.
+    Decisions in Python, and every number that Python passes, stay as recorded.
     """
 
     def __init__(self) -> None:
@@ -688,7 +688,7 @@ class Tape(Recorder):
 
         @torch.no_grad()
         def replay() -> None:
-            if next(replays):  # to note it has done it: the first replay is of the same batch
+            if next(replays):  # recording already ran it: the first replay is of the same batch
                 self.replays += 1
                 for func, args, kwargs, results in done:
                     for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
@@ -699,7 +699,7 @@ class Tape(Recorder):
 
 
 def capturable(study: str, **over: Any) -> Step:
-    """A step as `cuda_graph` builds it, but for the device."""
+    """Return a step as `cuda_graph` builds it, except for the device."""
     step = make_step(study, **over)
     step.optimizer = build_optimizer(step.weights.updated, settings(study, **over).optimizer, CPU)
     return step
@@ -717,7 +717,7 @@ def capturable(study: str, **over: Any) -> Step:
     ids=str,
 )
 def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
-    """Bit by bit, where gradients overflow, too: loss scale, its growth and the skipped update are in the graph."""
+    """Both agree bit by bit, even if gradients overflow: the graph holds the loss scale and skips updates."""
     (plain, graphed), tape = (capturable("era5_vit", **over) for _ in range(2)), Tape()
     graphed.capture(tape)  # type: ignore[arg-type]
     for step in (plain, graphed):
@@ -736,7 +736,7 @@ def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a), number
     assert tape.replays >= 7 and tape.waits == 0
     if plain.scaler.is_enabled():
-        # Both overflow and growth were replayed.
+        # The replays included both an overflow and a growth of the loss scale.
         assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
 
 
@@ -780,11 +780,11 @@ def _train_graphed(rank: int, port: int, folder: str) -> None:
         torch.save((kinds, step.weights.state_dict()), Path(folder, f"{rank}.pt"))
 
 
-SHARED = 14  #: whole batches, each with one after it of which one rank has more
+SHARED = 14  #: Number of full batches, each followed by one in which a rank has one sample more.
 
 
 def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
-    """Two processes, with unequal shares among the batches: the same sequence on both, and one process's training."""
+    """Two processes, sometimes with unequal numbers of samples, run the same sequence and train like one process."""
     spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), 2)
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
@@ -833,12 +833,12 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, 
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
         x.fill_(math.nan)
     a, b = (step.weights.state_dict() for step in steps)
-    # Gradients are summed in any order, and Adam makes of one that is nearly zero a whole step of either sign: see
-    # `graph_equals_eager` in bench/gpu_checks.py. A stale batch or rate would be 0.1.
+    # Gradients are summed in any order, and Adam turns one near zero into a full step of either sign: see
+    # `graph_equals_eager` in bench/gpu_checks.py. A stale batch or learning rate would give 0.1.
     assert all(distance(b[key], a[key]) < 2e-2 for key in a if not key.endswith("attention.k.bias"))
 
 
-# --- what does not go together ----------------------------------------------------------------------------------
+# --- invalid combinations ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -896,7 +896,7 @@ def test_the_optimiser_is_pytorchs_own(written: dict[str, Any], plain: Any) -> N
     run: RunCore = validate(stage_class("era5_vit", "throughput"), raw | {"optimizer": written})
     step, model = build_step(run, lambda: build("era5_vit", run), relative_l2), build("era5_vit", run)
     optimizer = plain(model.parameters())
-    assert step.optimizer.defaults == optimizer.defaults, "no default of PyTorch's is switched off"
+    assert step.optimizer.defaults == optimizer.defaults, "all defaults must be PyTorch's"
     for seed in range(3):
         x, y = batch("era5_vit", 6, seed)
         step(x, y)
@@ -906,7 +906,7 @@ def test_the_optimiser_is_pytorchs_own(written: dict[str, Any], plain: Any) -> N
     assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), model.parameters(), strict=True))
 
 
-# --- what goes in -----------------------------------------------------------------------------------------------
+# --- inputs of the model -----------------------------------------------------------------------------------------
 
 
 def test_indices_reach_the_model_as_indices() -> None:

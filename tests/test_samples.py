@@ -1,4 +1,4 @@
-"""The one sample stream: a sample is decided by (seed, epoch, index), whoever reads it, wherever, after any resume."""
+"""The sample stream: (seed, epoch, index) determine a sample, for every loader, number of processes and resume."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_
 from tests.raw_files import CHANNELS_OF, manifest_of
 
 CPU = torch.device("cpu")
-#: Volumes of different sizes, and no cubes: (file, edges) by split.
+#: Non-cubic volumes of different sizes: (file, edges) by split.
 VOLUMES = {"train": [("small", (6, 7, 8)), ("large", (9, 9, 10))], "valid": [("held-out", (9, 8, 13))]}
-#: Times of each file.
+#: Number of times in each file.
 YEARS = {"train": [("2001", 9), ("2002", 14), ("2003", 2)], "valid": [("2004", 20)]}
 
 
 def numbers(shape: tuple[int, ...], start: int) -> np.ndarray:
-    """Return cells that hold numbers of their own, float32; channel c adds 100 000 c."""
+    """Return an array of unique float32 numbers; channel c adds 100,000 c."""
     return (start + np.arange(np.prod(shape)).reshape(shape)).astype(np.float32)
 
 
@@ -57,7 +57,7 @@ def write(path: Path, name: str, values: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def volumes(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of volumes in which every cell of every channel has a number of its own."""
+    """Return the manifest of volumes with a unique number in every cell of each channel."""
     folder = tmp_path_factory.mktemp("volumes")
     splits: dict[str, list[tuple[str, int]]] = {}
     for split, files in VOLUMES.items():
@@ -72,7 +72,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of series of 2 channels on 5 x 4 points (4 x 4 kept): file and time can be told by value."""
+    """Return the manifest of series of 2 channels on 5 x 4 points (4 x 4 kept); values identify file and time."""
     folder = tmp_path_factory.mktemp("series")
     splits: dict[str, list[tuple[str, int]]] = {}
     for split, files in YEARS.items():
@@ -84,7 +84,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return manifest_of(folder, "era5", [field], splits, grid=[4, 4], stored="physical")
 
 
-#: What a row holds: axis of channels, and values [N, ...] of N rows as they are stored.
+#: Fields of a row: channel axis, and a function that makes the stored values [N, ...] of N rows.
 FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndarray]]] = {
     "image": (1, lambda rng, n: rng.integers(0, 256, (n, 2, 6, 5), np.uint8)),
     "mask": (None, lambda rng, n: rng.integers(0, 2, (n, 6, 5), np.uint8)),
@@ -96,7 +96,7 @@ FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndar
     "grey": (1, lambda rng, n: rng.integers(0, 256, (n, 1, 3, 3), np.uint8)),
 }
 ROWS = {"train": [("a", 12), ("b", 1), ("c", 6)], "valid": [("d", 11)]}
-#: Number of classes; shift and scale that readers take off; offset and scale that the stored values were scaled with.
+#: Number of classes; shift and scale that readers remove; offset and scale of the stored values.
 LABELS = {"label": 12}
 STANDARDISED = {"standard": ([7.0], [2.0]), "grey": ([100.0], [50.0]), "state": ([5.0, 4.0], [3.0, 2.0])}
 SCALED = {"scaled": ([1.0, -2.0], [3.0, 0.5])}
@@ -119,7 +119,7 @@ def truth(split: str, name: str) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of files of rows of all kinds; one is compressed: only the library can read it."""
+    """Return the manifest of files with rows of all kinds; one is compressed, so that only HDF5 can read it."""
     folder = tmp_path_factory.mktemp("table")
     fields = []
     for name, (axis, make_values) in FIELDS.items():
@@ -163,7 +163,7 @@ def found(places: BoxIndex) -> list[tuple[int, ...]]:
 
 
 def digest(x: Any, y: Any) -> str:
-    """Return what tells one sample from another."""
+    """Return a hash that identifies a sample."""
     return hashlib.sha256(np.asarray(x).tobytes() + np.asarray(y).tobytes()).hexdigest()
 
 
@@ -192,7 +192,7 @@ def test_words_one_by_one_are_those_in_bulk() -> None:
 
 
 def test_words_never_change() -> None:
-    """They are part of every published result: a change here silently changes all of them."""
+    """Published results depend on them: changing them would change all results."""
     assert [hex(word) for word in sampling.words(1, 2, "crops", 1).ravel().tolist()] == [
         "0xc3001e3880c0b47d",
         "0xc3babb2f0d62ff4c",
@@ -222,7 +222,7 @@ def test_order_is_a_permutation() -> None:
 
 
 def index_loop(symmetry: Symmetry, x: np.ndarray, vector: list[tuple[int, int, int]]) -> np.ndarray:
-    """Transform cell by cell: where each cell comes from, and its vectors' components with it."""
+    """Transform cell by cell: find each cell's origin, and transform its vectors' components."""
     n = x.shape[1]
     result = np.empty_like(x)
     for cell in np.ndindex(n, n, n):
@@ -238,7 +238,7 @@ def index_loop(symmetry: Symmetry, x: np.ndarray, vector: list[tuple[int, int, i
 
 
 def matrix(symmetry: Symmetry) -> np.ndarray:
-    """Return how components transform, 3 x 3."""
+    """Return the 3 x 3 matrix that transforms components."""
     found = np.zeros((3, 3))
     for axis in range(3):
         found[axis, symmetry.axes[axis]] = -1 if symmetry.flips[axis] else 1
@@ -249,7 +249,7 @@ def test_the_symmetries_are_the_group_of_the_cube() -> None:
     matrices = [matrix(symmetry) for symmetry in SYMMETRIES]
     keys = {m.tobytes() for m in matrices}
     assert len(SYMMETRIES) == len(keys) == len(CHOICES["full"]) == 48
-    assert {(a @ b + 0.0).tobytes() for a in matrices for b in matrices} == keys  # closed
+    assert {(a @ b + 0.0).tobytes() for a in matrices for b in matrices} == keys  # closed under multiplication
     assert all((m.T @ m == np.eye(3)).all() for m in matrices)
     determinants = [round(np.linalg.det(m)) for m in matrices]
     assert determinants == [symmetry.determinant for symmetry in SYMMETRIES]
@@ -259,9 +259,9 @@ def test_the_symmetries_are_the_group_of_the_cube() -> None:
 
 @pytest.mark.parametrize("number", range(48))
 def test_apply_is_the_index_loop(number: int) -> None:
-    """Rotations, then flips, both really applied: the published loader threw its rotations away."""
+    """Rotations and flips are both applied; the published loader discarded its rotations."""
     x = np.random.default_rng(0).normal(size=(9, 3, 3, 3)).astype(np.float32)
-    components = [(1, 2, 3), (8, 6, 7)]  # the second not in order
+    components = [(1, 2, 3), (8, 6, 7)]  # the second one is not in order
     before = x.copy()
     found = apply(SYMMETRIES[number], x, components)
     np.testing.assert_array_equal(found, index_loop(SYMMETRIES[number], x, components))
@@ -271,7 +271,7 @@ def test_apply_is_the_index_loop(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(48))
 def test_vectors_turn_with_the_grid(number: int) -> None:
-    """The gradient of a turned potential is the turned gradient; components alone, or the grid alone, are not."""
+    """The gradient of a turned potential is the turned gradient; turning only the grid gives another field."""
     potential = np.random.default_rng(2).normal(size=(6, 6, 6))
 
     def field(p: np.ndarray) -> np.ndarray:
@@ -294,7 +294,7 @@ def content(manifest: Manifest, file: File, field: str) -> np.ndarray:
 
 @pytest.mark.parametrize("epoch", [0, 7])
 def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
-    """Input and target are cut at the same place of the same volume and turned alike, vectors with them."""
+    """Input and target are the same cells of one volume with the same symmetry, which also turns vectors."""
     samples = crops(volumes, seed=5)
     assert (samples.input_spec.shape, samples.target_spec.shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
     seen = set()
@@ -313,7 +313,7 @@ def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
 
 
 def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> None:
-    """The last one, too, which the published range left out; so larger volumes come up more often."""
+    """This includes the last offset, which the published range omitted; larger volumes are drawn more often."""
     samples = crops(volumes, train=40_000)
     offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
     table = samples.table(0)
@@ -328,7 +328,7 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
     turns = np.bincount(table[:, 4], minlength=48)
     assert len(turns) == 48 and abs(turns - len(table) / 48).max() < 5 * np.sqrt(len(table) / 48)
-    # BoxIndex and turns are drawn independently of each other.
+    # Boxes and symmetries are drawn independently of each other.
     assert abs(np.corrcoef(table[table[:, 0] == 1][:, 1:].T) - np.eye(4)).max() < 5 / np.sqrt(len(table) / 2)
 
 
@@ -336,13 +336,13 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     ("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48), ("published", 24), ("published_dali", 4)]
 )
 def test_symmetries_are_those_asked_for(volumes: Manifest, symmetry: str, count: int) -> None:
-    """All equally likely."""
+    """All are equally likely."""
     times = np.bincount(crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4])
     assert len(times) == count and abs(times - 2000 / count).max() < 5 * np.sqrt(2000 / count)
 
 
 def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -> None:
-    """All that fit on a grid; for every epoch and seed the same; the values as they lie in the file."""
+    """They are all boxes of a grid, equal for every epoch and seed, with the values as stored."""
     samples = crops(volumes, "valid", seed=1)
     raw = content(volumes, volumes.files("valid")[0], "Nbody")
     expected = [
@@ -358,7 +358,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
 
 
 def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
-    """The first one, of which the manifest has the size, may be larger than others."""
+    """The first volume gives the size in the manifest, and may be larger than others."""
     splits = {**volumes.splits, "train": volumes.splits["train"][::-1]}
     fields = {name: info.model_copy(update={"grid": [9, 9, 10]}) for name, info in volumes.fields.items()}
     fitted = line(volumes.model_copy(update={"splits": splits, "fields": fields}))
@@ -366,7 +366,7 @@ def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
 
 
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
-    """Even of the same volumes: the published loader seeded both alike."""
+    """This holds even for the same volumes; the published loader used the same seed for both."""
     same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
     train, valid = crops(same, "train"), crops(same, "valid")
     first, second = (samples.boxes(0) for samples in (train, valid))
@@ -394,7 +394,7 @@ def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: i
 
 
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
-    """As the published `limit_nsamples`: of 8 + 13 + 1 pairs the first 10, in a random order; the first to validate."""
+    """Like the published `limit_nsamples`: the first 10 of 8 + 13 + 1 pairs, shuffled in training only."""
     samples = pairs(series, dt=1, train=10, subset="first")
     expected = [(0, row, 0, 0) for row in range(8)] + [(1, row, 0, 0) for row in range(2)]
     epochs = [found(samples.boxes(epoch)) for epoch in range(4)]
@@ -409,7 +409,7 @@ def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
 
 
 def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> InformedPairs:
-    """Of the series, where the validation file begins where the last training file ends; times are 5 h apart."""
+    """Return samples of the series; the validation file continues the last training file, times are 5 h apart."""
     names = [file.path for split in ("train", "valid") for file in manifest.files(split)]
     starts = {name: 24.0 * 365 * number + 7 for number, name in enumerate(names)}
     starts[names[-1]] = starts[names[-2]] + 5 * manifest.files("train")[-1].rows
@@ -426,7 +426,7 @@ def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings
 def test_inputs_hold_earlier_states_and_the_time(
     series: Manifest, split: str, history: list[int], clock: list[str]
 ) -> None:
-    """Pair by pair from the files; in validation the first ones begin in the file before, in training they are none."""
+    """All pairs agree with the files; the first in validation use the file before, those in training are omitted."""
     samples = informed(series, split, dt=2, history=history, clock=clock)
     back, mean, scale = max(history, default=0), np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
     raw = [content(series, file, "fields").astype(np.float64) for file in series.files(split)]
@@ -456,7 +456,7 @@ def test_inputs_hold_earlier_states_and_the_time(
         np.testing.assert_allclose(y, (states[row + offset + 2] - mean) / scale, rtol=1e-6)
         assert x.dtype == np.float32 and x.shape == samples.input_spec.shape
     assert seen == truth and len(files) == len(raw)
-    if split == "valid":  # those of a model that is told less, in their order
+    if split == "valid":  # the same pairs as without history, in the same order
         assert [int(row) for row in samples.boxes.places(0)[1]] == pairs(series, "valid", dt=2).places(0)[1].tolist()
 
 
@@ -465,7 +465,7 @@ def test_inputs_hold_earlier_states_and_the_time(
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_row_is_the_row_of_the_array(table: Manifest, name: str) -> None:
-    """Of any shape and dtype, as input and as target; every row once an epoch, in an order of its own."""
+    """Rows may have any shape and dtype, as input and target; each occurs once per epoch, in random order."""
     samples, wanted = rows(table, input=name, target="weight", seed=3), truth("train", name)
     dtype = "uint8" if name in ("image", "mask") else "int64" if name in LABELS else "float32"
     assert samples.input_spec == ArraySpec(wanted.shape[1:], dtype, LABELS.get(name))
@@ -497,12 +497,12 @@ def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manife
         rows(volumes, input="Nbody", target="Hydro")
 
 
-# ---- one stream, whoever reads it --------------------------------------------------------------------------
+# ---- one stream for all readers ----------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["crops", "pairs", "informed", "rows"])
 def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest, table: Manifest) -> Any:
-    """Return a function that makes fresh training samples: 40 crops, 19 pairs, 19 rows."""
+    """Return a function that makes new training samples: 40 crops, 19 pairs, 19 rows."""
     makers: dict[str, Callable[..., Samples]] = {
         "crops": partial(crops, volumes),
         "pairs": partial(pairs, series, dt=2),  # the last batch of 6 holds 1
@@ -544,12 +544,12 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
         ]
         assert flat(batches) == expected[epoch]
         alive.append({process.pid for process in multiprocessing.active_children()})
-    assert alive[0] == alive[1] and len(alive[0]) == workers, "they stay"
-    next(loader.epoch(0))  # given up after a batch, with more on the way
+    assert alive[0] == alive[1] and len(alive[0]) == workers, "workers must live for several epochs"
+    next(loader.epoch(0))  # stop after one batch, with more in flight
     assert (flat(epoch_of(loader, 1, start=1)), flat(epoch_of(loader, 1))) == (expected[1][8:], expected[1])
     assert epoch_of(loader, 1, start=len(loader)) == []
     loader.close()
-    assert torch.equal(torch.get_rng_state(), state)  # the model's, which loading has no business with
+    assert torch.equal(torch.get_rng_state(), state)  # loading must not change the model's random state
     assert not multiprocessing.active_children()
 
 
@@ -572,7 +572,7 @@ def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
 @pytest.mark.parametrize("input", FIELDS)
 @pytest.mark.parametrize(("workers", "resident"), [(0, "auto"), (2, "auto"), (0, "always"), (2, "always")])
 def test_direct_delivers_rows_bit_for_bit(table: Manifest, input: str, workers: int, resident: Any) -> None:
-    """Of several files, mapped and compressed, decoded or as they are; by ranks, and from the middle of an epoch."""
+    """Files are mapped or compressed, values decoded or raw; by ranks, and from the middle of an epoch."""
     samples = rows(table, input=input, train=13)
     settings = DirectLoader(kind="direct", workers=workers, resident=resident)
     for rank, start in ((0, 0), (1, 1)):

@@ -1,6 +1,6 @@
-"""The smallest study, the arrays that it is made from, and the studies that `dlscale new-study` makes of it.
+"""The smallest study, the arrays that it reads, and the studies that `dlscale new-study` makes from it.
 
-Its network and its loss are tested in `test_starter_cnn.py`, which is what a new study gets as its tests.
+Its network and its loss are tested in `test_starter_cnn.py`, which a new study gets as its tests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.test_training import bare_loop
 
 
 def test_the_network_is_the_published_one() -> None:
-    """Five convolutions, 64 channels, LeakyReLU after each: its parameters, and its numbers layer by layer."""
+    """It has five convolutions, 64 channels and LeakyReLU; its parameters and its output layer by layer are right."""
     model = StarterCNN()
     assert sum(p.numel() for p in model.parameters()) == 640 + 3 * 36_928 + 577
     x = y = torch.randn(2, 1, 9, 7)
@@ -66,11 +66,11 @@ def test_the_published_plan_says_what_the_scripts_did() -> None:
     assert [resolved.run.geometry.world_size for resolved in plan.values()] == [1, 8]
 
 
-# ---- what is simulated -------------------------------------------------------------------------------
+# ---- simulated data ----------------------------------------------------------------------------------
 
 
 def test_steepness_pixel_by_pixel() -> None:
-    """Half the difference of a pixel's neighbours, at an edge that to the only one; times the length."""
+    """It is half the difference of a pixel's neighbours (at an edge: to the only one), times the length."""
     field, target = pair([1, 2, 3], 11, "gradient")
     values = field.astype(float)
     for row in range(11):
@@ -83,7 +83,7 @@ def test_steepness_pixel_by_pixel() -> None:
 
 
 def test_no_linear_filter_explains_the_target() -> None:
-    """Against the best one of 5 x 5 pixels: what a network gains over the mean, it gains by being none."""
+    """The best filter of 5 x 5 pixels gains less than 3 % over the mean, so that a network must be non-linear."""
     columns, answers = [], []
     for number in range(20):
         field, target = pair([7, number], 32, "gradient")
@@ -96,7 +96,7 @@ def test_no_linear_filter_explains_the_target() -> None:
 
 
 def test_samples_depend_on_nothing_but_their_number() -> None:
-    """Not on how many there are, nor on the piece that they are in; splits and seeds differ."""
+    """They do not depend on the number of samples or the piece; splits and seeds differ."""
 
     def images(split: str = "train", **changes: Any) -> np.ndarray:
         dataset = StarterDataset.model_validate(
@@ -144,11 +144,11 @@ def test_a_file_is_fetched_again_for_nothing_that_others_are() -> None:
     assert settings(both) != settings({**both, "train": files("other")})
 
 
-# ---- arrays of one's own -----------------------------------------------------------------------------
+# ---- arrays of the user ------------------------------------------------------------------------------
 
 
 def write(path: Path, **arrays: np.ndarray) -> str:
-    """Write arrays in the form that the file's suffix says."""
+    """Write arrays in the format of the file's suffix."""
     if path.suffix == ".npy":
         np.save(path, next(iter(arrays.values())))
     elif path.suffix == ".npz":
@@ -164,7 +164,7 @@ def write(path: Path, **arrays: np.ndarray) -> str:
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
-    """Images without channels get an axis on request; a split each, or shares of all; in pieces they are the same."""
+    """Images get a channel axis on request; `shares` split all rows; several pieces give the same."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(10, 2, 6, 5)), rng.integers(0, 256, (10, 6, 5), dtype=np.uint8)
     files = {"input": write(tmp_path / f"x{suffix}", input=x), "target": write(tmp_path / f"y{suffix}", target=y)}
@@ -185,7 +185,7 @@ def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int)
 
 
 def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
-    """Labels have no channels; truth values are bytes."""
+    """Labels have no channels, and truth values are stored as bytes."""
     x, y = np.arange(24.0).reshape(4, 6) > 7, np.array([3, 1, 0, 2])
     files = {
         split: write(tmp_path / f"{split}.h5", group__x=x + (split == "valid"), y=y) for split in ("train", "valid")
@@ -199,7 +199,7 @@ def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
 
 
 def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
-    """PyTorch has no such types."""
+    """PyTorch has no types of another byte order."""
     x = np.arange(24, dtype=">i2").reshape(2, 1, 3, 4)
     path = Path(write(tmp_path / "x.npy", x=x))
     both = {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
@@ -212,7 +212,7 @@ def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
 
 
 SHAPES: list[tuple[tuple[int, ...], dict[str, Any], tuple[int, ...], int | None]] = [
-    # stored, settings, read, axis of channels
+    # stored shape, settings, shape that is read, channel axis
     ((6,), {}, (6,), None),
     ((6, 5), {}, (6, 5), None),
     ((6, 2), {"channels": ["u", "v"]}, (6, 2), 1),
@@ -233,7 +233,7 @@ SHAPES: list[tuple[tuple[int, ...], dict[str, Any], tuple[int, ...], int | None]
 
 
 def arrays(folder: Path, x: np.ndarray, info: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a dataset of inputs `x`."""
+    """Return a dataset's settings with inputs `x`."""
     files = dict.fromkeys(("input", "target"), write(folder / "x.npz", input=x, target=np.arange(float(len(x)))))
     shares = {"train": 0.5, "valid": 0.5}
     return {"kind": "starter", "source": {"kind": "arrays", "input": info, "all": files, "shares": shares}, "pieces": 2}
@@ -257,7 +257,7 @@ def test_samples_have_the_axis_of_channels_that_is_stated(
 
 @pytest.mark.parametrize("axis", ["none", "last", "new"])
 def test_samples_of_any_shape_are_prepared(tmp_path: Path, axis: str) -> None:
-    """In pieces, with statistics of each channel; a preview is drawn."""
+    """They are prepared in pieces, with statistics of each channel, and get a preview."""
     x = np.random.default_rng(1).normal(size=(8, 7, 13)).astype(np.float32)
     folder = make_dataset(tmp_path / "data", arrays(tmp_path, x, {"channel_axis": axis}))
     info = Manifest.read(folder / "manifest.json").fields["input"]
@@ -273,7 +273,7 @@ def test_samples_of_any_shape_are_prepared(tmp_path: Path, axis: str) -> None:
     [
         *[(shape, {}) for shape in ((4, 7, 13), (4, 1, 7), (4, 28, 28), (4, 8, 8, 3), (4, 8, 8, 8), (4, 3, 8, 3))],
         *[(shape, {}) for shape in ((4, 20, 32, 32), (4, 3, 3, 3), (4, 5, 6, 7, 8))],
-        ((4, 3, 8, 3), {"channels": ["r", "g", "b"]}),  # first, or last
+        ((4, 3, 8, 3), {"channels": ["r", "g", "b"]}),  # channels may be first or last
         ((4, 7, 13), {"channels": ["density"]}),
         *[((4,), {"channel_axis": axis}) for axis in ("first", "last")],
     ],
@@ -305,7 +305,7 @@ def test_a_shape_that_can_be_read_in_two_ways_is_refused(
 def test_attributes_that_change_values_are_refused(
     tmp_path: Path, attribute: dict[str, Any], words: str, kind: str
 ) -> None:
-    """Those of packed and missing values, as xarray and netCDF write them."""
+    """Such attributes mark packed and missing values in files of xarray and netCDF."""
     with h5py.File(path := tmp_path / "x.h5", "w") as file:
         file["x"] = np.zeros((4, 8, 8), np.float32)
         file["x"].attrs.update(attribute)
@@ -317,7 +317,7 @@ def test_attributes_that_change_values_are_refused(
 @pytest.mark.parametrize("written", [0, 3, 4])
 @pytest.mark.parametrize("chunks", [(1, 8, 8), None])
 def test_rows_that_were_never_written_are_refused(tmp_path: Path, chunks: tuple[int, ...] | None, written: int) -> None:
-    """As those of a writer that crashed are; without chunks HDF5 knows it of all rows only."""
+    """A crashed writer leaves such rows; without chunks HDF5 only knows if no row was written."""
     with h5py.File(path := tmp_path / "x.h5", "w") as file:
         values = file.create_dataset("x", (4, 8, 8), np.float32, chunks=chunks)
         values[:written] = 1.0
@@ -440,7 +440,7 @@ def test_sources_are_checked(source: dict[str, Any], words: str) -> None:
 
 
 def test_other_arrays_need_another_model(tmp_path: Path) -> None:
-    """Vectors, a target of another size, or integers: a message, and no failure of a convolution."""
+    """Vectors, a target of another size, or integers give a message instead of an error in a convolution."""
     x = np.random.default_rng(0).normal(size=(8, 1, 6, 5))
     for number, (inputs, targets) in enumerate([(x[:, 0, 0], x), (x, x[:, :, 1:]), (x.astype(np.int16), x)]):
         files = {
@@ -454,7 +454,7 @@ def test_other_arrays_need_another_model(tmp_path: Path) -> None:
 
 
 def test_a_field_that_the_data_lack_is_one_message(tiny_data: Callable[[str], Path]) -> None:
-    """Also where the study asks for it before any sample is read."""
+    """This holds even if the study needs the field before any sample is read."""
     tiny = TINY["starter_cnn"]
     run = {**tiny["run"], "samples": {"input": "inputs"}}
     with pytest.raises(
@@ -467,7 +467,7 @@ def test_a_field_that_the_data_lack_is_one_message(tiny_data: Callable[[str], Pa
 
 
 def test_it_trains_as_a_plain_loop_does(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """Against a notebook's loop in plain PyTorch: the same weights to begin with, the same order of samples."""
+    """A plain PyTorch loop with the same initial weights and order of samples is the reference."""
     tiny = TINY["starter_cnn"]
     make_run(tmp_path, "starter_cnn", {**tiny["run"], "training": {"epochs": 3}}, tiny["dataset"])
     assert train(tmp_path, tiny_data("starter_cnn") / "manifest.json") == 0
@@ -500,14 +500,14 @@ def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path) -> None:
-    """More than half of the naive answer's error is gone, of which no linear filter takes any."""
+    """The error is below 45 % of the best baseline without learning; a linear filter removes almost none of it."""
     metrics = plan_run(tmp_path, "starter_demo")[-1]["metrics"]
     assert metrics["rmse"] < 0.45 * metrics["rmse_of_naive"]
 
 
 @pytest.mark.slow
 def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """They load into the plain network: there is no `module.` to strip."""
+    """They load into the plain network, without a `module.` prefix."""
     tiny, data, weights = TINY["starter_cnn"], tiny_data("starter_cnn"), []
     for ranks in (1, 2):
         folder = tmp_path / f"{ranks}"
@@ -522,10 +522,10 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 @pytest.mark.slow
 @pytest.mark.long
 def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
-    """As published, but smaller: the error remains that of answering the mean."""
+    """A smaller version of the published plan keeps the error of predicting the mean."""
     shipped = {
         **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
-        "optimizer": {"lr": 1e-2},  # it begins at zero, and the mean is a half
+        "optimizer": {"lr": 1e-2},  # the network begins at zero, and the mean is a half
     }
     metrics = plan_run(tmp_path, "starter_published", **shipped)[-1]["metrics"]
     assert metrics["rmse"] == pytest.approx(metrics["rmse_of_naive"], rel=0.05)
@@ -534,7 +534,7 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a preview a $ is a $, by which matplotlib begins mathematics: as if each had been escaped."""
+    """A $ in a name stays a $ in the preview, although matplotlib uses it for mathematics."""
     x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
     files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, :1])}
     source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
@@ -551,7 +551,7 @@ def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does."""
+    """Run the command line like a user."""
     environment = variables(OMP_NUM_THREADS="1")
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
@@ -571,7 +571,7 @@ def test_names_that_cannot_be(name: str, message: str) -> None:
 
 
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a single file, if one of them is there."""
+    """Not a single file is written if one of them exists."""
     monkeypatch.chdir(tmp_path)
     assert stage("new-study", "ripples") == 0
     before = {path: path.read_text() for path in (tmp_path / "ripples").iterdir()}
@@ -603,7 +603,7 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_new_study_is_the_example_under_its_name(
     tmp_path: Path, more: list[str], words: tuple[str, str], tested: str, plan: str
 ) -> None:
-    """In another folder: its style is kept, what is told next works from there, its configuration resolves."""
+    """In a folder with special characters the code style, the printed commands and the configuration are valid."""
     done = dlscale("dlscale", "new-study", "steep_fields", *more, "--at", "it's FILE & all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "it's FILE & all"
@@ -632,7 +632,7 @@ def test_a_new_study_is_the_example_under_its_name(
 
 
 def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
-    """docs/adding.md names the files that are written, and holds the one that is no copy of a file it links to."""
+    """docs/adding.md names all written files, and includes the only file without a linked original."""
     guide = (ROOT / "docs/adding.md").read_text()
     new_study.write("waves", tmp_path, images=False)
     for path in tmp_path.iterdir():
@@ -642,4 +642,6 @@ def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
             assert f"[`{path.name}`]({linked.relative_to(ROOT / 'docs')})" in guide
         else:
             assert f"| `{path.name}` |" in guide
-            assert path.read_text().split("\n", 1)[1] in guide, "but for its first line, which has the place"
+            assert path.read_text().split("\n", 1)[1] in guide, (
+                "all lines but the first must be in the guide; the first has the folder"
+            )

@@ -1,4 +1,4 @@
-"""How far runs are, from the files that stages leave; what a stage tells while it runs; where the time went."""
+"""Progress of runs, from the files of stages; the progress that a stage reports; and the time spent by rule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def configuration(results: Path, **more: Any) -> resolve.Configuration:
-    """Return a plan of two runs that train."""
+    """Return the configuration of a plan with two trainings."""
     raw = {
         "results": str(results),
         "targets": ["p"],
@@ -49,12 +49,12 @@ def configuration(results: Path, **more: Any) -> resolve.Configuration:
 
 
 def rows(results: Path) -> dict[str, status.Row]:
-    """Return what is said of the plan, by name."""
+    """Return the rows of the plan's status, by name."""
     return {row.name: row for row in status.look(configuration(results), ["p"])}
 
 
 def tell(results: Path, run: str = "a", **values: Any) -> None:
-    """Write what a training tells."""
+    """Write the progress file of a training."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     file = results / f"logs/train/p/{run}.log{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def epoch(number: int) -> str:
 
 
 def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None:
-    """Which trials go on is not known before; when they are done, nothing waits."""
+    """The trials of later rungs are not known in advance; after the last one, no row is waiting."""
     halving = {"method": "halving", "over": {"seed": [1, 2, 3]}, "reduction_factor": 3}
     plan = {"study": "starter_cnn", "kind": "sweep", "settings": {"dataset": "d", "training": {"epochs": 3}}}
     asked = configuration(results, plans={"p": {**plan, "sweep": halving}})
@@ -93,7 +93,7 @@ def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None
 
 
 def timed(results: Path, **seconds: float) -> None:
-    """Leave what Snakemake writes of trainings that ran here."""
+    """Write Snakemake's benchmark files of earlier trainings."""
     for run, took in seconds.items():
         benchmark = results / f"benchmarks/train/p/{run}.tsv"
         benchmark.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
         plan = {"study": "starter_cnn", "settings": {"dataset": "d", "threads": threads}, "measure": ["train"]}
         asked = configuration(results, plans={"p": {**plan, "runs": RUNS}})
         runs = [row for row in status.look(asked, ["p"]) if not row.of_data]
-        for state in ("waiting", "failed"):  # which the next call makes
+        for state in ("waiting", "failed"):  # the next call would run both
             runs = [replace(row, state=state) for row in runs]
             assert status.left_of(asked, runs) == cost.Expected(times * 16.0)
         last = Doing(what="training", left=0.0)
@@ -115,7 +115,7 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
 
 
 def test_what_runs_here_is_a_process(results: Path) -> None:
-    """Of this machine: one that was killed is silent at once, however lately it said something."""
+    """A killed process on this machine is silent at once, however recent its last report."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, "dlscale"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -124,7 +124,9 @@ def test_what_runs_here_is_a_process(results: Path) -> None:
         tell(results, place=progress.place(), pid=process.pid)
         tell(results, "b", place=progress.place(), pid=os.getppid() if os.getppid() > 1 else 1, time=time.time())
         found = rows(results)
-        assert found["p.a"].state == "running" and found["p.b"].state == "silent", "another's number"
+        assert found["p.a"].state == "running" and found["p.b"].state == "silent", (
+            "another program's process number does not count"
+        )
         (line,) = [each for each in status.lines(found.values()) if each.startswith("p.a")]
         assert line.split("  ")[-1].strip() == "–" and "30 of 120 steps (25\u00a0%)" in line, line
         assert "0.2500" in line and "1,234" in line and "1\u00a0min 30\u00a0s" in line
@@ -150,7 +152,7 @@ def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str
     ],
 )
 def test_what_ended(results: Path, last: str, state: str) -> None:
-    """Its log's last line says how; an earlier try, which failed, counts no more."""
+    """The last line of the log has the reason; the message of an earlier failed try is ignored."""
     log = results / "logs/train/p/a.log"
     log.parent.mkdir(parents=True)
     log.write_text(f"dlscale train: of an earlier try\n{'x' * 5000}\n{last}\n\n")
@@ -178,7 +180,7 @@ def test_a_part_of_a_stage_is_named_and_its_end_is_not_that_of_the_stage(results
 def test_jobs_in_the_queue(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of this folder, of Slurm's list."""
+    """The list has Slurm's jobs that were submitted from this folder."""
     squeue = tmp_path / "bin/squeue"
     squeue.parent.mkdir()
     listed = f"17|PENDING|{tmp_path}|rule_train_wildcards_p_a\n18|RUNNING|/elsewhere|rule_train_wildcards_p_b"
@@ -200,7 +202,7 @@ def test_jobs_in_the_queue(
 def test_watched_until_all_is_done(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each look is told anew, and the last one ends the command."""
+    """Every look prints the status again, and the last one ends the command."""
     states: list[status.State] = ["waiting", "running", "running", "done"]
     looks = iter([[status.Row("p.a", "train", state)] for state in states])
     monkeypatch.setattr(status, "EVERY", 0.0)
@@ -212,17 +214,17 @@ def test_watched_until_all_is_done(
 def test_watched_until_nothing_follows_a_failure(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A minute without a job is the end, where something failed: jobs follow one another, and are tried again."""
+    """After a failure, one minute without a job ends the command; before, further jobs or tries may follow."""
     now, looks = 100.0, 0
 
     def later(seconds: float) -> None:
         nonlocal now, looks
         now, looks = now + seconds, looks + 1
-        if looks == 4:  # it is tried again
+        if looks == 4:  # the job is tried again
             tell(results, place="another machine", pid=1)
         elif looks == 6:
             Path(f"{log}{SUFFIX}").unlink()
-        assert looks < 100, "it waits for ever"
+        assert looks < 100, "the command does not end"
 
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status.time, "sleep", later)
@@ -235,19 +237,19 @@ def test_watched_until_nothing_follows_a_failure(
 
 
 def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
-    """Totals and the time left come first, what runs before what is done."""
+    """Totals and the time left come first, then running and finished rows."""
     tell(results, "b", place="another machine", pid=1)
     asked = configuration(results)
     found = status.look(asked, ["p"])
     data = cost.data_jobs(asked.workflow.datasets["d"], None)
     left = status.left_of(asked, found)
-    assert left == cost.Expected(90.0, untimed=1 + data), "as it shows itself; the others were never timed"
+    assert left == cost.Expected(90.0, untimed=1 + data), "the run's own estimate; the others were never timed"
     text = status.lines(found, left=left)
     assert text[0] == f"1 running, 2 waiting; at least {duration(90)} left; {1 + data} jobs never timed here"
     assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
     assert text[4:] == ["", "waiting: d (1 data)", "waiting: p (1 train)"]
     timed(results, a=7.5)
-    assert status.left_of(asked, found) == cost.Expected(97.5, untimed=data), "as it took before"
+    assert status.left_of(asked, found) == cost.Expected(97.5, untimed=data), "the time of an earlier run must be used"
     assert status.left_of(asked, [replace(row, state="done") for row in found]) == cost.Expected()
 
 
@@ -275,11 +277,11 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
         status.main(args, configuration(results))
 
 
-# ---- what a stage tells ------------------------------------------------------------------------------
+# ---- progress of a stage -----------------------------------------------------------------------------
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Count, time left from this process's own pace, values; nothing remains of a stage that is done."""
+    """It has the count, the time left at this process's pace, and values; a finished stage leaves no file."""
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO)
@@ -294,7 +296,7 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
             counted.update(53)
             doing = Doing.read(file)
             assert (doing.done, doing.total, doing.unit, doing.values) == (53, 100, "steps", {"loss": 0.5})
-            assert doing.left == pytest.approx(47.0), "a step a second"
+            assert doing.left == pytest.approx(47.0), "the pace is one step per second"
             assert (doing.pid, doing.place) == (os.getpid(), progress.place())
     assert not file.exists()
     assert "training: 53 of 100 (53 %) steps, 13 s, loss 0.500, odd NaN, 47.0\u00a0s left" in caplog.text
@@ -333,11 +335,11 @@ def test_a_log_goes_on_in_that_of_an_earlier_try_although_it_was_removed(tmp_pat
     assert tried("first", "anew") == first
     path.unlink()  # as Snakemake does before each try
     assert tried("second", "resumed") == first + second
-    assert tried("third", "resumed") == first + second + third, "it was not removed"
+    assert tried("third", "resumed") == first + second + third, "an existing log must be continued"
     path.unlink()
     assert tried("third", "anew") == third
     kept.unlink()
-    assert tried("second", "resumed") == second, "nothing was kept"
+    assert tried("second", "resumed") == second, "without a kept log only the new lines are there"
     assert sorted(tmp_path.iterdir()) == [path.parent, kept]
 
 
@@ -351,10 +353,10 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
 
 
 def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
-    """Not even where its own cannot be kept: on another file system, as here, there are no links to this one."""
+    """The earlier log is removed even if the new one cannot be kept, here since file systems differ."""
     path, memory = tmp_path / "a.log", Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("one file system has both /dev/shm and the temporary folder")
+        pytest.skip("/dev/shm and the temporary folder are on the same file system")
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         kept = Path(folder, "rank0.log")
         kept.write_text("of another training\n")
@@ -363,7 +365,7 @@ def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) ->
 
 
 def test_a_pipe_is_no_log(tmp_path: Path) -> None:
-    """It would wait for a reader."""
+    """Writing to a pipe would wait for a reader."""
     os.mkfifo(path := tmp_path / "pipe")
     words = [sys.executable, "-m", "dlscale", "configure", "--settings", "{}", "--out", tmp_path / "a.yaml"]
     ended = subprocess.run([*words, "--log", path], capture_output=True, text=True, timeout=PATIENCE)
@@ -373,7 +375,7 @@ def test_a_pipe_is_no_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_the_times_of_jobs_are_read_from_files_alone(tmp_path: Path, kind: str) -> None:
-    """A pipe in place of a log or a benchmark would be waited for."""
+    """Reading a pipe instead of a log or a benchmark would wait forever."""
     for name, seconds in (("a", 3.0), ("b", 4.0), ("c", 5.0)):
         job(tmp_path, name, 1.0, seconds, None)
     for path in (tmp_path / "benchmarks/b.tsv", tmp_path / "logs/c.log"):
@@ -383,11 +385,11 @@ def test_the_times_of_jobs_are_read_from_files_alone(tmp_path: Path, kind: str) 
     assert [each.rule for each in progress.jobs(tmp_path, 0.0)] == ["a"]
 
 
-# ---- where the time of a call went ---------------------------------------------------------------------
+# ---- time spent by a call ------------------------------------------------------------------------------
 
 
 def job(results: Path, name: str, end: float, seconds: float, log: str | None) -> None:
-    """Write what Snakemake and a stage leave of a job."""
+    """Write the files that Snakemake and a stage leave for a job."""
     for folder, suffix, text in (
         ("benchmarks", ".tsv", f"s\th:m:s\tmax_rss\n{seconds:.4f}\t0:00:09\t-\n"),
         ("logs", ".log", log),
@@ -467,7 +469,7 @@ def test_ctrl_c_stays_ignored() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-#: The command line, which makes a file when it begins to import.
+#: The command line; it creates a file when it begins to import.
 STARTING = """
 import pathlib, sys
 from dlscale.core import interrupt
@@ -483,7 +485,7 @@ sys.exit(main())
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.9])
 @pytest.mark.parametrize("words", [["status"], ["measure", "--", "sleep", "60"], ["run"]], ids=lambda words: words[0])
 def test_ctrl_c_during_start_up_is_a_line(tmp_path: Path, words: list[str], seconds: float) -> None:
-    """Whatever is imported then."""
+    """This holds during any import."""
     command = [sys.executable, "-P", "-c", STARTING, *words]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         until("its begin", (tmp_path / "ready").exists, process)

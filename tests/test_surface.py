@@ -1,4 +1,4 @@
-"""The surface that users meet: keys of the configuration, commands, options. A change is a reviewer's decision."""
+"""The interface for users: configuration keys, commands, options. A reviewer must approve changes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from dlscale import cli
 from dlscale.config.reference import schema
 
-#: All of it, a line each, sorted. To change it on purpose: python -m tests.test_surface
+#: List of the complete interface, sorted. To change it on purpose: python -m tests.test_surface
 FROZEN = Path(__file__).with_name("surface.txt")
 
 
 def surface() -> Iterator[str]:
-    """Yield each key by the section that has it, and each option by its command."""
+    """Yield each key by its section, and each option by its command."""
     found = schema()
     for section, model in {**found["$defs"], "config.yaml": found}.items():
         yield from (f"key {section}.{key}" for key in model.get("properties", {}))

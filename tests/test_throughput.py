@@ -1,4 +1,4 @@
-"""The throughput stage: its numbers add up, count what was really processed, and are readable by benchy's readers."""
+"""The throughput stage: its rates are consistent, count the processed samples, and are readable by benchy's tools."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LABELS = ("IO", "SYNTHETIC", "FULL")
 
 
 def measure(folder: Path, data: Path, **over: Any) -> Path:
-    """Run the stage on the tiny U-Net with 10 samples an epoch: batches of 4, 4 and 2."""
+    """Run the stage on the tiny U-Net with 10 samples per epoch: batches of 4, 4 and 2."""
     make_run(folder, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), {"samples": {"train": 10}, **over}), COSMO)
     arguments = ["--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 1]
     assert stage("throughput", *arguments, "--device", "cpu", "--out", folder / "throughput.json") == 0
@@ -57,18 +57,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path
     return measure(tmp_path_factory.mktemp("measured"), cosmo_data, throughput=TRIALS)
 
 
-# --- the file ---------------------------------------------------------------------------------------------------
+# --- the record --------------------------------------------------------------------------------------------------
 
 
 def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
-    """Samples of each counted trial over a stream of batch sizes, the warm-up trials before them dropped."""
+    """Return the samples of each counted trial for a sequence of batch sizes, without the warm-up trials."""
     runs = [sum(itertools.islice(batches, settings["batches"])) for _ in range(settings["warmup"] + settings["trials"])]
     return runs[settings["warmup"] :]
 
 
 def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> None:
-    """Epochs are shorter than a trial and end in a smaller batch: 4 batches hold 14, 14 or 12 samples, not 16."""
-    assert measured.read_text().endswith("}\n") and measured.read_text().count("\n") == 1, "as benchy's readers want it"
+    """Epochs are shorter than a trial and have a smaller last batch: 4 batches have 14 or 12 samples, not 16."""
+    assert measured.read_text().endswith("}\n") and measured.read_text().count("\n") == 1, (
+        "benchy's readers need a single line"
+    )
     found = json.loads(measured.read_text())
     expected = {label: samples_of(itertools.cycle([4, 4, 2]), TRIALS) for label in ("IO", "FULL")}
     expected["SYNTHETIC"] = samples_of(itertools.repeat(4), TRIALS)
@@ -87,7 +89,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
     assert 50e6 < found["peak_memory_bytes"] < 100e9
 
 
-# --- what is measured -------------------------------------------------------------------------------------------
+# --- measured batches --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
 def test_synthetic_is_one_resident_batch_for_every_loader(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
 ) -> None:
-    """The stage runs as it is; what passes through it is noted down on the way."""
+    """The stage runs unchanged; all batches that it measures are recorded."""
     seen: dict[str, list[Batch]] = {}
 
     def noting(label: str, batches: Iterator[Batch], *rest: Any) -> Trials:
@@ -114,22 +116,24 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
     x, y, _ = seen["SYNTHETIC"][0]
     assert (x.shape, y.shape) == ((4, 4, 16, 16, 16), (4, 5, 16, 16, 16))
     for other, target, _ in seen["SYNTHETIC"]:
-        assert (other.data_ptr(), target.data_ptr()) == (x.data_ptr(), y.data_ptr()), "the very same memory"
-    # IO and FULL take the stream of epochs 1 and 2, the same for both.
+        assert (other.data_ptr(), target.data_ptr()) == (x.data_ptr(), y.data_ptr()), (
+            "all batches must be the same memory"
+        )
+    # IO and FULL read the same samples, from epochs 1 and 2.
     assert [len(batch[0]) for batch in seen["FULL"]] == [4, 4, 2, 4, 4, 2]
-    assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "alone, every batch has its whole weight"
+    assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "with one process, every batch has weight 1"
     for a, b in zip(seen["IO"], seen["FULL"], strict=True):
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])
     if loader.get("kind") != "synthetic":
         firsts = [batch[0][0] for batch in seen["FULL"]]
         assert not any(torch.equal(a, b) for a, b in itertools.combinations(firsts, 2))
-        assert not any(torch.equal(x[0], first) for first in firsts), "what was cached is not measured again"
+        assert not any(torch.equal(x[0], first) for first in firsts), "the cached batch must not be measured again"
 
 
 @pytest.mark.slow
 def test_compilation_is_timed_apart(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cold, nothing is in the cache, whatever the user's holds; warm, what the first time left there."""
+    """The cold time is measured with an empty cache, the warm one with the cache that the first compilation left."""
     need_compiler()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     opened, moved = throughput.compilation, list[bool]()
@@ -149,7 +153,7 @@ def test_compilation_is_timed_apart(tmp_path: Path, cosmo_data: Path, monkeypatc
     torch.compiler.reset()
 
 
-# --- the pieces -------------------------------------------------------------------------------------------------
+# --- trials and waiting times ------------------------------------------------------------------------------------
 
 
 def batches_of(*sizes: int) -> Iterator[Batch]:
@@ -170,15 +174,15 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     found = trials(
         "FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, Throughput(warmup=1, trials=2, batches=2, seconds=0), World()
     )
-    assert consumed == [9, 9, 3, 4, 5, 6], "and not one batch more"
+    assert consumed == [9, 9, 3, 4, 5, 6], "one batch too many was used"
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
     assert all(seconds >= 0.04 for seconds in found.trial_time)
-    # By this test's own clock, however slow the machine: nothing from before the warm-up's end is counted.
+    # By this test's own clock, time before the end of the warm-up is not counted, however slow the machine is.
     assert sum(found.trial_time) <= time.perf_counter() - ends[1]
 
 
 def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that takes 20 ms for a batch, of which the host knows nothing before it waits for it."""
+    """The simulated device takes 20 ms per batch; the host sees this only when it waits for the device."""
     given = 0
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -193,16 +197,16 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(throughput, "synchronize", wait)
     monkeypatch.setattr(window, "synchronize", wait)
     batches = batches_of(*[4] * 8)
-    consume(*next(batches))  # what is at work when the first trial begins
+    consume(*next(batches))  # work in progress when the first trial begins
     given += 50
     found = trials("FULL", batches, consume, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
     assert all(seconds >= 0.04 for seconds in found.trial_time)
-    assert found.trial_time[0] < 1, "nothing of what was at work before"
+    assert found.trial_time[0] < 1, "earlier work of the device must not count"
 
 
 @pytest.mark.slow
 def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
-    """Batches of 2 ms: the first counted trial has as many as 0.2 s take, though the first of all is slow."""
+    """With batches of 2 ms, the first counted trial has as many as 0.2 s take, although the very first is slow."""
     first = itertools.chain([0.3], itertools.repeat(0.002))
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -211,21 +215,21 @@ def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
     settings = Throughput(warmup=1, trials=3, batches=2, seconds=0.2)
     found = trials("FULL", itertools.repeat(next(batches_of(1))), consume, settings, World())
     assert len(found.trial_time) == 3
-    assert all(seconds >= 0.19 for seconds in found.trial_time), "a margin for single ones"
+    assert all(seconds >= 0.19 for seconds in found.trial_time), "single trials may be 5 % shorter"
     counts = [rate * seconds for rate, seconds in zip(found.trial_throughput, found.trial_time, strict=True)]
-    assert len(set(map(round, counts))) == 1, "and all have as many"
+    assert len(set(map(round, counts))) == 1, "all trials must have the same number of batches"
     assert 20 < counts[0] < 150
 
 
 class Uneven(World):
-    """A world with one more rank, which has one sample less of every batch."""
+    """A world with a second rank that has one sample less of every batch."""
 
     def gather(self, value: Any) -> Any:
         return [value, value - 2] if isinstance(value, int) else [value, value]
 
 
 def test_each_rank_counts_its_own_samples() -> None:
-    """Of a last batch that does not divide: nine samples and seven, not twice nine."""
+    """If the last batch does not divide evenly, nine and seven samples count, not twice nine."""
     found = trials(
         "FULL", batches_of(5, 4), lambda x, y: None, Throughput(warmup=0, trials=1, batches=2, seconds=0), Uneven()
     )
@@ -242,7 +246,7 @@ def test_the_wait_for_data_counts() -> None:
     assert all(seconds >= 0.06 for seconds in found.trial_time)
 
 
-# ---- two runs timed in turn: of both in step, one stopped while the other works -----------------------
+# ---- paired timing: two runs take turns; one is paused while the other runs ---------------------------
 
 
 FEW = {"warmup": 0, "trials": 1, "batches": 1, "seconds": 0, "beside": 1, "error": 0.5}
@@ -262,7 +266,7 @@ def timed_in_turn(folder: Path, data: Path, first: Path, **over: Any) -> Measure
 
 
 def processes(parent: int) -> list[psutil.Process]:
-    """All that descend from a process, loaders' workers among them."""
+    """Return all descendants of a process, including workers of loaders."""
     return psutil.Process(parent).children(recursive=True)
 
 
@@ -274,7 +278,7 @@ def state(process: psutil.Process) -> str:
 
 @pytest.mark.slow
 def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path) -> None:
-    """Rounds end early where the ratio is known; the record says whom it is relative to."""
+    """Rounds end early if the ratio is known; the record names the run to which it is relative."""
     first = timed(tmp_path / "first", cosmo_data, model={"widths": [4, 8]})
     found = timed_in_turn(tmp_path / "own", cosmo_data, Path(first.config), model={"widths": [64, 128]})
     assert found.beside.compute == compute_digest(read_yaml(Path(first.config))) != found.compute
@@ -284,7 +288,7 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
 
 
 def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of turns that take the same time all rates are the same."""
+    """If all turns take the same time, the rates must be equal."""
     clock = itertools.count()
     run = timed(tmp_path, cosmo_data)
     monkeypatch.setattr(turns.time, "perf_counter", lambda: turns.TURN * next(clock))
@@ -295,30 +299,30 @@ def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monk
 
 @pytest.mark.slow
 def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
-    """Seen from outside while turns go on: one of the groups is stopped, now this one, now that one."""
+    """Observed from another process, exactly one of the two process groups is paused at a time."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
     code = (
         "import sys; from dlscale.measure.turns import Timed, Turns\n"
         f"own = {own!r}\nturns = Turns(own, own)\nturns.rounds(60, 1e-9)\nturns.close()"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    seen: list[tuple[bool, ...]] = []  # from the first turn on, of either group whether it was stopped
+    seen: list[tuple[bool, ...]] = []  # for each group since the first turn: whether it was paused
     try:
         until("two runs with a worker each", lambda: len(processes(process.pid)) >= 4 or process.poll() is not None)
         while len(seen) < 100 or len(set(seen) - {(False, False), (True, True)}) < 2:
-            assert process.poll() is None, "each has its turn"
+            assert process.poll() is None, "the process ended before both runs had their turns"
             groups: dict[int, list[str]] = {}
             for each in processes(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     groups.setdefault(os.getpgid(each.pid), []).append(state(each))
-            opened = [states for states in groups.values() if len(states) >= 2]  # with their loaders' processes
+            opened = [states for states in groups.values() if len(states) >= 2]  # groups with the process of a loader
             stopped = tuple(set(states) == {psutil.STATUS_STOPPED} for states in opened)
             seen.extend([stopped] if len(opened) == 2 and (seen or any(stopped)) else [])
             time.sleep(0.02)
     finally:
         process.kill()
         process.wait()
-    # Now and then the turn passes between the looks at the one group and at the other.
+    # The turn may pass between the observations of the two groups.
     assert sum(map(any, seen)) > 0.9 * len(seen)
 
 
@@ -343,7 +347,7 @@ def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw = read_yaml(Path(timed(tmp_path / "first", cosmo_data).config))
-    raw["samples"]["crop"] = 4096  # more than the volumes hold
+    raw["samples"]["crop"] = 4096  # more than the size of the volumes
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(json.dumps(raw))
     found = timed_in_turn(tmp_path / "own", cosmo_data, wrong)
@@ -372,14 +376,14 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
     ids=["known", "known well enough", "known roughly", "not known"],
 )
 def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
-    """Of ten seconds, one a round: until the ratio is known, or three times as long where it is not known at all."""
+    """With ten seconds they end when the ratio is known, or after three times as long without a result."""
     draw = random.Random(0)
     rounds = [(1 + draw.gauss(0, spread), 1.0) for _ in range(30)]
     assert next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error)) == seconds
 
 
 def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who goes first may be slower, or faster, by that alone: it is each of them as often."""
+    """The order may affect the speed, so each run goes first equally often."""
     said: list[tuple[str, str]] = []
 
     class Player:

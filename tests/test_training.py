@@ -1,4 +1,4 @@
-"""The train stage: against a hand-written loop, repeated, interrupted, damaged, and asked for nonsense."""
+"""The train stage: compared with a hand-written loop, repeated, interrupted, damaged and given invalid input."""
 
 from __future__ import annotations
 
@@ -83,18 +83,18 @@ FILES = {
 Make = Callable[..., Path]
 
 
-#: One channel: most of a tiny training's time is its figure, a row of pictures a channel.
+#: A single channel, since a tiny training spends most of its time on its figure, which has a row per channel.
 WEATHER = {**ERA5, "channels": ["t2m"]}
 
 
 @pytest.fixture(scope="module")
 def weather(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a tiny dataset: 2 years of 20 times of t2m to train on, one to validate."""
+    """Return the folder of a tiny dataset: 2 years of 20 times of t2m for training, one for validation."""
     return make_dataset(tmp_path_factory.mktemp("data") / "weather", WEATHER)
 
 
 def make_era5(folder: Path, over: dict[str, Any]) -> Path:
-    """Write the tiny ViT's config.yaml with these settings over the tiny ones; return its folder."""
+    """Write the tiny ViT's config.yaml with the given settings; return its folder."""
     make_run(folder, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), over), WEATHER)
     return folder
 
@@ -137,12 +137,12 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path) -> CheckpointRecord:
-    """How far the training was of which `folder` is a checkpoint."""
+    """Return the record of the checkpoint in `folder`."""
     return CheckpointRecord.read(folder / "checkpoint.json")
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bitwise equality of nested states; floats by their bits, so that NaN would show."""
+    """Compare nested states bit by bit, so that equal NaN are equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -152,7 +152,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- against a bare loop ----------------------------------------------------------------------------------------
+# --- compared with a bare loop -----------------------------------------------------------------------------------
 
 
 def bare_loop(
@@ -165,7 +165,7 @@ def bare_loop(
     rate: Callable[[int], float],
     **adam: Any,
 ) -> tuple[list[float], list[float]]:
-    """Train as one would write it down; return training and validation loss of every epoch."""
+    """Train with a plain loop; return training and validation loss of every epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, **adam)
     step, train_losses, valid_losses = 0, [], []
     for epoch, steps in enumerate(steps_by_epoch):
@@ -197,7 +197,7 @@ def bare_loop(
 def test_the_unet_trains_as_a_bare_loop_does(
     cosmo: Make, cosmo_data: Path, training: dict[str, int], steps_by_epoch: list[int], samples_so_far: list[int]
 ) -> None:
-    """10 samples in batches of 4: the last of an epoch holds 2. Weights must agree bit for bit."""
+    """10 samples in batches of 4 give a last batch of 2 per epoch. Weights must agree bit for bit."""
     folder = cosmo(
         batch_size=4,
         seed=5,
@@ -244,7 +244,7 @@ def test_the_unet_trains_as_a_bare_loop_does(
     assert {key: [r[key] for r in found] for key in expected} == expected
     for before, after in zip([{"samples": 0}, *found], found, strict=False):
         speed = (after["samples"] - before["samples"]) / after["epoch_seconds"]
-        assert after["samples_per_second"] == pytest.approx(speed, rel=1e-9), "samples seen, not batches x batch_size"
+        assert after["samples_per_second"] == pytest.approx(speed, rel=1e-9), "count samples, not batches × batch_size"
 
 
 def test_the_vit_trains_as_a_bare_loop_does(era5: Make, weather: Path) -> None:
@@ -297,11 +297,11 @@ def test_a_synthetic_loader_trains(era5: Make) -> None:
 
 @pytest.mark.slow
 def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data: Path) -> None:
-    """A learning rate too small to change a weight: every epoch must find the same, that of the initial model."""
+    """The learning rate is too small to change a weight: every epoch has the initial model's validation loss."""
     found = records(cosmo(batch_size=3, samples={"valid": 8}, training={"epochs": 3}, optimizer={"lr": 1e-30}))
     assert len({r["valid_loss"] for r in found}) == 1
     assert len({json.dumps(r["metrics"]) for r in found}) == 1
-    assert len({r["train_loss"] for r in found}) == 3, "training crops differ from epoch to epoch"
+    assert len({r["train_loss"] for r in found}) == 3, "training crops must differ from epoch to epoch"
     torch.manual_seed(0)
     model = UNet3D(4, 5, widths=(4, 8))
     valid = Crops(Manifest.read(cosmo_data / "manifest.json"), "valid", CropSamples(kind="crops", crop=16, valid=8), 0)
@@ -317,19 +317,19 @@ def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data
 
 
 def test_validation_runs_without_drop_out(era5: Make) -> None:
-    """With a rate too small to learn, drop-out in validation would show as noise, and as another loss."""
+    """The learning rate is too small to learn, so that drop-out would add noise to the validation loss."""
     still = {"optimizer": {"lr": 1e-30}, "training": {"epochs": 2}}
     plain, dropping = era5("plain", **still), era5("drops", model=DROPS, **still)
     assert {r["valid_loss"] for r in records(plain)} == {r["valid_loss"] for r in records(dropping)}
     assert len({r["train_loss"] for r in records(dropping)} & {r["train_loss"] for r in records(plain)}) == 0
 
 
-# --- the trainer by itself --------------------------------------------------------------------------------------
+# --- the trainer alone -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, **replaced: Any) -> Iterator[Trainer]:
-    """The trainer of a run as the stage sets it up, with its parts at hand."""
+    """Return a run's trainer as the stage sets it up, with access to its parts."""
     run = load_run(folder / "config.yaml", "train")
     session = open_session(run, data / "manifest.json", World(), 1)
     session.step.network.loss = replaced.get("loss", session.step.network.loss)
@@ -345,7 +345,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
 
 @pytest.mark.slow
 def test_what_was_before_the_first_step(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses of a model that has learnt nothing, and nothing is learnt otherwise for having looked at it."""
+    """The losses of the untrained model are recorded, and measuring them does not change the training."""
     over = {"training": {"epochs": 2}, "samples": {"train": 9}, "model": DROPS}
     seen = era5("seen", **copy.deepcopy(over))
     monkeypatch.setattr(Trainer, "_begin", lambda self: None)
@@ -373,7 +373,7 @@ def test_what_was_before_the_first_step(era5: Make, weather: Path, monkeypatch: 
 def test_a_resumed_run_knows_what_was_before_its_first_step(
     tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended within the first epoch: it goes on with what it has seen, and looks no second time."""
+    """A run that stopped within its first epoch keeps these values and does not measure them again."""
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather) as made:
         (whole,) = fit_with_signals(made)
@@ -398,7 +398,7 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
 
 
 class _Slow(TorchLoader):
-    """A loader whose first batch is 0.3 s late."""
+    """Loader with a delay of 0.3 s before the first batch."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         time.sleep(0.3)
@@ -443,10 +443,10 @@ def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, m
 
 
 class Waits(TorchDispatchMode):
-    """Counts the operations that make the host wait for a device's values.
+    """Counter of operations that make the host wait for a device's values.
 
-    `_local_scalar_dense` is what `.item()`, `float()` and `bool()` of a tensor come down to. Adam keeps its step
-    counters on the CPU (PyTorch's default) and reads them there, which waits for no device: they are left out.
+    `_local_scalar_dense` implements `.item()`, `float()` and `bool()` of a tensor. Adam keeps its step counters on the
+    CPU (PyTorch's default) and reads them there without waiting for a device: these calls are not counted.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -463,7 +463,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("precision", "fused"),
-    # Without a fused optimiser PyTorch's loss scaler itself reads, at every step, whether a gradient overflowed.
+    # Without a fused optimiser PyTorch's loss scaler itself reads at every step if a gradient overflowed.
     [
         ("fp32", False),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", True), ("bf16", False), ("fp16", True)]),
@@ -479,10 +479,10 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
             shutil.rmtree(made.checkpoints.folder)
             with Waits(made.step.optimizer) as counted:
                 fit_with_signals(made)
-            assert len(made.history) == 1, "one epoch in either case"
+            assert len(made.history) == 1, "both cases must train one epoch"
         return counted.count
 
-    assert waits(2) == waits(8) > 0, "an epoch may wait, a step may not"
+    assert waits(2) == waits(8) > 0, "the number of waits must not grow with the steps"
 
     def watched(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         loss = relative_l2(p, t)
@@ -490,13 +490,13 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
             print(loss.detach().sum().item())
         return loss
 
-    assert waits(8, loss=watched) == waits(2, loss=watched) + 6, "an added .item() is seen"
+    assert waits(8, loss=watched) == waits(2, loss=watched) + 6, "an added .item() must be counted"
 
 
 # --- interrupted and resumed ------------------------------------------------------------------------------------
 
 LONG: dict[str, Any] = {
-    # about 0.1 s an epoch: time to be killed in
+    # About 0.1 s per epoch, enough time to kill the process.
     "model": {"patch": [1, 2], **DROPS},
     "samples": {"train": 17, "valid": 2},
     "batch_size": 3,
@@ -505,7 +505,7 @@ LONG: dict[str, Any] = {
 
 
 def start(folder: Path, manifest: Path) -> subprocess.Popen[str]:
-    """Train in a process of its own."""
+    """Train in a separate process."""
     command = [
         *(sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest),
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"),
@@ -538,10 +538,10 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     try:
         (first, *_) = until("a checkpoint", lambda: sorted(killed.glob("checkpoints/*/step-*")), process, log.read_text)
         process.send_signal(signal.SIGSTOP)
-        # While it holds the run, alive or stopped, nobody else may write there.
+        # While this process exists, running or stopped, no other process may write to the run.
         capfd.readouterr()
         assert train(killed, manifest) == 2 and f"in use by process {process.pid} on" in said(capfd)
-        # Not even another training: it would write the same files.
+        # This includes a training with other settings, since it would write the same files.
         make_era5(killed, config.merge(copy.deepcopy(over), {"optimizer": {"lr": 2e-3}}))
         assert train(killed, manifest) == 2
         make_era5(killed, over)
@@ -551,26 +551,26 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert process.returncode == -signal.SIGKILL
     saved = sorted(first.parent.glob("step-*"))
     done = [record.model_dump() for record in checkpoint(saved[-1]).history]
-    assert len(done) < 8, "it was killed midway"
+    assert len(done) < 8, "the training ended before it was killed"
     assert saved[-1].name == f"step-{6 * len(done):08}" and len(saved) <= 3
     logged = records(killed)
-    assert logged[: len(done)] == done and len(logged) - len(done) in (0, 1), "what was done so far can be read"
+    assert logged[: len(done)] == done and len(logged) - len(done) in (0, 1), "finished epochs must be readable"
     assert set(scalars(killed)["loss/train"]) >= {record["step"] for record in done}
-    assert not (killed / "provenance.json").exists(), "which says that a result is whole"
+    assert not (killed / "provenance.json").exists(), "provenance.json marks a complete result"
 
     assert train(killed, manifest) == 0
     assert provenance(killed)["resumed_from_step"] == 6 * len(done)
     assert provenance(tmp_path / "whole")["resumed_from_step"] is None
-    assert records(killed)[: len(done)] == done, "the epochs before, their times too"
+    assert records(killed)[: len(done)] == done, "earlier epochs keep their records, with their times"
     assert timeless(killed) == timeless(tmp_path / "whole")
     for name in ("model.pt", "model_best.pt"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     last = [checkpoint_folder(tmp_path / name) / "step-00000048" for name in ("whole", "killed")]
     states = [read(folder) for folder in last]
     assert same(*(checkpoint(folder).model_dump(exclude={"files", "own"}) for folder in last))
-    assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "nothing half-written stays"
+    assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "partial files were left"
     assert {name.split(".")[0] for name in states[0]} - {"best"} == {"model", "optimizer", "random"}
-    assert same(*states), "moments and random state as well"
+    assert same(*states), "optimiser moments and random state must agree, too"
     for moment in ("exp_avg", "exp_avg_sq"):
         kept = {name.removeprefix(f"optimizer.{moment}.") for name in states[0] if moment in name.split(".")}
         assert kept == weights(killed).keys()
@@ -579,7 +579,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         (event.step, event.wall_time, event.value) for event in events(killed).Scalars("loss/train") if event.step
     ]
     expected = [(r["step"], r["wall_time"], pytest.approx(r["train_loss"])) for r in records(killed)]
-    assert points == expected, "each epoch once, with the time of its step"
+    assert points == expected, "each epoch must be logged once, at the time of its step"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -587,7 +587,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
-    """A finished run of 3 epochs (10 steps each) with its two newest checkpoints."""
+    """Return a finished run of 3 epochs (10 steps each) with its two newest checkpoints."""
     folder = make_era5(tmp_path_factory.mktemp("finished") / "run", {"training": {"epochs": 3}, "model": DROPS})
     assert train(folder, weather / "manifest.json") == 0
     return folder
@@ -595,7 +595,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
 
 @pytest.fixture
 def again(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, as if it had been killed after its last checkpoint."""
+    """Return a copy of the finished run that looks as if it was killed after its last checkpoint."""
     shutil.copytree(finished, tmp_path / "run")
     for name in FILES - {"config.yaml", "checkpoints"}:
         with contextlib.suppress(NotADirectoryError):
@@ -606,7 +606,7 @@ def again(finished: Path, tmp_path: Path) -> Path:
 
 
 class Trap:
-    """Unpickling it would create a file."""
+    """Object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -620,7 +620,7 @@ def _cut(file: Path) -> None:
 
 
 def _flip(file: Path) -> None:
-    """Change one byte in the midst of a tensor."""
+    """Change one byte in the middle of a tensor."""
     content = bytearray(file.read_bytes())
     tensor = read(file.parent)["model.head.weight"].numpy().tobytes()
     place = content.find(tensor)
@@ -630,30 +630,30 @@ def _flip(file: Path) -> None:
 
 
 def _signed(file: Path) -> None:
-    """Have the record say that a file is as it was written: somebody who could change it could change that, too."""
+    """Store the checksum of a changed file in the record, as an attacker with write access could."""
     record = checkpoint(file.parent)
     record.files[file.name] = sha256(file)
     record.sealed().write(file.with_name("checkpoint.json"))
 
 
 def _trap(file: Path) -> None:
-    """Put code in the place of tensors."""
+    """Replace the tensors by a pickle that runs code."""
     file.write_bytes(pickle.dumps(Trap(file.parent.parent / "executed")))
     _signed(file)
 
 
 def _no_header(file: Path) -> None:
-    """Have a list of tensors that is none."""
+    """Replace the length of the tensor list by an impossible one."""
     file.write_bytes((2**40).to_bytes(8, "little") + file.read_bytes()[8:])
     _signed(file)
 
 
-#: The file of the first process.
+#: File of the first process.
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def _flip_a_digit(file: Path) -> None:
-    """Change what the record says of an epoch's loss."""
+    """Change an epoch's loss in the record."""
     path = file.with_name("checkpoint.json")
     changed = re.sub(
         r'("valid_loss": \d\.\d)(\d)', lambda found: found[1] + str((int(found[2]) + 1) % 10), path.read_text()
@@ -689,9 +689,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert provenance(again)["resumed_from_step"] == (20 if damage else 30)
     assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert timeless(again) == timeless(finished)
-    assert not (folder / "executed").exists(), "the checkpoint's code was run"
+    assert not (folder / "executed").exists(), "the code in the checkpoint was run"
     assert [record.model_dump() for record in checkpoint(folder / "step-00000030").history] == records(again)
-    if damage == "trap":  # it is a real one
+    if damage == "trap":  # the trap itself must work
         _trap(folder / "step-00000030" / SHARD)
         with contextlib.suppress(Exception):
             pickle.loads((folder / "step-00000030" / SHARD).read_bytes())
@@ -707,7 +707,7 @@ def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: P
 
 
 def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
-    """The weights are the same; its samples/s would be those of the loader before."""
+    """The weights are the same, but the recorded samples/s belong to the previous loader."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     make_era5(run, {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}})
@@ -723,16 +723,16 @@ def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, fini
     old = checkpoint_folder(again)
     make_era5(again, over | {"optimizer": {"lr": 1e30}})
     assert train(again, weather / "manifest.json") == 2
-    assert old.is_dir(), "a change that fails can be taken back"
+    assert old.is_dir(), "a failed change must keep the old checkpoints"
     make_era5(again, over | {"optimizer": {"lr": 2e-3}})
     assert train(again, weather / "manifest.json") == 0
     assert provenance(again)["resumed_from_step"] is None
-    assert checkpoint_folder(again) != old, "of the old training nothing is left once the new one is done"
+    assert checkpoint_folder(again) != old, "the old checkpoints must be removed after the new training"
     assert not same(weights(again), weights(finished))
 
 
 def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
-    """Whoever names a folder that holds other things as well keeps them."""
+    """Other folders in `checkpoints/` are kept."""
     for name in ("important", "0123456789abcdeX"):
         (again / "checkpoints" / name).mkdir()
     (again / "checkpoints" / "0123456789abcdef").mkdir()
@@ -755,7 +755,7 @@ def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[st
 
 
 def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory or a file system that fails while it is read is no fault of the file: the next try may go well."""
+    """An out-of-memory error or a failing file system does not mean damage: reading may succeed the next time."""
     checkpoints, w = Checkpoints(tmp_path, keep=2), torch.zeros(1)
     for step in (1, 2):
         saved(checkpoints, step, w=torch.full((1,), float(step)))
@@ -778,13 +778,13 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
                 loaded(checkpoints, w=w)
         assert checkpoints.steps() == [1, 2]
     assert loaded(checkpoints, w=w) == (2, {"w": torch.full((1,), 2.0)})
-    for like in ({"w": torch.zeros(2)}, {"v": w}):  # of another shape; not there
+    for like in ({"w": torch.zeros(2)}, {"v": w}):  # another shape, and a missing tensor
         with pytest.raises(UserError, match="this training cannot resume from it"):
             loaded(checkpoints, **like)
     _cut(tmp_path / "step-00000002" / SHARD)
     assert loaded(checkpoints, w=w) == (1, {"w": torch.ones(1)})
     saved(checkpoints, 2, w=w)
-    assert loaded(checkpoints, w=w) == (2, {"w": w}), "in its place"
+    assert loaded(checkpoints, w=w) == (2, {"w": w}), "a new checkpoint must replace the damaged one"
 
 
 @pytest.mark.parametrize("keep", range(1, 7))
@@ -796,7 +796,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 
 
 def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) -> None:
-    """Nor one of another step; both are sound, and stay."""
+    """The same holds for a checkpoint of another step; both are intact and are kept."""
     w, one, other = torch.zeros(1), Checkpoints(tmp_path / "one", keep=2), Checkpoints(tmp_path / "other", keep=2)
     saved(one, 1, w=w)
     shutil.copytree(tmp_path / "one/step-00000001", tmp_path / "other/step-00000001")
@@ -810,7 +810,7 @@ def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) ->
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> None:
-    """Means over samples, also of a batch in unequal parts; the weights equal those without scores bit by bit."""
+    """Scores are means over samples, even for unequal micro-batches; they do not change the weights by a bit."""
 
     def error(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (prediction - y).square().mean(1)
@@ -829,7 +829,7 @@ def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> N
             expected = torch.cat([error(prediction, y)[:, None], scores(prediction, y)], dim=1).mean(0)
         found = with_scores(x, y)
         assert torch.allclose(found, expected, rtol=1e-5, atol=0) and torch.allclose(without(x, y), found[0], rtol=1e-6)
-        assert 0 < found[1] < 1, "it tells something"
+        assert 0 < found[1] < 1, "the score must not be trivial"
     assert same(dict(with_scores.weights.state_dict()), dict(without.weights.state_dict()))
 
 
@@ -864,9 +864,13 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
         return run_fingerprint(load_run(tmp_path / "config.yaml", "train"), manifest)
 
     assert changed() == own
-    assert changed(label="another name", throughput={"trials": 9}) == own, "what the stage does not see"
+    assert changed(label="another name", throughput={"trials": 9}) == own, (
+        "settings that the stage does not use must not count"
+    )
     assert changed(training={"on_divergence": "stop", "trackers": ["wandb"]}) == own
-    assert changed(loader={"kind": "direct", "workers": 3}, geometry={"gpus_per_node": 2}) == own, "the same samples"
+    assert changed(loader={"kind": "direct", "workers": 3}, geometry={"gpus_per_node": 2}) == own, (
+        "settings that keep the samples must not count"
+    )
     others = [
         *(changed(seed=1), changed(batch_size=8), changed(model={"dropout": 0.3}), changed(precision="bf16")),
         *(changed(loader={"kind": "synthetic"}), changed(schedule={"end_lr": 1e-9})),
@@ -896,7 +900,8 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
-    for every, kept in ((1, [4, 5]), (4, [4, 5]), (9, [5])):  # every so many epochs, and at the end
+    # `every` is the number of epochs between checkpoints; the last epoch always has one.
+    for every, kept in ((1, [4, 5]), (4, [4, 5]), (9, [5])):
         training = {"epochs": 5, "checkpoint_epochs": every}
         folder = era5(str(every), training=training, samples={"train": 4, "valid": 2}, batch_size=4)
         assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == [f"step-{n:08}" for n in kept]
@@ -917,7 +922,7 @@ def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypa
     assert loaded(checkpoints, w=torch.zeros(1)) == (7, {"w": torch.ones(1)})
 
 
-# --- what a run leaves ------------------------------------------------------------------------------------------
+# --- files of a run ----------------------------------------------------------------------------------------------
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -925,7 +930,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's scalars: value by step, by name."""
+    """Return TensorBoard's scalars: for each name a dictionary of values by step."""
     found = events(folder)
     return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
 
@@ -953,7 +958,7 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
 
 
 def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
-    """The same points, under the names that users of the published program know. There is no u10 in these data."""
+    """The points are the same, under the names of the published program. The dataset has no channel u10."""
     found, epochs = scalars(finished), records(finished)
     for theirs, ours in Era5ViT.published_log.tags.items():
         if ours != "valid/rmse_normalised/u10":
@@ -986,7 +991,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     logs.add(second)
     RunLogs(tmp_path, [first], log, step=80).add(second)  # killed before the second epoch's checkpoint
     found = scalars(tmp_path)
-    assert [event.step for event in events(tmp_path).Scalars("Top1/val")] == [0, 1, 2], "each epoch once"
+    assert [event.step for event in events(tmp_path).Scalars("Top1/val")] == [0, 1, 2], "each epoch must appear once"
     assert found["Top1/val"] == {0: pytest.approx(0.1), 1: 25.0, 2: 50.0}
     assert found["valid/top1"] == {0: pytest.approx(0.001), 80: 0.25, 160: 0.5}
     assert found["Loss/val"] == {0: pytest.approx(6.9), 1: 2.0, 2: 2.0} and found["loss/train"][0] == 7.0
@@ -994,7 +999,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 
 def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> None:
-    """Mean times of a batch, samples/s of validation, scores of training in per cent, over epochs."""
+    """The tags are mean batch times, samples/s of validation and training scores in per cent, by epoch."""
     record = Epoch(
         **{"epoch": 3, "step": 80, "samples": 640, "learning_rate": 0.1, "train_loss": 3.0, "valid_loss": 2.0},
         **{"epoch_seconds": 2.0, "samples_per_second": 320.0, "wall_time": 99.0},
@@ -1013,7 +1018,7 @@ def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> No
 
 
 def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:
-    """Also by a run that was stopped within its first epoch, and goes on."""
+    """This also holds for a run that was stopped within its first epoch and resumed."""
     for step in (0, 3):
         RunLogs(tmp_path, [], step=step).begin(Untrained(valid_loss=6.9), 90.0)
     assert [event.step for event in events(tmp_path).Scalars("loss/valid")] == [0]
@@ -1037,7 +1042,7 @@ def test_what_a_run_leaves(finished: Path) -> None:
     assert min(picture.shape[:2]) > 150 and picture[..., :3].std() > 0.05
 
 
-# --- nonsense ---------------------------------------------------------------------------------------------------
+# --- invalid input -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("steps", "which"), [(8, "training"), (1, "validation")])
@@ -1048,13 +1053,15 @@ def test_a_loss_that_explodes_ends_in_one_message(
     line = said(capfd)
     assert f"epoch 1: the {which} loss is nan" in line and "lower optimizer.lr" in line
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
-    assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "NaN is not worth a checkpoint"
+    assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), (
+        "a loss of NaN must not be saved in a checkpoint"
+    )
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The configuration said another grid than the files have."""
+    """The configured grid differs from the files' grid."""
     dataset = {**WEATHER, "source": {**WEATHER["source"], "latitudes": 20, "longitudes": 40}}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}), dataset)
     assert train(tmp_path, weather / "manifest.json") == 2

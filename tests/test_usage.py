@@ -1,4 +1,4 @@
-"""What processes use, held against what they say themselves: real ones that compute, read, end, or are nobody's."""
+"""Resource use of real processes compared with their own figures: they compute, read, end, or are foreign."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from dlscale.measure import processes
 from dlscale.measure.processes import Meter
 from dlscale.parallel.world import World
 
-#: Computes for so many seconds of its own processor time, and says how much it was.
+#: Program that uses the given seconds of processor time, and prints how much it used.
 BURN = (
     "import sys, time\nwhile time.process_time() < float(sys.argv[1]): pass\nprint(time.process_time(), flush=True)\n"
 )
-#: The same, after a child of its own that does so as well; says the sum.
+#: The same after a child that does it, too; it prints the sum.
 BURN_TWICE = (
     "import subprocess, sys, time\n"
     f"child = subprocess.run([sys.executable, '-c', {BURN!r}, sys.argv[1]], capture_output=True, text=True)\n"
     "while time.process_time() < float(sys.argv[1]): pass\n"
     "print(time.process_time() + float(child.stdout), flush=True)\n"
 )
-#: Linux counts processor time in steps of 0.01 s, rounded down for each process, and Python starts before it can look.
+#: Tolerance in s: Linux counts processor time in steps of 0.01 s, rounded down per process, and Python's start is not
+#: measured.
 TOLERANCE = 0.08
 
 
@@ -57,12 +58,12 @@ def test_processor_time_of_children_that_live_and_that_ended() -> None:
     assert found.cores == len(os.sched_getaffinity(0))
     before = Meter()
     end(alive)
-    assert before.usage(World()).cpu_seconds < TOLERANCE, "what was used before is not counted again when it ends"
+    assert before.usage(World()).cpu_seconds < TOLERANCE, "earlier use must not be counted again when a child ends"
 
 
 def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
     meter, own, machine = Meter(), time.process_time(), psutil.cpu_times()
-    # Its parent ends at once: it belongs to nobody here.
+    # Its parent ends at once: it is not a descendant of this process.
     shell = ["sh", "-c", '"$0" -S -c "$1" 0.3 & exec true', sys.executable, BURN]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as child:
         burnt = answer(child)
@@ -74,7 +75,7 @@ def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
 
 
 def on_disk(folder: Path) -> bool:
-    """Whether reading a file there reads a disk: after its pages are dropped, some bytes must come from one."""
+    """Return whether reading a file in the folder reads from a disk, after it was dropped from the cache."""
     path = folder / "probe"
     path.write_bytes(os.urandom(1 << 16))
     drop(path)
@@ -95,13 +96,13 @@ READ = "import sys\nfile = open(sys.argv[1], 'rb')\nwhile file.read(1 << 20): pa
 
 def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     if not on_disk(tmp_path):
-        pytest.skip("the folder of the tests is on no disk that Linux accounts")
+        pytest.skip("Linux counts no reads of the disk with the tests' folder")
     size = 6 << 20
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
     drop(path)
     before, meter = processes.used(os.getpid()), Meter()
-    end(python(READ, path))  # a child, which has ended by now
+    end(python(READ, path))  # a child that has ended by now
     cold = meter.usage(World()).read_bytes
     assert cold is not None and size <= cold < 1.5 * size + (1 << 20)
     meter = Meter()
@@ -113,7 +114,7 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     drop(path)
     meter = Meter()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        assert sum(mapped[:: mmap.PAGESIZE]) >= 0  # touched, not read
+        assert sum(mapped[:: mmap.PAGESIZE]) >= 0  # page faults instead of reads
     assert (meter.usage(World()).read_bytes or 0) >= size
 
 
@@ -128,7 +129,7 @@ def test_memory_is_that_of_all_processes() -> None:
 
 
 class Ranks(World):
-    """A world whose other ranks are said: each a change of this one's own value."""
+    """A world with simulated other ranks; their values are changes of this rank's."""
 
     def gather(self, value: Any) -> Any:
         node, _, cpu, read = value
@@ -138,6 +139,6 @@ class Ranks(World):
 def test_ranks_of_one_node_are_added_up() -> None:
     meter = Meter()
     alone, three = meter.usage(World()), meter.usage(Ranks())
-    assert three.cores == alone.cores + 1, "the cores that both may use count once"
+    assert three.cores == alone.cores + 1, "cores that two ranks may both use count once"
     assert three.cpu_seconds == pytest.approx(2 * alone.cpu_seconds + 1, abs=TOLERANCE)
     assert three.read_bytes == pytest.approx(2 * (alone.read_bytes or 0) + 10, abs=1 << 16)

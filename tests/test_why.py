@@ -1,4 +1,4 @@
-"""Why jobs would run, in words; `tests/workflow/test_why.py` asks the workflow itself."""
+"""Reasons why jobs would run, in words; `tests/workflow/test_why.py` uses the workflow itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLES = {
 
 
 def job(before: Any = None, now: Any = None, rule: str = "train", **more: Any) -> Waiting:
-    """Return a job of which parameters changed, as Snakemake records them."""
+    """Return a job with changed parameters, as Snakemake records them."""
     recorded = {"before": [repr(before)], "now": [repr(now)]} if before is not None else {}
     return Waiting(**{"rule": rule, "wildcards": {"plan": "p", "run": "r"}, "known": True, **recorded, **more})
 
@@ -69,7 +69,7 @@ def test_reasons(waiting: Waiting, reason: str) -> None:
 
 
 def test_a_line_for_each_reason() -> None:
-    """Runs of a plan with one reason share it; the rest is counted."""
+    """Runs of a plan with the same reason are on one line; the rest is counted."""
     longer = {"before": [repr(stage({"epochs": 2}))], "now": [repr(stage({"epochs": 3}))], "known": True}
     jobs = [
         Waiting("train", {"plan": "p", "run": "a"}, **longer),
@@ -94,7 +94,7 @@ def test_a_line_for_each_reason() -> None:
         "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: define a new run (from: p.a)",
     ]
     assert found(jobs, TABLES.get) == in_order
-    assert found(reversed(jobs), TABLES.get) == in_order, "whatever the order in which Snakemake has them"
+    assert found(reversed(jobs), TABLES.get) == in_order, "the order of Snakemake's jobs must not matter"
     many = [Waiting("train", {"plan": "p", "run": f"r{number}"}) for number in range(6)]
     assert found([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get) == [
         "p.{r0, r1, r2, r3 and 2 more} (train): never made"
@@ -102,7 +102,7 @@ def test_a_line_for_each_reason() -> None:
 
 
 def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
-    """With the command that makes it again; not where a job would, nor where nothing was made."""
+    """The line has the command that makes it again; it is left out if a job will make it, or for a run never made."""
     for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -114,15 +114,17 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     shutil.rmtree(f"{run}/tensorboard")
     assert lost(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
     (tmp_path / "data/d/stats").mkdir()
-    assert len(lost(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder is none"
+    assert len(lost(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder counts as missing"
     (tmp_path / "data/d/stats/means.npy").touch()
     assert lost(results, *asked, [f"{run}/metrics.jsonl"]) == []
     (line, *_) = lost(results, *asked, [], ["--configfile", "mine.yaml"])
-    assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), "it is no plan without"
+    assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), (
+        "the command needs the plan's file"
+    )
 
 
 def test_what_is_replaced_is_told() -> None:
-    """Of runs that have results, and get those of other settings: one line, the last."""
+    """The last line names runs if results of other settings would replace theirs."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
     line = "replaces the results of p.r (train); to keep them: define a new run (from: p.r)"
     assert found([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
@@ -138,7 +140,8 @@ def test_what_is_replaced_is_told() -> None:
         job(follows=True, rule="collect"),
     ]
     assert replaced(unharmed) == ""
-    for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):  # this call makes them, or another did
+    # this call makes the dataset, or another one did
+    for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):
         assert found([of_other_data], TABLES.get)[-1] == line.replace(
             "define a new run", "define a new run, on a new dataset"
         )

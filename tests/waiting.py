@@ -1,4 +1,4 @@
-"""Waiting for what must come, by its own clock and not the machine's: other load may make anything slow."""
+"""Waits with their own timeout, since other programs may slow the machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class NotInTime(AssertionError):
-    """What was waited for did not come."""
+    """The awaited condition was not true in time."""
 
 
-#: Seconds after which what has not come is taken to be lost: many times what it takes, even on a busy machine.
+#: Timeout in seconds, many times the usual time on a busy machine.
 PATIENCE = 300.0
 
 
@@ -30,20 +30,20 @@ def until(
     Parameters
     ----------
     what
-        What is waited for, in words.
+        Description of the condition.
     process
-        It must not end before.
+        Process that must not end before.
     said
-        What to show where the wait is in vain.
+        Function that returns more text for the error message.
     """
     end = time.monotonic() + seconds
     while True:
-        # Asked before the condition: what a process did last counts.
+        # Asked before the condition, so that the last action of a process counts.
         ended = process is not None and process.poll() is not None
         if answer := ready():
             return answer
         if ended:
-            raise AssertionError(f"it ended before {what}:\n{said()}")
+            raise AssertionError(f"the process ended before {what}:\n{said()}")
         if time.monotonic() > end:
             raise NotInTime(f"not within {seconds:.0f} s: {what}\n{said()}")
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A real Slurm cluster, started once for all tests that ask for it."""
+"""A real Slurm cluster that is started once for all tests that need it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.cluster import cluster as slurm
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[slurm.Cluster]:
-    """Return a running cluster; tests leave its queue empty and its nodes up.
+    """Return a running cluster; tests must leave its queue empty and its nodes up.
 
-    Where Slurm is not installed it takes `DLSCALE_CLUSTER_TESTS=1` to install it: no test changes a machine unasked.
+    Slurm is installed only with `DLSCALE_CLUSTER_TESTS=1`, so that tests do not change a machine unasked.
     """
     if why := slurm.obstacle():
-        pytest.skip(f"no cluster here: {why}")
+        pytest.skip(f"a cluster cannot run here: {why}")
     if slurm.missing() and os.environ.get("DLSCALE_CLUSTER_TESTS") != "1":
         pytest.skip(f"not installed: {', '.join(slurm.missing())} (DLSCALE_CLUSTER_TESTS=1 installs them)")
     slurm.RECORDS.mkdir(exist_ok=True)
-    # Each process of a test session has a cluster of its own; number 0 is for people.
+    # Each process of a test session has its own cluster; number 0 is for interactive use.
     number = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with (slurm.RECORDS / f"tests{number}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of other sessions on this machine
         with (slurm.RECORDS / "install.lock").open("w") as installing:
             fcntl.flock(installing, fcntl.LOCK_EX)
             slurm.install()
-        slurm.Cluster(number).stop()  # that of a session that was killed
+        slurm.Cluster(number).stop()  # left by a session that was killed
         with slurm.Cluster(number) as running:
             yield running

@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def flow(cluster: Cluster, container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[Flow]:  # noqa: F811
-    """A folder whose stages run in containers."""
+    """Return a folder that runs its stages in containers."""
     config = copy.deepcopy(CONFIG)
     config["site"] |= {"engine": "podman", "image": cpu_image, "modules": []}
     mine = {key: value for key, value in container_engine.environment.items() if key.startswith("CONTAINERS_")}
@@ -38,7 +38,7 @@ def running(engine: Engine) -> list[str]:
 
 
 def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # noqa: F811
-    """From simulated data to the report; two nodes with four tasks, each in a container of its own."""
+    """The plan runs from simulated data to the report; on two nodes, each of four tasks has its own container."""
     assert flow.run(timeout=900) == 0, flow.output[-8000:]
     assert (flow.path / "results/report/shapes.html").exists()
     met = Environment.read(flow.path / "results/plans/shapes/eight/telemetry/train.json")
@@ -46,7 +46,7 @@ def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # 
     assert met.image and met.image["name"].startswith("localhost/dlscale")
     a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "eight", "mesh"))
     for b in others:
-        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "eight train as one does"
+        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "eight processes must train like one"
     assert running(container_engine) == []
 
 
@@ -62,7 +62,7 @@ def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: 
             cluster.run("scancel", job)
         else:
             os.killpg(process.pid, signal.SIGINT)
-        # Slurm, the client and the container pass it on to one another: beside other load that takes minutes.
+        # Slurm, the client and the container each pass the signal on, which may take minutes on a busy machine.
         until(
             "the container's end",
             lambda: not running(container_engine),
@@ -70,4 +70,4 @@ def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: 
             seconds=2 * PATIENCE,
         )
         assert process.wait(PATIENCE) != 0
-    assert flow.checkpoints(), "what was done is saved"
+    assert flow.checkpoints(), "finished work must be saved"

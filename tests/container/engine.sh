@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Podman for the container tests: on Debian or Ubuntu, as root, with no registry, systemd or cgroup v2 to rely on.
+# Podman for the container tests: for root on Debian or Ubuntu, without a registry, systemd or cgroup v2.
 #
-#   engine.sh install                 podman and its helpers, where they are missing
-#   engine.sh base                    the base image, from this machine's own package sources
-#   engine.sh build FOLDER TAG [...]  the target `cpu` of FOLDER/docker/Dockerfile on that base; more goes to podman
-#   engine.sh env                     what to `eval` so that any podman sees these images
+#   engine.sh install                 install podman and its helpers, if they are missing
+#   engine.sh base                    make the base image from this machine's package sources
+#   engine.sh build FOLDER TAG [...]  build target `cpu` of FOLDER/docker/Dockerfile; further options are podman's
+#   engine.sh env                     print variables to `eval` with which any podman sees these images
 #
-# Each may be repeated. State is in $DLSCALE_CONTAINERS (/var/tmp/dlscale-containers); who has set
-# CONTAINERS_STORAGE_CONF keeps that store. $DLSCALE_BASE_IMAGE names another base, which is then not made here.
+# Each may be repeated. State is in $DLSCALE_CONTAINERS (default: /var/tmp/dlscale-containers), unless
+# CONTAINERS_STORAGE_CONF names another store. $DLSCALE_BASE_IMAGE names another base, which is used instead.
 set -euo pipefail
 
 STATE=${DLSCALE_CONTAINERS:-/var/tmp/dlscale-containers}
@@ -17,12 +17,12 @@ settings() {
     [ -z "${CONTAINERS_STORAGE_CONF:-}" ] || return 0
     mkdir -p "$STATE"
     export CONTAINERS_CONF=$STATE/containers.conf CONTAINERS_STORAGE_CONF=$STATE/storage.conf
-    # Limits are asked for as they are: without CAP_SYS_RESOURCE none can be raised, and podman's defaults would be.
+    # Use the current limits: podman's defaults would raise them, which needs CAP_SYS_RESOURCE.
     local files processes most
     files=$(ulimit -H -n) processes=$(ulimit -H -u) most=$(cat /proc/sys/kernel/pid_max)
     [ "$files" != unlimited ] || files=1048576
     if [ "$processes" = unlimited ] || [ "$processes" -gt "$most" ]; then processes=$most; fi
-    # runc works with every cgroup version; cgroupfs and a file for events need no systemd.
+    # runc works with every cgroup version; cgroupfs and a file for events do not need systemd.
     printf '%s\n' '[containers]' "default_ulimits = [\"nofile=$files:$files\", \"nproc=$processes:$processes\"]" \
         '[engine]' 'runtime = "runc"' 'cgroup_manager = "cgroupfs"' 'events_logger = "file"' \
         '[network]' 'network_backend = "netavark"' >"$CONTAINERS_CONF"
@@ -40,13 +40,13 @@ install() {
     DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install --no-install-recommends "${missing[@]}"
 }
 
-# pip_values KEY: what pip's settings, files and environment alike, say of KEY; one value a line.
+# pip_values KEY: print the values of KEY in pip's settings (files and environment), one per line.
 pip_values() {
     { python3 -m pip config list 2>/dev/null || true; } |
         sed -n "s/^.*\.$1='\(.*\)'\$/\1/p" | sed 's/\\n/ /g' | xargs -n 1 | sort -u
 }
 
-# What this machine knows of package indexes and certificates goes into the base, so that the Dockerfile need not.
+# The base gets this machine's package indexes and certificates, so that the Dockerfile does not need them.
 base() {
     settings
     if [ -n "${DLSCALE_BASE_IMAGE:-}" ] || podman image exists "$BASE"; then return 0; fi
@@ -79,14 +79,14 @@ build() {
     local folder=$1 tag=$2 place mounts=()
     shift 2
     base
-    # Package folders of this machine, which pip's settings name: seen by the build, not copied. An index's links
-    # lead out of its own folder `simple`.
+    # Package folders in pip's settings are mounted for the build, not copied. Links of an index point outside its
+    # folder `simple`.
     while read -r place; do
         place=${place#file://}
         place=${place%/simple}
         [ ! -d "$place" ] || mounts+=("--volume=$place:$place:ro")
     done < <(pip_values extra-index-url; pip_values find-links)
-    # The format keeps HEALTHCHECK. An image that is missing is an error at once, not a search over the network.
+    # The docker format keeps HEALTHCHECK. A missing image is an error at once, without a search over the network.
     podman build --format=docker --network=host --pull="$([ -n "${DLSCALE_BASE_IMAGE:-}" ] && echo missing || echo never)" \
         --build-arg="BASE_IMAGE=$BASE" --build-arg=TORCH_INDEX= "${mounts[@]}" "$@" \
         --target=cpu --file="$folder/docker/Dockerfile" --tag="$tag" "$folder"

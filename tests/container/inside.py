@@ -1,7 +1,7 @@
-"""What an image, or any environment, must be able to do without a GPU: `python tests/container/inside.py`.
+"""Checks of an image, or of any environment, without a GPU: `python tests/container/inside.py`.
 
-It needs PyTorch and dlscale alone, and nothing of the repository's tests: an image has none, and gets this file
-mounted, or by standard input. Packages that are named after it, such as `nvidia.dali`, are imported, too.
+It needs only PyTorch and dlscale, since an image has no tests; the file is mounted or read from standard input. Further
+arguments name packages to import, such as `nvidia.dali`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlscale.parallel.world import World
 
 
 class Network(torch.nn.Module):
-    """A layer, and batch normalisation for its buffers, which are broadcast."""
+    """A layer, and a batch normalisation with buffers to broadcast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Network(torch.nn.Module):
 
 
 def main(packages: list[str]) -> None:
-    """Import packages, train a model that is wrapped as for several processes, and do the self-test's operations."""
-    faulthandler.dump_traceback_later(300, exit=True)  # what hangs says where
+    """Import packages, train a model with the wrapper for several processes, and run the self-test's operations."""
+    faulthandler.dump_traceback_later(300, exit=True)  # print the location of a hang
     for name in packages:
         importlib.import_module(name)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

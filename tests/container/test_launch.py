@@ -1,4 +1,4 @@
-"""What the launcher makes of an engine, in real containers: signals, exit status, files, and nothing left behind."""
+"""The launcher's containers: signals, exit status, files, and no remaining containers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdis
 STAND_INS = Path(__file__).parent / "stand_ins"
 SOURCES = str(ROOT / "workflow_scripts")
 
-#: A stage that says what happens to it, in place of `dlscale`.
+#: Stage that replaces `dlscale` and reports the signals that it gets.
 STAGE = """
 import os, signal, sys, time
 from dlscale.launch.contain import hold_on
@@ -47,7 +47,7 @@ sys.exit(7)
 
 @pytest.fixture
 def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str]:
-    """What starts Python in a container; the stage itself follows."""
+    """Return the command that starts Python in a container; the stage follows."""
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
     words = launch(site, Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),)), Geometry())
     assert words[-4:] == ["python", "-P", "-m", "dlscale"]
@@ -90,8 +90,8 @@ def said(folder: Path, text: str) -> str:
 
 
 def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) -> None:
-    assert start(0).wait(PATIENCE) == 7, "the stage's own"
-    assert "ready 3" in said(tmp_path, "ready"), "variables of rank reach it"
+    assert start(0).wait(PATIENCE) == 7, "expected the stage's own status"
+    assert "ready 3" in said(tmp_path, "ready"), "the stage must get the variables of its rank"
     made = (tmp_path / "made").stat()
     assert (made.st_uid, made.st_gid) == (os.getuid(), os.getgid())
     assert containers(container_engine) == []
@@ -110,7 +110,7 @@ def test_signals_reach_the_stage_by_name(start: Any, container_engine: Engine, t
 def test_ctrl_c_reaches_it_once(start: Any, container_engine: Engine, tmp_path: Path) -> None:
     process = start(1000)
     said(tmp_path, "ready")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.wait(PATIENCE) == 75
     assert said(tmp_path, "heard").count("heard SIGINT") == 1 and containers(container_engine) == []
 
@@ -123,9 +123,11 @@ def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine
     for pid in {"supervisor": [process.pid], "client": [int(client)], "both": [process.pid, int(client)]}[who]:
         os.kill(pid, signal.SIGKILL)
     until("the container's end", lambda: not containers(container_engine), said=lambda: container_engine("ps", "--all"))
-    assert (tmp_path / "SIGTERM").exists(), "it was asked to end, and could have saved"
+    assert (tmp_path / "SIGTERM").exists(), "the stage must get SIGTERM, so that it can save"
     if who == "client":
-        assert process.wait(PATIENCE) in (75, 128 + signal.SIGKILL), "its own, unless it is removed before one can ask"
+        assert process.wait(PATIENCE) in (75, 128 + signal.SIGKILL), (
+            "the stage's status, unless the container was removed before"
+        )
 
 
 def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
@@ -146,11 +148,11 @@ def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str
 def test_a_training_in_a_container_is_that_outside(
     engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
 ) -> None:
-    """The same numbers, to the accuracy of another build's arithmetic; by Shifter's stand-in as well."""
+    """The numbers agree within the accuracy of another build, including the one with Shifter's stand-in."""
     from tests.conftest import ERA5, records, train
 
     if engine == "shifter" and any(path.is_relative_to("/var") for path in (ROOT, era5_data, tmp_path)):
-        pytest.skip("Shifter mounts nothing at /var, where this checkout or the temporary folder is")
+        pytest.skip("Shifter cannot mount below /var, where this checkout or the temporary folder is")
     settings = {**ERA5_RUN, "loader": {"workers": 1}, "geometry": {"gpus_per_node": ranks}}
     for name in ("outside", "inside"):
         make_run(tmp_path / name, "era5_vit", settings if name == "inside" else {**settings, "geometry": {}}, ERA5)
@@ -162,7 +164,7 @@ def test_a_training_in_a_container_is_that_outside(
     arguments += ["--checkpoints", tmp_path / "inside/checkpoints", "--out", tmp_path / "inside"]
     command = [*launch(site, place, Geometry(gpus_per_node=ranks)), "train", *map(str, arguments), f"--threads={ranks}"]
     path = f"{STAND_INS}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # Its own settings of storage want fuse-overlayfs, which not every machine has; podman's serve it as well.
+    # podman-hpc's default storage needs fuse-overlayfs, which some machines lack; podman's storage works, too.
     variables = [f"PATH={path}", f"PYTHONPATH={SOURCES}", "PODMANHPC_USE_DEFAULT_ARGS=false", "USER=tester"]
     container_engine.run(["env", f"--chdir={tmp_path}", *variables, *command])
     for a, b in zip(records(tmp_path / "outside"), records(tmp_path / "inside"), strict=True):
@@ -173,7 +175,7 @@ def test_a_training_in_a_container_is_that_outside(
 
 
 def test_shifters_rules_are_enforced(container_engine: Engine, cpu_image: str) -> None:
-    """The stand-in would not let a wrong command line pass."""
+    """The stand-in refuses invalid command lines."""
     for wrong in (["--gpu"], ["--env=A="], ["--volume=/tmp:/etc/x"], ["--volume=/tmp:/opt"]):
         command = [STAND_INS / "shifter", f"--image={cpu_image}", *wrong, "true"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -190,7 +192,9 @@ def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.
     assert found and len(found.removeprefix("sha256:")) == 64
     assert image.identity("podman", "localhost/nosuch:1") is None
     container_engine("tag", cpu_image, "localhost/dlscale:another")
-    assert image.identity("podman", "localhost/dlscale:another") == found, "content counts, not the name"
+    assert image.identity("podman", "localhost/dlscale:another") == found, (
+        "the identity must depend on the content, not on the name"
+    )
     container_engine("untag", "localhost/dlscale:another", "localhost/dlscale:another")
     monkeypatch.setenv("PATH", f"{STAND_INS}:{os.environ['PATH']}")
     assert image.identity("shifter", cpu_image) == found
@@ -199,7 +203,7 @@ def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.
 def test_an_image_that_is_not_migrated_is_no_success(
     container_engine: Engine, cpu_image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`podman-hpc migrate` may report success and have done nothing: its list of images is asked."""
+    """`podman-hpc migrate` may report success without an effect, so its list of images is checked."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for key, value in {**container_engine.environment, "PATH": path, "USER": "tester"}.items():
         monkeypatch.setenv(key, value)

@@ -29,12 +29,12 @@ CONFIG: dict[str, Any] = {
 
 
 def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
-    """A study from outside, too.
+    """This includes a study outside the package.
 
-    A new image makes exactly the jobs that use it run again; the same content, or the old one put back, none.
+    A new image reruns exactly the jobs that use it; the same content, or the restored old image, reruns none.
     """
     copy_tree(tmp_path / "w")
-    # Results elsewhere, and a folder with a blank, are seen in the containers as well.
+    # A results folder outside the tree with a blank in its name must be visible in the containers, too.
     results = tmp_path / "other place"
     image = "localhost/dlscale:workflow"
     config = {**CONFIG, "results": str(results), "site": {"engine": "podman", "image": image, "gpu": False}}
@@ -48,7 +48,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
         return container_engine.run(words, check=False, timeout=900)
 
     said = snakemake()
-    assert "FAIL  image: " in said and "snakemake image" in said, "an image that is missing is one message"
+    assert "FAIL  image: " in said and "snakemake image" in said, "a missing image must give one message"
     assert not (results / "plans").exists()
 
     container_engine("tag", cpu_image, image)
@@ -57,7 +57,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
     assert {path.stat().st_uid for path in results.rglob("*")} == {os.getuid()}
     assert "Nothing to be done" in snakemake("-n")
 
-    # Another image: a label more.
+    # Another image, with one more label.
     container_engine.run(["sh", "-c", f"printf 'FROM {cpu_image}\nLABEL a=b\n' | podman build --tag {image} -"])
     again = snakemake("-np")
     for rule in ("acquire", "preprocess", "assemble", "describe", "train", "throughput", "collect", "report"):
@@ -66,10 +66,10 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
 
     container_engine("tag", cpu_image, image)
     assert "Nothing to be done" in snakemake("-n")
-    container_engine("untag", image, image)  # without a name all of the image's would go
+    container_engine("untag", image, image)  # without the name, all names of the image would be removed
 
 
-# ---- a run profiled by a real nsys, of which a folder is mounted and nothing installed -----------------
+# ---- profiling by the real nsys, from a mounted folder instead of an installation -----------------------
 
 
 def test_profiled_in_a_container(
@@ -79,10 +79,10 @@ def test_profiled_in_a_container(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """Where libraries that make the report are missing there, what was recorded is kept."""
+    """If the container lacks libraries that make the report, the recorded file is kept."""
     profiler.configure(tmp_path)
     words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
-    root = real_nsys.parents[2]  # of usr/bin/nsys
+    root = real_nsys.parents[2]  # folder that contains usr/bin/nsys
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False, environment={"NSYS": str(real_nsys)})
     place = Place(
         str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))

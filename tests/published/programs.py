@@ -1,11 +1,10 @@
-"""How the two published programs train, written down operation by operation: what dlscale's curves are held against.
+"""The training of two published programs, restated operation by operation, for comparison with dlscale's curves.
 
-Nothing of dlscale is used here: files are read as the programs read them, losses, rates and updates are theirs. The
-settings are those of one process with mixed precision off. Their networks are in `bench.published`; here they get
-the published initial weights.
+The code does not use dlscale: it reads files, computes losses and rates and updates weights like the programs. Settings
+are those of one process without mixed precision. The networks are in `bench.published`; here they get the published
+initial weights.
 
-Where a program has a known defect (`tests/DEFECTS.md`), `repaired` says whether it is mended; False is what was
-published.
+`repaired` decides whether a known defect (`tests/DEFECTS.md`) is repaired; False is the published program.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Batches = Iterable[Sequence[torch.Tensor]]
 
 @dataclass
 class Curves:
-    """What a program logs: the loss of each step, and of each epoch the means of training and of validation."""
+    """A program's log: the loss of each step, and the mean training and validation losses of each epoch."""
 
     steps: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -42,7 +41,7 @@ class Curves:
 
 
 def make_unet(widths: Sequence[int], init_std: float = 0.02) -> UNet:
-    """Return the network: weights from N(0, init_std), biases 0."""
+    """Return the network, with weights from N(0, init_std) and biases 0."""
     model = UNet(4, 5, widths)
     for module in model.modules():
         if "Conv" in type(module).__name__:
@@ -55,9 +54,9 @@ def make_unet(widths: Sequence[int], init_std: float = 0.02) -> UNet:
 class UNetRate:
     """The learning rate of the U-Net's program.
 
-    Iterations count from 1, so the rate of the first is already one step down the cosine; and its period is all steps,
-    warm-up or not, so that it does not reach `end` where it warms up. Repaired, they count from 0 and the period is
-    what the warm-up leaves.
+    Iterations count from 1, so that the first rate is already one step down the cosine. The period is the number of all
+    steps, so that the rate does not reach `end` after a warm-up. Repaired, iterations count from 0 and the period
+    excludes the warm-up.
     """
 
     start: float
@@ -70,7 +69,7 @@ class UNetRate:
     repaired: bool = False
 
     def __call__(self, iteration: int) -> float:
-        """Return the rate of this iteration; the first is 1."""
+        """Return the rate of this iteration; the first one is 1."""
         ratio = self.batch / self.base_batch
         initial = self.start * {"none": 1.0, "sqrt": ratio**0.5, "linear": ratio}[self.scaling]
         warmup = self.warmup if ratio > 1 and self.scaling != "none" else 0
@@ -86,7 +85,10 @@ class UNetRate:
 
 
 def unet_loss(prediction: torch.Tensor, target: torch.Tensor, lambda_rho: float = 0.0) -> torch.Tensor:
-    """L1, and lambda_rho times the L1 of the density, exp(14 x) of channel 0: computed whatever its weight."""
+    """Return L1 plus lambda_rho times the L1 of the density, which is exp(14 x) of channel 0.
+
+    The second term is computed for any lambda_rho.
+    """
     density = torch.mean(torch.abs(torch.exp(14.0 * prediction[:, 0]) - torch.exp(14.0 * target[:, 0])))
     return torch.mean(torch.abs(prediction - target)) + lambda_rho * density
 
@@ -98,7 +100,10 @@ def train_unet(
     epochs: int,
     rate: UNetRate,
 ) -> Curves:
-    """Train: rate, gradients to zero, forward, loss, backward, Adam; then validate. `train(epoch)` gives batches."""
+    """Train and validate; `train(epoch)` gives batches.
+
+    The order is rate, zeroed gradients, forward, loss, backward, Adam.
+    """
     curves, iteration = Curves(), 0
     optimizer = torch.optim.Adam(model.parameters(), lr=rate.start)
     for epoch in range(epochs):
@@ -129,10 +134,10 @@ def determinant(axes: Sequence[int], signs: Sequence[int]) -> int:
 class Crops(Dataset[Pair]):
     """Random cubes of boxes in memory (`inmem`; the published program has one box), turned in one of 24 ways.
 
-    The published ones never have the last offset, are turned by 16 rotations and 8 reflections, which leave the
-    components of vectors as they are, and are as random in validation. Repaired: every offset, the 24 rotations, with
-    which vectors turn (channels 1 to 3 of both fields are their components along the three axes), and `fixed` ones are
-    the disjoint cubes of the box, not turned. `last` alone says whether there is the last offset.
+    The published cubes omit the last offset, are turned by 16 rotations and 8 reflections without their vectors, and
+    are as random in validation. Repaired, all offsets and the 24 rotations occur and vectors are turned (channels 1 to
+    3 of both fields are their components along the three axes); with `fixed`, cubes are the disjoint ones of the box
+    and not turned. `last` alone decides whether the last offset occurs.
     """
 
     def __init__(
@@ -150,7 +155,7 @@ class Crops(Dataset[Pair]):
                 self.boxes.append([np.asarray(file[name][...], np.float32) for name in ("Nbody", "Hydro")])
         self.crop, self.count, self.repaired, self.fixed = crop, count, repaired, fixed
         self.last = repaired if last is None else last
-        rotations = [  # that which does not turn first
+        rotations = [  # the identity comes first
             (axes, signs)
             for axes in itertools.permutations(range(3))
             for signs in itertools.product((1, -1), repeat=3)
@@ -185,7 +190,7 @@ class Crops(Dataset[Pair]):
 
 
 def make_vit(grid: tuple[int, int], patch: int, channels: int, embed: int, depth: int, heads: int) -> ViT:
-    """Return the network: positions and linear weights from N(0, 0.02), cut off at -2 and 2; biases 0."""
+    """Return the network, with positions and linear weights from N(0, 0.02) truncated at ±2, and biases 0."""
     model = ViT(grid, patch, channels, embed, depth, heads)
     nn.init.trunc_normal_(model.position, std=0.02)
     for module in model.modules():
@@ -197,22 +202,23 @@ def make_vit(grid: tuple[int, int], patch: int, channels: int, embed: int, depth
 
 
 def norms(model: ViT) -> list[nn.LayerNorm]:
-    """Return the normalisations of all blocks; not the last one, before the head."""
+    """Return the normalisations of all blocks, without the last one before the head."""
     return [norm for block in model.blocks for norm in (block.norm1, block.norm2)]  # type: ignore[misc]
 
 
 def shared_vit(
     model: ViT, x: torch.Tensor, y: torch.Tensor, devices: int = 2, repaired: bool = False
 ) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    """Return the prediction, and the gradients that each device then has, where devices share the tokens of a sample.
+    """Return the prediction and each device's gradients, if devices share the tokens of a sample.
 
-    That is the program's context parallelism. Each device has all weights and a part of the tokens. Keys and values of
-    all are gathered in each block; after the last normalisation all tokens are, and every device computes head and loss
-    of the whole. The backward pass of the last gathering gives each device what belongs to its own tokens. So each
-    device has all of the head's gradients, and parts of all others, most of which the program sums over the devices.
+    This is the program's context parallelism. Each device has all weights and a part of the tokens. Keys and values are
+    gathered in each block; after the last normalisation all tokens are gathered, and every device computes head and
+    loss for all of them. The backward pass of the last gathering gives each device the gradients of its own tokens. So
+    each device has all gradients of the head and parts of all others, most of which the program sums over the devices.
 
-    As published these are all but the last normalisation's, and the blocks' normalisations have PyTorch's eps, 1e-5,
-    where those of one device have 1e-6. Repaired, all parts are summed, and eps is that of one device.
+    The published program does not sum the gradients of the last normalisation, and the blocks' normalisations have
+    PyTorch's eps, 1e-5, instead of 1e-6 as on one device. Repaired, all parts are summed, and eps is that of one
+    device.
     """
     ranks = [copy.deepcopy(model) for _ in range(devices)]
     if not repaired:
@@ -241,7 +247,7 @@ def shared_vit(
 
 
 def _shared_block(blocks: Sequence[Block], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each device's tokens after a block: its own queries attend to the keys and values of all."""
+    """Return each device's tokens after a block; its queries attend to the keys and values of all devices."""
     normed = [block.norm1(part) for block, part in zip(blocks, parts, strict=True)]
     q, k, v = (
         [block.by_head(getattr(block, name)(tokens)) for block, tokens in zip(blocks, normed, strict=True)]
@@ -257,16 +263,16 @@ def _shared_block(blocks: Sequence[Block], parts: Sequence[torch.Tensor]) -> lis
 
 
 def vit_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean over samples of the error's norm over the target's."""
+    """Return the mean over samples of the error's norm divided by the target's norm."""
     count = prediction.shape[0]
     error = torch.norm(prediction.reshape(count, -1) - target.reshape(count, -1), 2, 1)
     return torch.mean(error / torch.norm(target.reshape(count, -1), 2, 1))
 
 
 def u10_rmse(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Latitude-weighted RMSE of each channel, meant over samples [C].
+    """Return the latitude-weighted RMSE of each channel, averaged over samples [C].
 
-    Latitudes are taken to run from pole to pole over the rows that there are, and pi to be 3.1416.
+    The rows are assumed to run from pole to pole, and pi to be 3.1416.
     """
     rows = prediction.shape[2]
     cosines = torch.cos(3.1416 / 180.0 * (90.0 - torch.arange(rows) * 180.0 / (rows - 1)))
@@ -283,7 +289,10 @@ def train_vit(
     lr: float,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> Curves:
-    """Train whole epochs: gradients to zero, forward, loss, backward, Adam, and only then the schedule's step."""
+    """Train complete epochs; the schedule steps after the update.
+
+    The order is zeroed gradients, forward, loss, backward, Adam, schedule.
+    """
     curves = Curves()
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=betas)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=iterations)
@@ -309,8 +318,8 @@ def train_vit(
 class Pairs(Dataset[Pair]):
     """Standardised states of a folder of years, `dt` apart.
 
-    The published ones take every year for as long as the first, never use pair 0, and use pair 1 more than once.
-    Repaired, each is every pair once.
+    The published program assumes that all years are as long as the first, never uses pair 0, and uses pair 1
+    repeatedly. Repaired, every pair is used once.
     """
 
     def __init__(self, folder: Path, stats: Path, dt: int = 1, repaired: bool = False) -> None:
@@ -339,18 +348,18 @@ class Pairs(Dataset[Pair]):
 
 
 def shuffled(dataset: Pieces, batch_size: int) -> DataLoader[Pair]:
-    """Return PyTorch's loader as the programs train with it, without processes of its own."""
+    """Return PyTorch's loader with the programs' settings for training, without workers."""
     return DataLoader(dataset, batch_size, shuffle=True, drop_last=True)
 
 
 def in_order(dataset: Pieces, indices: Sequence[int], batch_size: int) -> list[Sequence[torch.Tensor]]:
-    """Return batches of these samples, one after the other."""
+    """Return batches of the given samples, in order."""
     items = [dataset[index] for index in indices]
     return [default_collate(items[first : first + batch_size]) for first in range(0, len(items), batch_size)]
 
 
 def copy_weights(weights: Sequence[torch.Tensor], model: nn.Module) -> None:
-    """Give a model these weights, in the order of its parameters."""
+    """Copy weights to a model, in the order of its parameters."""
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)

@@ -1,7 +1,7 @@
-"""The published plotting script of the weak scaling, written down operation by operation in our own words.
+"""The published plotting script of weak scaling, restated operation by operation.
 
-`plot_weak_scale.py` of the SC22 tutorial reads one file of benchy's for each number of nodes, `weak_scale_N.json`, and
-draws what was measured beside what one node's figure would be as many times.
+`plot_weak_scale.py` of the SC22 tutorial reads one file of benchy for each number of nodes, `weak_scale_N.json`. It
+draws the measured rates and multiples of one node's rate.
 """
 
 from __future__ import annotations
@@ -11,39 +11,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: What it reads, in its order.
+#: Keys in the order in which the script reads them.
 LABELS = ("IO", "SYNTHETIC", "FULL")
 
 Rates = tuple[float, float, float]
 
 
 def read_rates(path: Path) -> Rates:
-    """Return samples/s of loading, computing and both: of each the first trial.
+    """Return samples/s of loading, computing and both, each of the first trial.
 
-    A line is a JSON document; reading ends with the first line that is empty but for blanks, and of several lines the
-    last one counts.
+    Each line is a JSON document; reading ends at the first blank line, and the last document counts.
     """
     rates: list[float] | None = None
     with path.open() as file:
         while line := file.readline().strip():
             document = json.loads(line)
             rates = [document[label]["trial_throughput"][0] for label in LABELS]
-    assert rates is not None, "the script would end here: it has nothing to return"
+    assert rates is not None, "the script fails here: the file has no document"
     io, synthetic, full = rates
     return io, synthetic, full
 
 
 def lines(measured: Mapping[int, Rates]) -> dict[str, list[float]]:
-    """Return what it draws over the numbers of nodes: what was measured, and the ideal, multiples of the first."""
+    """Return the lines over numbers of nodes: measured rates, and ideal ones, multiples of the first."""
     (base, first), *_ = measured.items()
-    assert base == 1, "the script takes one node for its unit"
+    assert base == 1, "the script needs one node as its unit"
     drawn = {label: [rates[column] for rates in measured.values()] for column, label in enumerate(LABELS)}
     ideal = {f"{label} ideal": [first[column] * count for count in measured] for column, label in enumerate(LABELS)}
     return drawn | ideal
 
 
 def plot(measured: Mapping[int, Rates], axes: Any) -> None:
-    """Draw them: FULL green, SYNTHETIC orange, IO blue; solid what was measured, dashed what is ideal."""
+    """Draw the lines: FULL green, SYNTHETIC orange, IO blue; measured solid, ideal dashed."""
     colours = {"FULL": "g", "SYNTHETIC": "darkorange", "IO": "darkblue"}
     names = {"FULL": "real data", "SYNTHETIC": "synthetic data", "IO": "data only"}
     drawn = lines(measured)

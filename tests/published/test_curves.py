@@ -1,11 +1,11 @@
-"""dlscale's training against the published programs', restated in `programs`.
+"""dlscale's training compared with the published programs', which `programs` restates.
 
-Two forms. Exact: the program starts from dlscale's initial weights and gets the batches that dlscale's step got; then
-the loss of every step, the rate of every step and the validation losses agree to float32's rounding. Free: both draw
-weights and samples for themselves, five seeds each; then their curves overlap within what seeds differ by. Both forms
-also hold a program with one thing changed, and must tell it apart: else they would hold nothing.
+There are two forms. Exact: the program starts with dlscale's initial weights and gets the batches of dlscale's steps;
+then the loss and the rate of every step and the validation losses agree to float32's rounding. Free: both draw their
+own weights and samples for five seeds each; then their curves overlap within the spread of the seeds. Both forms are
+also applied to a changed program and must detect the change; otherwise they would prove nothing.
 
-The defects of the programs that change what is learnt are mended in them for this (`repaired`).
+Defects of the programs that affect the training are repaired for this (`repaired`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tests.published.programs import (
 )
 from tests.raw_files import era5, write_years
 
-#: Of losses after 20 steps, computed by other operations in another order in float32.
+#: Relative tolerance of losses after 20 steps, computed by other operations in another order in float32.
 TOLERANCE = 1e-5
 BATCH = 4
 SEEDS = range(5)
@@ -63,7 +63,7 @@ SEEDS = range(5)
 
 @dataclass
 class Recording:
-    """What dlscale's step started from, was given, and answered."""
+    """The initial weights of dlscale's step, its batches, and its results."""
 
     weights: list[torch.Tensor] = field(default_factory=list)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -71,13 +71,13 @@ class Recording:
     rates: list[float] = field(default_factory=list)
 
     def epochs(self, steps: int) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return a function from an epoch to its batches."""
+        """Return a function that gives the batches of an epoch."""
         return lambda epoch: self.batches[epoch * steps : (epoch + 1) * steps]
 
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """Return what the steps of a training in this test leave behind."""
+    """Return the recording of the steps of a training in this test."""
     found, plain = Recording(), Step.__call__
 
     def call(step: Step, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
@@ -94,14 +94,14 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def trained(folder: Path, study: str, data: Path, **over: Any) -> list[dict[str, Any]]:
-    """Train a tiny run with these settings over its own, by the stage; return its epochs."""
+    """Train a tiny run with the given settings by the stage; return its epochs."""
     make_run(folder, study, config.merge(copy.deepcopy(TINY[study]["run"]), over), TINY[study]["dataset"])
     assert train(folder, data / "manifest.json") == 0
     return records(folder)
 
 
 def each(batches: Batches, epoch: int) -> Batches:
-    """Return the batches of an epoch, where all epochs have the same, or are shuffled by their loader."""
+    """Return the batches of an epoch; all epochs have the same, or their loader shuffles them."""
     return batches
 
 
@@ -110,12 +110,12 @@ def apart(found: list[float], expected: list[float]) -> float:
     return float(np.max(np.abs(np.array(found) / np.array(expected) - 1)))
 
 
-# --- what `repaired` mends ----------------------------------------------------------------------------------------
+# --- defects that `repaired` removes ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path) -> None:
-    """Of a year of n states: pair 0 never, pair 1 three times; repaired, all n - 1 pairs once."""
+    """In a year with n states, pair 0 never occurs and pair 1 three times; repaired, all n - 1 pairs occur once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
     for year in (0, 1):
@@ -124,7 +124,7 @@ def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path)
 
 
 def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> None:
-    """Both have the same 24 forms of a cube, vectors turned along; the published ones leave these as they are."""
+    """Both give the same 24 forms of a cube and turn vectors, too; the published program does not turn vectors."""
     published, mended = (Crops([cosmo_data / "train/box000.h5"], 8, 1, repaired=each) for each in (False, True))
     cube = published.boxes[0][1][:, :8, :8, :8]
     vectors = [(1, 2, 3)]
@@ -138,7 +138,7 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
 
 
 def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> None:
-    """Counted from 1, as the program does; it has 16 of the 24 rotations, and none of these 8 is one of ours."""
+    """The numbers count from 1, as in the program; it has 16 of the 24 rotations, and dlscale lacks these 8."""
     path = cosmo_data / "train/box000.h5"
     published, mended = (Crops([path], 8, 1, repaired=each).turns for each in (False, True))
     assert len(set(published)) == len(set(mended)) == 24
@@ -153,13 +153,13 @@ def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> N
 
 
 def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
-    """Return how often each form of a cube comes up where every symmetry of a value is drawn once."""
+    """Return how often each form of a cube occurs if every symmetry of a setting is drawn once."""
     symmetries = CubeSymmetries(list(CHANNELS["Hydro"][0]), choice)
     return Counter(symmetries.apply(number, cube).tobytes() for number in range(len(CHOICES[choice])))
 
 
 def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
-    """The 24 that its PyTorch loader draws, each as often, with vectors as they were."""
+    """The 24 symmetries of its PyTorch loader occur equally often, with unchanged vectors."""
     cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
     published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
     theirs = Counter(np.ascontiguousarray(published._turned(cube, *turn)).tobytes() for turn in published.turns)
@@ -167,9 +167,9 @@ def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
 
 
 def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> None:
-    """What its DALI loader makes of a box, for all eight outcomes of its three coins: four forms, each of two.
+    """The eight outcomes of the three coins of its DALI loader give four forms of a box, each of them twice.
 
-    What it turns before that is thrown away. The boxes have no layout, so DALI takes the first axis for frames.
+    Its rotations are discarded. Since the boxes have no layout, DALI takes the first axis for frames.
     """
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     from nvidia.dali import Pipeline, fn
@@ -192,10 +192,10 @@ def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> 
 
 
 def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
-    """The published context parallelism of two, against one device: all other gradients are off by its eps alone.
+    """With the published context parallelism on two devices, all other gradients differ only by its eps.
 
-    With it, each device's update of the last normalisation is another one. Summed, and with one device's eps, all is as
-    on one device; dlscale's is held to that by `tests/test_mesh.py`.
+    With it, each device updates the last normalisation differently. With summed gradients and one device's eps, all
+    agrees with one device; `tests/test_mesh.py` compares dlscale with one device.
     """
     torch.manual_seed(0)
     model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()
@@ -203,7 +203,7 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     alone = model(x)
     programs.vit_loss(alone, y).backward()
     alone = alone.detach()
-    expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}  # that one is zero
+    expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}  # its gradient is zero
 
     def off(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
         return {name: float((gradients[name] - value).norm() / value.norm()) for name, value in expected.items()}
@@ -212,20 +212,22 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     torch.testing.assert_close(prediction, alone, rtol=1e-12, atol=1e-12)
     assert max(max(off(each).values()) for each in mended) < 1e-9
     prediction, published = programs.shared_vit(model, x, y, devices=2)
-    assert 1e-7 < float((prediction - alone).norm() / alone.norm()) < 1e-4, "1e-5 for 1e-6"
+    assert 1e-7 < float((prediction - alone).norm() / alone.norm()) < 1e-4, (
+        "expected the effect of eps 1e-5 instead of 1e-6"
+    )
     for each in published:
         errors = off(each)
         assert min(errors.pop("norm.weight"), errors.pop("norm.bias")) > 0.3
         assert max(errors.values()) < 1e-3
     for name in ("norm.weight", "norm.bias"):
         one, other = (each[name] for each in published)
-        assert float((one - other).norm() / expected[name].norm()) > 0.3, "each device has a gradient of its own"
+        assert float((one - other).norm() / expected[name].norm()) > 0.3, "the devices must have different gradients"
         together = (one + other - expected[name]).norm() / expected[name].norm()
-        assert float(together) < 1e-3, "their sum is the whole"
+        assert float(together) < 1e-3, "the gradients must add up to that of one device"
 
 
 def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
-    """1e-6 in all of dlscale's ViT, however many devices it is on; the published blocks have 1e-5 on several."""
+    """dlscale's ViT has eps 1e-6 on any number of devices; the published blocks have 1e-5 on several devices."""
     for axis in ("tp", "cp"):
         model = ViT((8, 16), (4, 4), 3, 3, 16, 2, 2)
         mesh = Pretended(Geometry(gpus_per_node=2, **{axis: 2}))
@@ -242,7 +244,7 @@ def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
 def test_the_unet_takes_the_published_steps(
     tmp_path: Path, cosmo_data: Path, recording: Recording, warmup: int
 ) -> None:
-    """20 steps. With a warm-up the rate is scaled, as the program has it: by the root of the batches' ratio."""
+    """The test has 20 steps. With a warm-up, the rate is scaled by the root of the batch ratio, as in the program."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 10, 2
     schedule = {"warmup_steps": warmup, "scaling": "sqrt", "base_batch_size": 1} if warmup else {}
     found = trained(
@@ -272,21 +274,22 @@ def test_the_unet_takes_the_published_steps(
     assert apart(recording.losses, mended.steps) < TOLERANCE
     assert apart([epoch["train_loss"] for epoch in found], mended.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], mended.valid) < TOLERANCE
-    # As published every rate is that of the next step, and a warm-up shortens no cosine: told apart, and not by much.
+    # Published rates belong to the next step, and a warm-up does not shorten the cosine: a small, visible
+    # difference.
     if not warmup:
         assert published.rates[:-1] == pytest.approx(recording.rates[1:], rel=1e-12)
-        assert published.rates[-1] == 0.0, "its last step changes nothing"
+        assert published.rates[-1] == 0.0, "the last step of the published program has rate zero"
     else:
         assert published.rates[: warmup - 1] == pytest.approx(recording.rates[: warmup - 1], rel=1e-12)
         assert published.rates[-1] > 0.02 * max(published.rates) > recording.rates[-1]
     assert 10 * TOLERANCE < apart(recording.losses, published.steps) < 0.1
-    # What else could be wrong in silence shows as well.
+    # Other silent errors must be visible, too.
     assert apart(recording.losses, theirs(start=2.02e-3).steps) > 10 * TOLERANCE
     assert apart(recording.losses, theirs(init=1.01).steps) > 10 * TOLERANCE
 
 
 def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, recording: Recording) -> None:
-    """20 steps of the published form: Adam with betas 0.9, 0.95, a cosine that steps after the update."""
+    """The 20 steps use the published Adam (betas 0.9, 0.95) and a cosine that steps after the update."""
     steps, epochs = 5, 4
     found = trained(
         tmp_path,
@@ -297,7 +300,7 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
         training={"steps": steps * epochs},
     )
     every = Pairs(era5_data / "valid", era5_data / "stats", repaired=True)
-    valid = in_order(every, [index * len(every) // 16 for index in range(16)], BATCH)  # evenly spread
+    valid = in_order(every, [index * len(every) // 16 for index in range(16)], BATCH)  # evenly spaced
     channels, height, width = recording.batches[0][0].shape[1:]
 
     def theirs(lr: float = 1e-3, **changed: Any) -> Curves:
@@ -312,18 +315,20 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
     assert apart([epoch["train_loss"] for epoch in found], published.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], published.valid) < TOLERANCE
     assert apart(recording.losses, theirs(lr=1.01e-3).steps) > 10 * TOLERANCE
-    assert apart(recording.losses, theirs(betas=(0.9, 0.999)).steps) > 10 * TOLERANCE, "PyTorch's own betas"
+    assert apart(recording.losses, theirs(betas=(0.9, 0.999)).steps) > 10 * TOLERANCE, (
+        "PyTorch's default betas must be visible"
+    )
 
 
 # --- their own weights and samples --------------------------------------------------------------------------------
 
 
 def overlap(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the share of all ways to split the runs in two halves that set their curves as far apart as this one.
+    """Return the fraction of all splits of the runs whose halves differ at least as much as these two.
 
-    Curves are [runs, points]. How far apart two halves are is the largest difference of their means over all points,
-    each in standard errors (Welch's t). If both halves come from one distribution, that share is uniform between 0 and
-    1, however many points there are and however they hang together: an exact permutation test.
+    Curves are [runs, points]. The difference of two halves is the largest difference of their means over all points, in
+    standard errors (Welch's t). If both halves have the same distribution, the fraction is uniform between 0 and 1 for
+    any number of points and any correlation: an exact permutation test.
     """
     runs, half = np.concatenate([one, other]), len(one)
 
@@ -337,9 +342,8 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(np.array(every) >= distance(tuple(range(half))) * (1 - 1e-12)))
 
 
-#: By this it is judged, and was set before the first look: curves of training and validation losses of all epochs, of
-#: five seeds each, must not be among the 5 % of splits that are farthest apart; those of a program that trains at half
-#: the rate must.
+#: Level of significance, set before the first result: loss curves of all epochs (training and validation, five seeds
+#: each) must not be among the 5 % most different splits; those of a program with half the rate must be.
 LEVEL = 0.05
 
 
@@ -359,7 +363,7 @@ def of_seeds(folder: Path, study: str, data: Path, **over: Any) -> np.ndarray:
 def test_curves_of_the_unet_overlap_with_the_published_programs(
     tmp_path: Path, cosmo_data: Path, symmetry: str
 ) -> None:
-    """With the program mended; and turning cubes as it was published, but at every offset: boxes are small here."""
+    """The program is repaired, or has its published symmetries with all offsets, since the boxes are small."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 16, 4
     found = of_seeds(
         tmp_path,
@@ -391,7 +395,7 @@ def test_curves_of_the_unet_overlap_with_the_published_programs(
 
 @pytest.mark.slow
 def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, era5_data: Path) -> None:
-    steps, epochs = 9, 4  # 36 of 38 pairs: the program drops what does not fill a batch
+    steps, epochs = 9, 4  # 36 of 38 pairs: the program drops an incomplete batch
     found = of_seeds(
         tmp_path,
         "era5_vit",
@@ -417,9 +421,9 @@ def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, e
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray, other: np.ndarray) -> None:
-    """Hold our curves against the program's, and both against those of a program that trains otherwise."""
+    """Compare dlscale's curves with the program's, and both with a program with another rate."""
     assert overlap(ours, theirs) > LEVEL, (ours.mean(axis=0), theirs.mean(axis=0))
-    assert overlap(ours, other) <= LEVEL, "the judge sees no difference where there is one"
+    assert overlap(ours, other) <= LEVEL, "the test does not detect the other program"
     assert overlap(theirs, other) <= LEVEL
 
 
@@ -431,10 +435,10 @@ def fields(*shape: int, seed: int) -> torch.Tensor:
 
 
 def test_losses_by_hand() -> None:
-    """Numbers small enough to add up: two samples of two channels on two points."""
+    """The losses of two samples with two channels on two points are computed by hand."""
     y = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 0.0]]])
     p = torch.tensor([[[3.0, 1.0], [2.0, 2.0]], [[1.0, 2.0], [2.0, 3.0]]])
-    # Errors 0, 1, 2, -2 over a target of norm 5, and 0, 0, 0, 3 over one of norm 3.
+    # Errors 0, 1, 2, -2 for a target of norm 5, and 0, 0, 0, 3 for one of norm 3.
     assert relative_l2(p, y).tolist() == pytest.approx([3 / 5, 3 / 3])
     assert vit_loss(p, y).item() == pytest.approx(0.8)
     assert l1(p, y).tolist() == pytest.approx([5 / 4, 3 / 4])
@@ -445,7 +449,7 @@ def test_losses_by_hand() -> None:
 
 
 def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
-    """Files of 9 rows, 90° to -90°: the mean over samples of each one's root, of standardised fields, by channel."""
+    """On 9 rows from 90° to -90°, it is the mean of the samples' RMSE of standardised fields, by channel."""
     folder = write_years(tmp_path / "raw", {"train": {2001: 6}, "valid": {2003: 9}}, 20, (9, 16))
     manifest = Manifest.read(make_dataset(tmp_path / "data", era5(folder)) / "manifest.json")
     assert manifest.extra["latitude"] == np.linspace(90, -90, 9).tolist()
@@ -460,10 +464,10 @@ def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
 
 
 def test_the_published_grid_has_other_latitudes_than_its_program_believes() -> None:
-    """Of 361 rows the last, the pole, is cut off; the program spreads 360 from pole to pole, dlscale does not.
+    """The data lack the last of 361 rows, a pole; the program spreads 360 rows from pole to pole, dlscale does not.
 
-    That moves a weight by no more than 0.014 of their mean, and the RMSE, of errors that are three times as large at
-    one pole as at the other, by less than 0.3 %: figures compare.
+    This changes a weight by at most 0.014 of the mean weight. If errors are three times as large at one pole as at the
+    other, the RMSE changes by less than 0.3 %, so that values can be compared.
     """
     y, p = (fields(2, 1, 360, 32, seed=seed) for seed in (0, 1))
     error = (p - y) * (1 + 0.5 * torch.cos(torch.linspace(0, math.pi, 360)))[:, None]

@@ -1,4 +1,4 @@
-"""The published plotting script of the weak scaling, as `tests/published/scaling.py` has it."""
+"""The published plotting script of weak scaling, as restated in `tests/published/scaling.py`."""
 
 from __future__ import annotations
 

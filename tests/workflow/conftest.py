@@ -1,4 +1,4 @@
-"""A tiny workflow of all studies and one from outside, run once by the real Snakemake in a copy of the repository."""
+"""A tiny workflow of all studies and one outside the package, run once by the real Snakemake in a copy."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dlscale.studies.new_study import TEMPLATE
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 
-#: What runs inside of Snakemake and of the stages, for the tests to see what they do.
+#: Code that runs inside Snakemake and the stages, so that tests can observe them.
 INSIDE = Path(__file__).parent / "inside"
-#: What of the repository a run of the workflow needs.
+#: Parts of the repository that a run of the workflow needs.
 TREE = ["Snakefile", "config.yaml", "README.md", "CITATION.cff", "rules", "profiles", "perlmutter", "workflow_scripts"]
-#: Names that would do harm, or break, where a command is not quoted; none of the files in them may ever appear.
+#: Names that would do harm, or fail, in an unquoted command; the file that they create must never appear.
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: The folder of a study from outside (that of `dlscale new-study`), beside the copy of the repository.
+#: Folder of a study outside the package (made by `dlscale new-study`), next to the copy of the repository.
 OUTSIDE = "a study's place"
 
-#: Few steps for each profiler; one that is not installed is told in the profile.
+#: A few steps for each profiler; the profile reports a missing one.
 PROFILE = {"tools": ["torch", "nsys", "lines"], "skip": 1, "steps": 2}
 
-#: The configuration of all workflow tests: of two studies three plans, with four runs (and one named again); a run that
-#: is tuned; a ladder of the study from outside; of each other study a plan, a dataset and a run.
+#: Configuration of all workflow tests: three plans of two studies with four runs (and one reused); a tuned run; a
+#: ladder of the study outside the package; and a plan, a dataset and a run of each other study.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
     "targets": ["cosmo", "era5", "again", "tuned", "waves_ladder"],
@@ -88,7 +88,7 @@ CONFIG: dict[str, Any] = {
             },
             "runs": {"mine": {}},
         },
-        # The study ships it; here it is changed.
+        # The study ships this plan; here it is changed.
         "waves_ladder": {
             "study": "waves",
             "settings": {
@@ -102,26 +102,26 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}, "waves": f"../{OUTSIDE}/waves.py"},
     "report": {"title": TITLE},
 }
-for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}):  # alike in all processes
+for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}):  # same order in all processes
     CONFIG["targets"].append(_study)
     CONFIG["datasets"][_study] = TINY[_study]["dataset"]
     CONFIG["plans"][_study] = {
         "study": _study,
-        "measure": ["train"],  # to be timed are enough
+        "measure": ["train"],  # other plans are timed
         "settings": {**TINY[_study]["run"], "dataset": _study},
         "runs": {"tiny": {}},
     }
-#: One thread a job: two jobs side by side disturb each other less, and so do other processes of the machine.
+#: One thread per job, so that two jobs at once, and other processes, disturb each other less.
 THREADS = ["--set-threads", "train=1", "throughput=1", "tune=1"]
 COMMON = ["--configfile", "tiny.yaml", "--logger", "dlscale", "jobs", *THREADS]
-#: Plans with a page of their own; all are on the page of the targets.
+#: Plans with their own page; all are on the page of the targets.
 PAGED = ("cosmo", "era5", "again")
 TARGETS = ["all", *(f"plan_{plan}" for plan in PAGED)]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What Snakemake runs or would run; `str` is its rule and its wildcards."""
+    """Job that Snakemake runs or would run; `str` gives its rule and wildcards."""
 
     rule: str
     wildcards: dict[str, str]
@@ -136,7 +136,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call of Snakemake did."""
+    """Result of a Snakemake call."""
 
     status: int
     output: str
@@ -144,13 +144,13 @@ class Outcome:
 
     @property
     def names(self) -> list[str]:
-        """The jobs' names, sorted; aggregating target rules left out."""
+        """Return the sorted names of the jobs, without aggregating target rules."""
         return sorted(str(job) for job in self.jobs if job.command)
 
 
 @dataclass
 class Tree:
-    """A copy of the repository with a configuration of its own."""
+    """Copy of the repository with its own configuration."""
 
     path: Path
     config: dict[str, Any]
@@ -163,22 +163,22 @@ class Tree:
 
     @property
     def results(self) -> Path:
-        """Where its results are."""
+        """Return the results folder."""
         return self.path / self.config["results"]
 
     @property
     def log(self) -> Path:
-        """Where Snakemake's jobs are written."""
+        """Return the file to which Snakemake's jobs are written."""
         return self.path / "jobs.jsonl"
 
     @property
     def imports(self) -> Path:
-        """Where each stage writes what it had imported."""
+        """Return the folder to which each stage writes its imported modules."""
         return self.path / "imports"
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment in which its own package, and this Python, are what `python -m dlscale` finds."""
+        """Return an environment in which `python -m dlscale` uses this Python and the tree's package."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE", "PYTEST", "SLURM"))}
         return {
             **kept,
@@ -190,7 +190,7 @@ class Tree:
         }
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start Snakemake in a process group of its own."""
+        """Start Snakemake in its own process group."""
         command = [sys.executable, "-m", "snakemake", *COMMON, *arguments]
         return subprocess.Popen(
             command,
@@ -204,7 +204,7 @@ class Tree:
         )
 
     def snakemake(self, *arguments: str, timeout: float = 2 * PATIENCE) -> Outcome:
-        """Run Snakemake to its end."""
+        """Run Snakemake and wait for its end."""
         self.log.unlink(missing_ok=True)
         with self.start(*arguments) as process:
             try:
@@ -215,12 +215,12 @@ class Tree:
         return Outcome(process.returncode, output, self.jobs())
 
     def planned(self, *arguments: str, targets: Sequence[str] = TARGETS) -> Outcome:
-        """Return what would run."""
+        """Return the jobs that would run."""
         if self._dry_runs is None:
             self._dry_runs = subprocess.Popen(
                 [sys.executable, str(INSIDE / "dry_runs.py")],
                 cwd=self.path,
-                env={**self.environment, ASKED: str(self.path / "answer.json")},  # whether it would start is not asked
+                env={**self.environment, ASKED: str(self.path / "answer.json")},  # skip the preflight checks
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -238,12 +238,12 @@ class Tree:
         return [Job(**json.loads(line)) for line in lines]
 
     def close(self) -> None:
-        """End the process of the dry runs."""
+        """End the process for dry runs."""
         if self._dry_runs:
             self._dry_runs.communicate()
 
     def shell(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command as a user who typed it would."""
+        """Run a command like a user at a terminal."""
         return subprocess.run(
             ["bash", "-c", command],
             cwd=self.path,
@@ -255,7 +255,7 @@ class Tree:
         )
 
     def python(self, code: str) -> Any:
-        """Run code that prints JSON, and return what it prints."""
+        """Run code that prints JSON, and return the result."""
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=self.path,
@@ -269,7 +269,7 @@ class Tree:
 
 
 def copy_tree(path: Path) -> None:
-    """Copy what the workflow needs, links as links, without results and caches; beside it the study from outside."""
+    """Copy the files that the workflow needs, without results and caches, and the study outside the package."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(TEMPLATE, path.parent / OUTSIDE, ignore=ignored, dirs_exist_ok=True)
     path.mkdir(parents=True)
@@ -283,7 +283,7 @@ def copy_tree(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Tree]]:
-    """Return a function that makes a copy of the repository without results, or one of a tree with them."""
+    """Return a function that copies the repository, with another tree's results if given."""
     trees = []
 
     def make(config: dict[str, Any] | None = None, like: Tree | None = None) -> Tree:
@@ -303,7 +303,7 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 @pytest.fixture(scope="session")
 def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, Outcome]:
-    """Run the tiny workflow to its end, once for all processes; return a copy, which tests leave as they find it."""
+    """Run the tiny workflow once for all processes; return a copy that tests must not change."""
 
     def run(folder: Path) -> None:
         copy_tree(folder / "a repository")
@@ -320,5 +320,5 @@ def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def clone(finished: tuple[Tree, Outcome], make_tree: Callable[..., Tree]) -> Tree:
-    """Return a copy of the finished tree, with what Snakemake knows of it, to change at will."""
+    """Return a copy of the finished tree, with Snakemake's metadata, that a test may change."""
     return make_tree(like=finished[0])

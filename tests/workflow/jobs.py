@@ -1,4 +1,4 @@
-"""The jobs of the tiny workflow, by dataset; derived from what is registered, and held against what was run."""
+"""Jobs of the tiny workflow by dataset, derived from the registry; tests compare them with the executed jobs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def _data_jobs(name: str) -> dict[str, list[str]]:
     }
 
 
-#: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader), again.faster (training only) and tuned.mine; `years`
-#: serves era5.vit.
-#: Of the study from outside the process of the tests knows nothing.
+#: Jobs of each dataset: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader), again.faster (training only) and
+#: tuned.mine; `years` serves era5.vit. The study outside the package is not registered in the process of the tests.
 DATA = {
     **{name: _data_jobs(name) for name in CONFIG["datasets"] if name != "waves"},
     "waves": {
@@ -40,13 +39,13 @@ DATA = {
     },
 }
 ALL = tuple(DATA)
-#: Datasets that are preprocessed; others are used as they are.
+#: Datasets that are preprocessed; others are used unchanged.
 PREPROCESSED = tuple(name for name in ALL if DATA[name]["preprocess"])
-#: By dataset: the study whose runs are on it, and plan, run and stages of each that is not another one named again.
+#: By dataset: the study of its runs, and plan, run and stages of each run that is not reused from another plan.
 STUDY: dict[str, str] = {}
 RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
 _USUAL = [stage for stage in RUN_STAGES if STAGES[stage].usual]
-#: The plans whose runs train.
+#: Plans with trainings.
 TRAINING: set[str] = set()
 PLANS: dict[str, list[str]] = {name: [] for name in ALL}
 for _plan, _settings in CONFIG["plans"].items():
@@ -70,18 +69,18 @@ def tables(*plans: str) -> list[str]:
 
 
 def pages(*plans: str) -> list[str]:
-    """Return the jobs that write the pages of these plans, of those that have one."""
+    """Return the jobs that write the pages of these plans, if they have one."""
     return [f"report_plan {plan}" for plan in plans if plan in PAGED]
 
 
 def stage(name: str, *datasets: str) -> list[str]:
-    """Return a stage of all runs on these datasets that go through it, and what shows its results."""
+    """Return the jobs of a stage for all runs on these datasets, and the jobs that show its results."""
     jobs = [(plan, f"{name} {plan} {run}") for data in datasets for plan, run, stages in RUNS[data] if name in stages]
     return [*(job for _, job in jobs), *tables(*{plan for plan, _ in jobs})]
 
 
 def trained(*datasets: str) -> list[str]:
-    """Return training on these datasets, and what shows its results, also under another plan's name."""
+    """Return the trainings on these datasets, and the jobs that show their results, also in plans that reuse them."""
     return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name] if plan in TRAINING))
 
 
@@ -89,12 +88,12 @@ timed, tuned, profiled = (functools.partial(stage, name) for name in ("throughpu
 
 
 def runs(*datasets: str) -> list[str]:
-    """Return all that runs on these datasets."""
+    """Return all jobs of runs on these datasets."""
     return trained(*datasets) + timed(*datasets) + profiled(*datasets) + tuned(*datasets)
 
 
 def since(first: str, *datasets: str) -> list[str]:
-    """Return all jobs of these datasets from a stage of theirs on."""
+    """Return all jobs of these datasets from a stage on."""
     order = list(DATA["boxes"])
     return [job for name in datasets for key in order[order.index(first) :] for job in DATA[name][key]] + runs(
         *datasets

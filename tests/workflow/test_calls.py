@@ -1,4 +1,4 @@
-"""Whether a call of Snakemake makes anything, by its parsed settings; one that does is refused beside another."""
+"""Whether a call of Snakemake writes results, by its parsed settings; such a call is refused during another one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dlscale.core.process import only_writer
 from tests.conftest import ROOT, once
 from tests.waiting import PATIENCE
 
-#: Words of calls that change results.
+#: Arguments of calls that change results.
 CHANGING = [
     *("--cores 1", "-c1 -sSnakefile", "-sSnakefile -kj1", "-c1 -dnew/../", "-c1 --config name=n", "-c1 --until all"),
     *("-c1 --touch", "-tj1", "-c1 --report own.html --report-after-run", "-c1 --rerun-triggers input"),
     *("--delete-all-output", "--delete-temp-output", "--cleanup-metadata x", "--cleanup-shadow"),
 ]
-#: Words of calls that change nothing.
+#: Arguments of calls that change nothing.
 LOOKING = [
     *("-n", "-kn", "-nj1", "-nc1 -sSnakefile", "--dry-run", "--dryrun", "-n --touch", "-nq", "-n --delete-all-output"),
     *("--unlock", "--lint", "--report own.html", "--summary", "--detailed-summary", "--list-rules"),
@@ -42,7 +42,7 @@ rule all:
     shell: "touch {{output}}"
 """
 
-#: Makes the calls of its standard input, each in a fork: what all of them import takes most of their time.
+#: Program that runs the calls from its standard input, each in a fork, since importing Snakemake is slow.
 CALLS = """
 import json, os, sys, tempfile
 import snakemake.cli
@@ -67,7 +67,7 @@ for words in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, int]]:
-    """Return status, output and process of the lock's holder of each call beside a writer into its results."""
+    """Return status, output and the lock holder's process for each call, made while another process writes."""
 
     def call(folder: Path) -> None:
         (folder / "new").mkdir(parents=True)

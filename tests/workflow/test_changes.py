@@ -1,4 +1,4 @@
-"""Only what changed runs again: edit one thing, and exactly these jobs would run; put it back, and none would."""
+"""Only changes rerun jobs: an edit makes exactly the listed jobs run, and undoing it leaves none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.workflow.jobs import (
 
 PACKAGE = "workflow_scripts/dlscale"
 
-# ---- edits: each changes a tree and returns what puts it back --------------------------------------
+# ---- edits: each one changes a tree and returns a function that undoes it ---------------------------
 
 Undo = Callable[[], object]
 Edit = Callable[[Tree], Undo]
@@ -59,7 +59,7 @@ def changed(file: str, change: Callable[[str], str]) -> Edit:
 
 
 def append(file: str, text: str = "\n\nEDITED = True\n") -> Edit:
-    """Add a harmless statement."""
+    """Append a harmless statement."""
     return changed(file, lambda before: before + text)
 
 
@@ -67,7 +67,7 @@ def replace(file: str, old: str, new: str) -> Edit:
     """Replace the first occurrence of a text."""
 
     def change(before: str) -> str:
-        assert old in before, f"{file} has no {old!r} any more: adapt this row"
+        assert old in before, f"{file} no longer contains {old!r}: adapt this row"
         return before.replace(old, new, 1)
 
     return changed(file, change)
@@ -86,7 +86,7 @@ def create(file: str, text: str = "EDITED = True\n") -> Edit:
 
 
 def touch(file: str) -> Edit:
-    """Give a file the present time, not another content."""
+    """Set a file's modification time to now, without changing its content."""
 
     def edit(tree: Tree) -> Undo:
         path = tree.path / file.replace("results", tree.config["results"])
@@ -98,7 +98,7 @@ def touch(file: str) -> Edit:
 
 
 def delete(*files: str) -> Edit:
-    """Take result files away, as the purge of a scratch disk does."""
+    """Delete result files, like the purge of a scratch disk."""
 
     def edit(tree: Tree) -> Undo:
         moved = {tree.results / file: tree.path / "purged" / file for file in files}
@@ -135,10 +135,10 @@ def configure(key: str, value: Any) -> Edit:
 
 
 def both(*edits: Edit) -> Edit:
-    """Make several edits."""
+    """Apply several edits."""
 
     def edit(tree: Tree) -> Undo:
-        with contextlib.ExitStack() as undos:  # also where one of them fails
+        with contextlib.ExitStack() as undos:  # undo earlier edits if one fails
             for each in edits:
                 undos.callback(each(tree))
             return undos.pop_all().close
@@ -147,22 +147,22 @@ def both(*edits: Edit) -> Edit:
 
 
 def extended(module: str, record: str) -> Edit:
-    """Give a record a field more."""
+    """Add a field to a record."""
     begin = f"\n\nclass {record}(Record):\n"
     return replace(f"{PACKAGE}/{module}", begin, f"{begin}    edited: int = 0\n")
 
 
-#: Modules of training that enter it, tell of it, or end it.
+#: Modules of training that start it, log it or end it.
 AROUND = ("train", "logs")
 
 
 def file_of(module: str) -> str:
-    """Return the file of a module of dlscale in a tree."""
+    """Return the path of a dlscale module in a tree."""
     return f"workflow_scripts/{module.replace('.', '/')}.py"
 
 
 def reorder(tree: Tree) -> Undo:
-    """Write the same configuration with its keys in another order (that of runs and targets has a meaning)."""
+    """Reverse the keys of the configuration, except for runs and targets: their order has a meaning."""
 
     def turned(value: Any, key: str = "") -> Any:
         if not isinstance(value, dict):
@@ -182,17 +182,17 @@ def reorder(tree: Tree) -> Undo:
 
 @dataclass(frozen=True)
 class Row:
-    """An edit, the jobs that it makes run again, and further arguments of Snakemake."""
+    """An edit, the jobs that it reruns, and further arguments of Snakemake."""
 
     name: str
     edit: Edit
     jobs: list[str]
     arguments: tuple[str, ...] = ()
-    slow: bool = False  #: Where others have the same rows.
+    slow: bool = False  #: Whether the row is slow, since other components have the same rows.
 
 
 def components() -> Iterator[Row]:
-    """Yield rows for what each study and its kind of dataset bring: a new one has them by being registered."""
+    """Yield rows for the files of each study and its kind of dataset; a new study gets them by being registered."""
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         own = registry.studies()[study].file
         source, kind = own.read_text(), registry.study(study).dataset
@@ -215,17 +215,17 @@ def components() -> Iterator[Row]:
 
 
 def users(module: str) -> list[str]:
-    """Return the datasets whose study names a module of dlscale."""
+    """Return the datasets of studies that import a dlscale module."""
     files = {name: registry.studies()[study].file for name, study in STUDY.items() if name != "waves"}
     return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
 
 
-#: What runs again where a run that is trained, timed and profiled is to learn otherwise; plan `again` names it, too.
+#: Jobs that rerun if a run's training changes, but not the work of a step; plan `again` reuses the run.
 LEARNT = ["train cosmo unet", *tables("cosmo", "again")]
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
-    # A study from outside: its model and its data are of a file each.
+    # A study outside the package, with a file each for its model and its data.
     Row("a study outside", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
     Row(
         "its data",
@@ -243,16 +243,16 @@ ROWS = [
         [*trained("waves")],
     ),
     Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
-    # What all studies share: the runs, measuring included.
+    # Files that all studies share: all runs, including their measurements.
     Row("losses", append(f"{PACKAGE}/scores.py"), runs(*users("scores"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
-    # Days are chosen by it, over which the mean of an hour is taken.
+    # The sample stream chooses the days over which the mean of an hour is computed.
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),
-    # Loaders: the runs that have them.
+    # Loaders: the runs that use them.
     Row(
         "torch loader",
         append(f"{PACKAGE}/data/loaders/torch_loader.py"),
-        # Throughput of the run with the synthetic loader is timed in turn with a run that has this one.
+        # The run with the synthetic loader has a paired timing with a run that uses this loader.
         [job for job in runs(*ALL) if job != "train cosmo ceiling"],
     ),
     Row(
@@ -260,11 +260,11 @@ ROWS = [
         append(f"{PACKAGE}/data/loaders/synthetic_loader.py"),
         ["train cosmo ceiling", "throughput cosmo ceiling", *tables("cosmo")],
     ),
-    # Data: everything after it, of its dataset. Pieces are temporary, so assembling again needs them again.
+    # Data: all later jobs of the dataset. Pieces are temporary, so that assembling reruns the jobs that make them.
     Row("base of kinds", append(f"{PACKAGE}/data/kind.py"), since("preprocess", *ALL)),
     Row("preprocessing and assembling", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *PREPROCESSED)),
     Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *ALL)),
-    # Training and measuring do not touch each other, but both make steps.
+    # Training and measuring are independent of each other, but both make steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),
     Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL), slow=True),
     Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL), slow=True),
@@ -273,16 +273,16 @@ ROWS = [
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/measure/profilers/trace.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/measure/tune.py"), tuned(*ALL)),
-    # What stands around a stage decides none of its results; where pages are made, numbers in words are a result.
+    # Code around a stage does not affect its results; on pages, however, formatted numbers are a result.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
     Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
     Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"]), slow=True),
-    # Nor does what watches a run; what reads the rows of telemetry makes tables of them.
+    # Code that watches a run does not affect it either; the code that reads telemetry affects the tables.
     Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"]), slow=True),
-    # Words decide nothing but pages.
+    # Texts affect pages only.
     Row(
         "a key's description", replace(f"{PACKAGE}/config/run.py", "Ranks of the profiled", "The ranks of profiled"), []
     ),
@@ -307,14 +307,14 @@ ROWS = [
         runs(*ALL),
         slow=True,
     ),
-    # The table of stages: what it says of a stage is among the params of its jobs.
+    # The table of stages: a stage's entry is part of the params of its jobs.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(
         "a stage more",
         replace(f"{PACKAGE}/core/stages.py", COLLECT, f'    "new": Stage("dlscale.new", "New.", "page"),\n{COLLECT}'),
         [],
     ),
-    # Records: what writes them, and the tables, which read them all.
+    # Records: the stages that write them, and the tables, which read all of them.
     Row("tuning's record", extended("measure/tune_records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
     # A picture is a result of the stage that draws it.
@@ -336,7 +336,7 @@ ROWS = [
         ["configure_plan era5", *tables("era5")],
     ),
     Row("table", append(f"{PACKAGE}/report/collect.py"), tables(*CONFIG["plans"])),
-    # What no result depends on.
+    # Files that affect no result.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/acquire.py", '"""', '"""Edited. '), []),
     Row("unused Zarr reader", append(f"{PACKAGE}/extensions/era5_vit/era5/zarr.py"), [], slow=True),
@@ -364,22 +364,22 @@ ROWS = [
         configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
         [],
     ),
-    # These two after all that write the configuration.
+    # These two edits follow all others that change the configuration.
     Row("order of keys", reorder, []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
-    # A rule's command: Snakemake's own code trigger.
+    # A rule's command: this is Snakemake's own code trigger.
     Row(
         "a rule's command",
         replace("rules/measure.smk", "{params.launch:q} throughput", "{params.launch:q} throughput --device cpu"),
         timed(*ALL),
     ),
-    # Configuration: the stages whose slice holds the key.
+    # Configuration: the stages that use the key.
     Row(
         "a study's learning rate",
         configure("studies.era5_vit.optimizer.lr", 2e-3),
         [*trained("years")],
     ),
-    # What is learnt changes; not what a step computes.
+    # The training changes, but not the work of a step.
     Row(
         "a seed, a schedule, betas",
         configure(
@@ -428,10 +428,10 @@ ROWS = [
         configure("plans.cosmo.runs.unet.samples", {"train": 8, "valid": 12}),
         [
             *("train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
-            *tables("cosmo", "again"),  # which names this run
+            *tables("cosmo", "again"),  # reuses this run
         ],
     ),
-    # The plan's other run is timed in turn with this one: again only where this one's steps do something else.
+    # The plan's other run has a paired timing with this one, which reruns only if this run's steps do other work.
     Row(
         "the first run's learning rate",
         configure("plans.cosmo.runs.unet.optimizer.lr", 5e-3),
@@ -496,11 +496,11 @@ ROWS = [
     ),
     Row(
         "one run less",
-        # And the settings, which no other run takes.
+        # includes its settings, which no other run uses
         both(configure("plans.again.settings", None), configure("plans.again.runs.faster", None)),
         ["configure_plan again", "collect again", "report_plan again", "report"],
     ),
-    # A purged disk: what is there no more is made again when something needs it, with what has to follow.
+    # A purged disk: a missing file is made again if a job needs it, followed by all jobs that depend on it.
     Row("raw file purged", delete("data/boxes/source/box000.h5"), []),
     Row("data file purged", delete("data/boxes/train/box000.h5"), []),
     Row(
@@ -539,17 +539,17 @@ ROWS = [
 ]
 
 
-#: Edits that make nothing run, which are tried all at once.
+#: Edits that rerun nothing; they are applied at once.
 HARMLESS = [row for row in ROWS if not (row.jobs or row.arguments)]
 
 
 def test_what_decides_no_result_makes_nothing_run(finished: tuple[Tree, Outcome]) -> None:
-    """One job tells that an edit is not harmless; which one, a reason says, or each edit alone."""
+    """A job that would run shows that an edit is not harmless; its reason, or a test of each edit, shows which."""
     tree, _ = finished
     undo = both(*(row.edit for row in HARMLESS))(tree)
     try:
         text = (tree.path / "tiny.yaml").read_text()
-        assert text.startswith("site:") and text.endswith("# Edited.\n"), "no edit has taken another one back"
+        assert text.startswith("site:") and text.endswith("# Edited.\n"), "an edit has undone another one"
         planned = tree.planned()
     finally:
         undo()
@@ -574,17 +574,17 @@ def test_exactly_what_changed_would_run(row: Row, finished: tuple[Tree, Outcome]
         undo()
     reasons = {str(job): job.reason for job in planned.jobs}
     assert planned.names == sorted(set(row.jobs)), reasons
-    # Whether it was put back, the next row says, or the last test.
+    # The next row, or the last test, checks that the edit was undone.
 
 
 def test_what_was_put_back_leaves_nothing_to_do(finished: tuple[Tree, Outcome]) -> None:
-    """After all the rows."""
+    """No job would run after all edits were undone."""
     assert finished[0].planned().names == []
 
 
 @pytest.mark.slow
 def test_what_would_run_does_run(clone: Tree) -> None:
-    """The plan is kept; afterwards nothing is left to do; putting the edit back is a change like any other."""
+    """The jobs of the dry run are executed; then nothing is left to do; undoing the edit reruns the same jobs."""
     undo = configure("plans.era5.settings.throughput.trials", 1)(clone)
     planned = clone.planned().names
     done = clone.snakemake("--cores", "2", "--", *TARGETS)
@@ -599,23 +599,24 @@ def test_what_would_run_does_run(clone: Tree) -> None:
 
 
 def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
-    """The names in this table are those of the workflow: a job that no row expects is a row to write."""
+    """The table has all jobs of the workflow: a job that no row expects needs a row."""
     assert finished[1].names == sorted(set(EVERYTHING))
 
 
-# ---- the fingerprint against what the stages of the finished workflow had really imported -----------
+# ---- the fingerprint compared with the modules that stages of the finished workflow imported ----------
 
 
 def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a stage imported is in its fingerprint and all that is in it was imported; but for guards, definitions
-    that it does not name, the command line's own modules, what only carries a raw file from where it comes from, and
-    what a study has for another stage.
+    """A stage's fingerprint has all modules that it imported, and no others.
+
+    Exceptions are guards, definitions that the stage does not use, modules of the command line, code that only fetches
+    a raw file, and parts of a study for other stages.
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    # Settings are of one of all kinds, those of a study from outside included.
+    # Settings import all kinds of dataset, including kinds outside the package.
     kinds = [module for module in registry.kinds().values() if module != "waves_data"]
     own |= {
         "dlscale.datasets",
@@ -634,19 +635,19 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
         if name == "acquire":
             whole |= set(reachable(["dlscale.data.acquire", "dlscale.data.parts", "dlscale.core.progress"], whole=True))
             whole |= {"dlscale.data.acquire", "dlscale.core.settings"}
-        if name == "collect":  # a page to look at while results come, which the report's own stage makes in the end
+        if name == "collect":  # writes the live page; the complete one is the report stage's
             whole |= set(reachable(["dlscale.report.report"], whole=True))
-        assert imported - own <= whole, f"{name}: not in its fingerprint"
+        assert imported - own <= whole, f"{name}: imported, but not in its fingerprint"
         brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
         assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"
         stages_seen.append(name)
-    # The engine knows what is new of an image; `test_sweep.py` has a sweep, `test_programs.py` programs.
+    # The container engine detects changes of an image; `test_sweep.py` has a sweep, `test_programs.py` programs.
     assert set(stages_seen) == set(STAGES) - {"image", "promote", "program", "checkout"}
     assert len(stages_seen) == len(finished[1].names)
 
 
 def entries(tree: Tree, arguments: list[str]) -> list[str]:
-    """Return the modules of which the workflow took the fingerprint for a stage with these arguments."""
+    """Return the modules of a stage's fingerprint, given the stage's arguments."""
     name = arguments[0]
     config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
     if name in RUN_STAGES:

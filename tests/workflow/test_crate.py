@@ -1,4 +1,4 @@
-"""`dlscale crate`: what it packs is valid, the same each time, and is what the results are."""
+"""`dlscale crate`: the archive is valid, reproducible, and matches the results."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ CITATION = {
     ],
 }
 
-#: Of what the profiles recommend, all that crates lack.
+#: All recommendations of the profiles that crates do not follow.
 LACKING = {
-    "The Application SHOULD have a url",  # of this repository, which names none
-    "The SoftwareApplication id SHOULD be an absolute URI",  # nor has each of its commands a page
-    "The Action SHOULD have an endTime in ISO 8601 format",  # no record tells when data, tables and pages were made
+    "The Application SHOULD have a url",  # this repository has none
+    "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages
+    "The Action SHOULD have an endTime in ISO 8601 format",  # records lack the end times of data, tables and pages
     "The Main Workflow SHOULD comply with Bioschemas ComputationalWorkflow profile version 1.0 or later",
-    "The README.md SHOULD be about the crate",  # there is none
+    "The README.md SHOULD be about the crate",  # crates have no README
     "The README.md SHOULD have text/markdown as its encodingFormat",
-    "The `publisher` property of a `Root Data Entity` SHOULD be an `Organization`",  # who packs it is not asked
-    "The organization SHOULD have a URL.",  # a CITATION.cff has none of an affiliation
+    "The `publisher` property of a `Root Data Entity` SHOULD be an `Organization`",  # the packing person is unknown
+    "The organization SHOULD have a URL.",  # CITATION.cff has no URL of an affiliation
     "The minimum recommended properties for a `CreativeWork Author` are `name` and `affiliation`.",
 }
 
 
 def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
-    """Pack a plan of the tree as a ZIP archive, with the citation beside that."""
+    """Pack a plan of the tree as a ZIP archive, with a citation next to it."""
     (citation := file.with_name("CITATION.cff")).write_text(yaml.safe_dump(CITATION))
     words = ["python", "-P", "-m", "dlscale", "crate", "--configfile", "tiny.yaml", plan, "--citation", str(citation)]
     return tree.shell(shlex.join([*words, "--zip", str(file), *more]))
@@ -57,12 +57,14 @@ def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
 
 @pytest.fixture(scope="module")
 def crate(finished: tuple[Tree, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the crate of the plan cosmo, from its ZIP archive."""
+    """Return the unpacked crate of the plan cosmo."""
     tree, folder = finished[0], tmp_path_factory.mktemp("crate")
     for file in (folder / "one.zip", folder / "other.zip"):
         done = pack(tree, "cosmo", file)
         assert done.returncode == 0, done.stderr
-    assert (folder / "one.zip").read_bytes() == (folder / "other.zip").read_bytes(), "made twice it is the same"
+    assert (folder / "one.zip").read_bytes() == (folder / "other.zip").read_bytes(), (
+        "packing twice must give the same archive"
+    )
     with zipfile.ZipFile(folder / "one.zip") as archive:
         archive.extractall(folder / "crate")
     return folder / "crate"
@@ -73,7 +75,7 @@ def entities(crate: Path) -> dict[str, Any]:
 
 
 def test_a_validator_finds_what_the_profile_requires(crate: Path, tmp_path: Path) -> None:
-    """The terms of RO-Crate 1.1 stand in the file here, as those of 1.3 and the four that differ: without a network."""
+    """The file contains the terms of RO-Crate 1.1 (1.3, except for four terms), so that no network is needed."""
     from rocrate import vocabs
     from rocrate_validator import models, services
 
@@ -111,9 +113,11 @@ def test_its_files_are_those_of_the_results(crate: Path, finished: tuple[Tree, O
         if name.startswith("data/") and name.endswith("/"):
             splits = Manifest.read(results / name / "manifest.json").splits.values()
             there = [(results / name / file.path).stat().st_size for files in splits for file in files]
-            assert entity["contentSize"] == str(sum(there)), "bytes"
-    assert summary_csv(packed) == (results / "plans/cosmo/summary.csv").read_text(), "it is a folder of results, too"
-    assert "default-src 'none'" in (crate / "ro-crate-preview.html").read_text(), "a title runs nothing"
+            assert entity["contentSize"] == str(sum(there)), "sizes must be in bytes"
+    assert summary_csv(packed) == (results / "plans/cosmo/summary.csv").read_text(), (
+        "the crate must be a valid results folder"
+    )
+    assert "default-src 'none'" in (crate / "ro-crate-preview.html").read_text(), "a title must not run code"
 
 
 def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, Outcome]) -> None:
@@ -129,15 +133,17 @@ def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, 
     assert timed["startTime"] <= timed["endTime"] <= known["./"]["datePublished"]
     ran = known["#plan_cosmo"]
     stages = [each for each in known.values() if each is not ran and "startTime" in each]
-    assert len({each["startTime"] for each in stages}) > 1, "which differ"
+    assert len({each["startTime"] for each in stages}) > 1, "start times of stages must differ"
     assert ran["startTime"] == min(each["startTime"] for each in stages)
     assert ran["endTime"] == max(each["endTime"] for each in stages)
     assert known["./"]["license"]["@id"].endswith("CC-BY-4.0")
-    assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), "which is not the results' own"
+    assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), (
+        "the workflow has another licence than the results"
+    )
 
 
 def test_authors_and_licence_of_results_are_the_users(crate: Path) -> None:
-    """The workflow's own files keep theirs."""
+    """The workflow's own files keep their licence."""
     known = entities(crate)
     root, workflow = known["./"], known["Snakefile"]
     assert root["license"] == {"@id": "https://spdx.org/licenses/CC-BY-4.0"}
@@ -176,7 +182,7 @@ def test_its_data_are_described_by_croissant(crate: Path, finished: tuple[Tree, 
 
 @pytest.fixture
 def kept(finished: tuple[Tree, Outcome], tmp_path: Path) -> Path:
-    """Return a folder with a copy of the results of the plan mnist_cnn, to change at will."""
+    """Return a folder with a copy of the results of the plan mnist_cnn that a test may change."""
     for place in ("plans/mnist_cnn", "data/mnist_cnn"):
         shutil.copytree(finished[0].results / place, tmp_path / "results" / place)
     return tmp_path / "results"
@@ -206,7 +212,7 @@ def test_what_is_large_is_named_by_its_digest_and_so_is_an_image(
 
 @pytest.mark.slow
 def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
-    """The workflow hides them; records of stages that ran by hand may have them."""
+    """The workflow redacts logins, but records of stages that ran by hand may contain them."""
     settings, file = kept / "plans/mnist_cnn/tiny/config.yaml", tmp_path / "crate.zip"
     settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
     refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")

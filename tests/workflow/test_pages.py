@@ -1,4 +1,4 @@
-"""The page that a call ends with, Snakemake's own report, and data that changed or are not where they were."""
+"""The page at the end of a call, Snakemake's own report, and changed or missing data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {"dataset": "squares", "batch_size": 8, "model": {"hidden": 8}, "load
 NAMED = {"study": "starter_cnn", "measure": ["train"]}
 PLAN = {**NAMED, "settings": {**SETTINGS, "training": {"epochs": 1}}}
 SOURCE = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "shares": {"train": 0.5, "valid": 0.5}}
-#: `results` is that of config.yaml: its `index.html` belongs to the targets there.
+#: `results` is set in config.yaml; its targets own `index.html`.
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["one", "other"],
@@ -32,7 +32,7 @@ OWN = "report/one+other.html"
 
 @pytest.fixture(scope="module")
 def small(make_tree: Callable[..., Tree]) -> Tree:
-    """Return a finished study, of arrays of a user's own."""
+    """Return a tree with a finished study on the user's own arrays."""
     tree = make_tree(CONFIG)
     values = np.random.default_rng(0).random((16, 1, 8, 8), dtype=np.float32)
     np.savez(tree.path / "mine.npz", input=values, target=values)
@@ -45,7 +45,7 @@ def small(make_tree: Callable[..., Tree]) -> Tree:
 
 
 def shown(tree: Tree, done: Outcome) -> list[str]:
-    """Return what a call ends with: pages and pictures, inside the folder of results."""
+    """Return the pages and pictures that a call prints at its end, relative to the results folder."""
     return [
         line.removeprefix(f"{tree.results.resolve()}/")
         for line in re.findall(r"^(?:Report|Preview): (.+)$", done.output, re.MULTILINE)
@@ -54,7 +54,7 @@ def shown(tree: Tree, done: Outcome) -> list[str]:
 
 @pytest.mark.slow
 def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
-    """Also where nothing was to be done; the page of the targets in config.yaml stays as it is."""
+    """This holds if no job ran, too; the page of config.yaml's targets stays unchanged."""
     for targets, pages in (
         ([], [OWN]),
         (["plan_one", "plan_other"], ["plans/one/report.html", "plans/other/report.html"]),
@@ -70,7 +70,7 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
-    """No part of it stays, nor the one before: of its inputs the table alone is newer."""
+    """Neither a part of it nor the old page remains; of its inputs only the table is newer."""
     page, table, preview = (small.results / file for file in (OWN, "plans/one/summary.csv", "data/squares/preview.png"))
     made, drawn = preview.stat().st_mtime_ns, preview.read_bytes()
     table.write_text(table.read_text() + "\n")
@@ -90,7 +90,7 @@ def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
-    """It is made of finished plans, whatever else is in results; of others it is refused in one sentence."""
+    """It works for finished plans, whatever else is in the results; for unfinished ones there is one message."""
     more = 'plans={"other": {"from": "one.a", "runs": {"new": {"seed": 5}}}}'
     (small.results / "plans/half/made").mkdir(parents=True, exist_ok=True)
     (small.results / "plans/half/made/prediction.png").write_bytes(b"")
@@ -108,7 +108,7 @@ def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_what_is_gone_is_told(small: Tree) -> None:
-    """Whatever a job makes again, and what none does: a folder that no rule names, what nothing asked for needs."""
+    """The line names a missing file that a job makes again, or a missing folder or file that no job needs."""
     run, stats = small.results / "plans/one/a", small.results / "data/squares/stats"
     for gone in (run / "tensorboard", stats):
         gone.rename(small.path / gone.name)
@@ -130,7 +130,7 @@ def test_what_is_gone_is_told(small: Tree) -> None:
     assert done.status == 0 and stats.is_dir() and (run / "tensorboard").is_dir(), done.output
 
 
-# ---- folders of images: what changed in them is packed again -------------------------------------------
+# ---- folders of images: changed files are packed again --------------------------------------------------
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     assert dry.status == 2 and "Traceback" not in dry.output
     broken = f"  data photos: {link}: cannot look at this file (No such file or directory); repair or remove it\n"
     assert f"\nFAIL{broken}" in dry.output
-    # One broken dataset fails only its own targets.
+    # A broken dataset affects only its own targets.
     other = tree.snakemake("--cores", "2", "--keep-going", "--", "data_photos", "data_digits")
     assert other.status != 0 and "Traceback" not in other.output
     assert f"\nwarn{broken}" in other.output and (tree.results / "data/digits/preview.png").exists()

@@ -1,4 +1,4 @@
-"""The shipped plans that profile both studies on GPUs, as `snakemake -n --profile perlmutter` shows them."""
+"""The shipped plans that profile two studies on GPUs, as shown by `snakemake -n --profile perlmutter`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlscale.data import parts
 from tests.workflow.conftest import Job, Outcome, Tree
 
 PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
-#: First rung and last one of each ladder, and the latter on the four GPUs of a node.
+#: First and last rung of each ladder, and the last one on the four GPUs of a node.
 SINGLE = [f"{study}_ladder {run}" for study in ("cosmo", "era5") for run in ("baseline", "graphs")]
 FOUR = ["cosmo_profile four", "era5_profile four"]
 DATA = [
@@ -27,7 +27,7 @@ PODMAN_HPC = {"engine": "podman-hpc", "image": "localhost/dlscale:gpu", "modules
 
 @pytest.fixture(scope="module", params=[{}, PODMAN_HPC], ids=["shifter", "podman-hpc"])
 def shown(request: pytest.FixtureRequest, make_tree: Callable[..., Tree]) -> tuple[str, Outcome]:
-    """Return the engine, and what a dry run shows where the published data are, or so it seems."""
+    """Return the engine, and the dry run's output with placeholders for the published data."""
     tree = make_tree({"results": "results", "site": request.param})
     for name in DATA:
         (tree.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def test_the_runs_that_are_named_and_no_others(shown: tuple[str, Outcome]) -> No
     _, outcome = shown
     assert sorted(profiles(outcome)) == sorted(SINGLE + FOUR)
     names = {name for name in outcome.names if name.split()[0] in ("train", "throughput", "tune")}
-    assert names == {f"throughput {run}" for run in SINGLE + FOUR}, "they are timed, and not trained"
+    assert names == {f"throughput {run}" for run in SINGLE + FOUR}, "the runs must be timed, not trained"
 
 
 def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome]) -> None:
@@ -75,7 +75,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
 
 
 def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
-    """Both tools, in the last of four epochs; the whole ladder's settings, of which the first rung has none."""
+    """Both tools profile the last of four epochs; runs have the ladder's settings, except for the first rung."""
     for name, job in profiles(shown[1]).items():
         words = shlex.split(job.command)
         run = json.loads(words[words.index("--config") + 1])
@@ -94,13 +94,13 @@ def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
         gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
         asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}
         assert asked == {"nodes": 1, "constraint": "gpu", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
-        # Only the first rungs' speed was published; of the others nothing is known before they are timed.
+        # Only the speed of the first rungs is published; the time of later rungs is unknown before they are timed.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
 
 
 @pytest.mark.slow
 def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tree]) -> None:
-    """Where its data are, or so it seems: no geometry that its nodes cannot hold, no setting that is refused."""
+    """With placeholders for the data, no geometry exceeds a node and no setting is refused."""
     tree = make_tree({"results": "results"})
     configuration = resolve.load({"targets": ["cosmo_published"]})
     shipped = [name for study in resolve.study_files().values() for name in study.plans]
@@ -122,6 +122,6 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
     outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
     stages = ("train", "throughput", "profile", "tune")
     made = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in stages}
-    expected = {(run.plan, run.name) for run in runs if not run.rung}  # who comes to a later one, shows
+    expected = {(run.plan, run.name) for run in runs if not run.rung}  # later rungs depend on results
     lacking = {(plan, run) for plan, left_out in configuration.left_out.items() for run in left_out}  # on this machine
     assert made - lacking == expected

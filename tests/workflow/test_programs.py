@@ -1,4 +1,4 @@
-"""Programs of others in plans, by the real Snakemake: ladder, scaling, turns with a study, tuning; and again."""
+"""External programs in plans with the real Snakemake: ladder, scaling, paired timing, tuning, and reruns."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.conftest import TINY
 from tests.waiting import PATIENCE
 from tests.workflow.conftest import Outcome, Tree
 
-#: As short as turns can be.
+#: The shortest possible paired timing.
 TIMED = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0.0, "beside": 2, "error": 0.2}
-#: Steps of its sleep: what a step takes hardly depends on the machine.
+#: Command with sleeping steps: their time hardly depends on the machine.
 COMMAND = ["python", "theirs.py", "--batch-size", "{batch_size}", "--epochs", "{epochs}", "--sleep", "{sleep}"]
 PROGRAM: dict[str, Any] = {
     "command": [*COMMAND, "--out", "{out}", "--seed", "{seed}"],
@@ -96,10 +96,12 @@ def runs(tree: Tree, plan: str) -> dict[str, RunResult]:
 
 
 def check_environments(tree: Tree) -> None:
-    """The caller's variables, as they are, and none but those that docs/any_program.md lists."""
+    """Check that programs get the caller's variables unchanged, plus those listed in docs/any_program.md."""
     found = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
     timed = [each for each in found if "DLSCALE_STEPS_EVERY" in each]
-    assert len(found) - len(timed) == 4 and len(timed) >= 4, "two trainings, two timed, and those timed in turns"
+    assert len(found) - len(timed) == 4 and len(timed) >= 4, (
+        "expected two trainings, two measurements and paired timings"
+    )
     for each in found:
         assert each.pop("DLSCALE_STEPS_EVERY", "0.1") == "0.1"
         assert Path(each.pop("DLSCALE_STEPS")).name == "steps"
@@ -108,7 +110,7 @@ def check_environments(tree: Tree) -> None:
 
 
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
-    """Of a program, or of a rule of one's own: both import what lies beside them, by the caller's `python`."""
+    """A program and a user's rule import neighbouring modules, with the caller's `python`."""
     settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}
     settings |= {"throughput": {"trials": 2, "beside": 0}}
     plan = {"study": "program", "measure": ["throughput"], "settings": settings, "runs": {"one": {}}}
@@ -145,25 +147,25 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
     (file,) = tree.path.glob("own/environment.*.json")
     found = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("DLSCALE_")}
     changed = {name for name in {*found, *given, *ranks} if found.get(name) != {**given, **ranks}.get(name)}
-    assert changed <= {*CHANGED}, "those that Snakemake and its shell set"
+    assert changed <= {*CHANGED}, "only variables of Snakemake and its shell may differ"
 
 
 @pytest.mark.slow
 def test_plans_of_programs(tree: Tree) -> None:
-    """Rates are what sleeps allow, speed-ups what turns say, losses those that it logged; then only what changed."""
+    """Rates match the sleeps, speed-ups the paired timing, losses the log; then only changes rerun."""
     call(tree)
     check_environments(tree)
     ladder = runs(tree, "ladder")
     for run, sleep in ((ladder["slow"], 0.04), (ladder["fast"], 0.01)):
         assert run.throughput and run.throughput.full and run.throughput.outside
-        assert 0.4 < run.throughput.full.mean * sleep / 32 < 1, "no faster than its sleep, and not much slower"
+        assert 0.4 < run.throughput.full.mean * sleep / 32 < 1, "the rate must be a little below that of the sleeps"
         assert run.throughput.outside.way == "seen" and run.throughput.batch_size == 32
         assert run.throughput.outside.gradient_bytes == 4 * (8 * 32 + 32 + 32 + 1)
         logged = [json.loads(line) for line in (run.folder / "out/log.jsonl").read_text().splitlines()]
         assert [epoch.valid_loss for epoch in run.epochs] == [row["val"] for row in logged]
         assert [epoch.step for epoch in run.epochs] == [16, 32, 48, 64]
     beside = ladder["fast"].throughput
-    assert beside and beside.beside, "it is timed in turns with the first"
+    assert beside and beside.beside, "the second run must have a paired timing with the first"
     ratio = math.exp(interval(beside.beside.ratios)[0])
     own = ladder["fast"].throughput.full.mean / ladder["slow"].throughput.full.mean  # type: ignore[union-attr]
     assert 2 < ratio < 4.5 and abs(math.log(ratio / own)) < 0.5
@@ -187,7 +189,7 @@ def test_on_one_process_and_on_two(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_in_turns_with_a_study(tree: Tree) -> None:
-    """A program and a run of ours, each beside the other, in one plan; either may come first."""
+    """A program and a run of a study have a paired timing with each other, in either order."""
     call(tree, "plan_beside")
     found = runs(tree, "beside")
     ours = found["ours"].throughput
@@ -201,12 +203,12 @@ def test_in_turns_with_a_study(tree: Tree) -> None:
     theirs = runs(tree, "reversed")["theirs"].throughput
     assert theirs and theirs.beside
     one, other = (interval(each.beside.ratios)[0] for each in (ours, theirs) if each.beside)
-    assert abs(one + other) < 1, "which of the two is faster does not depend on the order"
+    assert abs(one + other) < 1, "the ratio must not depend on the order"
 
 
 @pytest.mark.slow
 def test_tuning(tree: Tree) -> None:
-    """The shorter sleep wins, and the plan that it writes is one."""
+    """The shorter sleep wins, and the written plan is valid."""
     call(tree, "plan_tuned")
     tuning = runs(tree, "tuned")["base"].tuning
     assert tuning and tuning.changes == {"program.values.sleep": 0.005}
@@ -216,7 +218,7 @@ def test_tuning(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_failed_try_is_resumed(tree: Tree) -> None:
-    """By the program's own words, from what it left; the whole is as if nothing had been."""
+    """The retry uses the program's own resume option; the result equals an uninterrupted run's."""
     program = {
         **PROGRAM,
         "command": [*PROGRAM["command"], "--fail-after", "2", "{resume}"],

@@ -1,4 +1,4 @@
-"""Logins and signed addresses of datasets: what holds them while a plan runs, and afterwards."""
+"""Logins and signed addresses of datasets: where they are visible during and after a plan's run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGIN = f"Basic {base64.b64encode(f'me:{PASSWORD}'.encode()).decode()}"
 
 
 class _Guarded(http.server.SimpleHTTPRequestHandler):
-    """Serves files to who knows the password and the whole query."""
+    """Server that gives files only for the right password and the complete query."""
 
     asked: list[str]
 
@@ -42,7 +42,7 @@ class _Guarded(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Return the address of a folder with digits, and the files that are asked for."""
+    """Return the address of a folder with digits, and the list of requested files."""
     rng, folder = np.random.default_rng(5), tmp_path / "served"
     folder.mkdir()
     files(folder, (rng.integers(0, 256, (48, 28, 28), dtype=np.uint8), rng.integers(0, 10, 48, dtype=np.uint8)))
@@ -56,14 +56,14 @@ def _with_secrets(text: bytes) -> bool:
 
 
 def _files_with_secrets(tree: Tree) -> list[Path]:
-    """Return the files that hold a secret, but for the user's own."""
+    """Return the files that contain a secret, except the user's own."""
     found = [path for path in tree.path.rglob("*") if path.is_file() and _with_secrets(path.read_bytes())]
     return [path for path in found if path.name != "tiny.yaml"]
 
 
 @contextlib.contextmanager
 def _watched() -> Iterator[tuple[set[str], set[str]]]:
-    """Collect the command lines of processes: those that hold a secret, and those of whose environment that is so."""
+    """Collect command lines of processes with a secret, in the command line itself or in their environment."""
     lines, environments, over = set[str](), set[str](), threading.Event()
 
     def watch() -> None:
@@ -84,7 +84,7 @@ def _watched() -> Iterator[tuple[set[str], set[str]]]:
         thread.join()
 
 
-@pytest.mark.slow  # test_config holds what all of this rests on
+@pytest.mark.slow  # test_config covers the parts
 def test_secrets_reach_what_fetches_and_nothing_else(
     make_tree: Callable[..., Tree], guarded: tuple[str, list[str]]
 ) -> None:
@@ -115,25 +115,25 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     crate = tree.shell("python -P -m dlscale crate p --configfile tiny.yaml --citation CITATION.cff")
     assert crate.returncode == 0, crate.stderr
     assert not _with_secrets(done.output.encode()) and _files_with_secrets(tree) == []
-    assert host in (tree.results / "report/p.html").read_text(), "the page says where the data are from"
+    assert host in (tree.results / "report/p.html").read_text(), "the page must name the origin of the data"
     assert lines == set()
-    assert environments, "the watch saw none"
-    stages = {line for line in environments if line.startswith("python")}  # what shells run begins with `env -u`
-    assert all(" dlscale acquire " in line for line in stages), "no other stage has them"
+    assert environments, "no process with a secret was seen"
+    stages = {line for line in environments if line.startswith("python")}  # other shells begin with `env -u`
+    assert all(" dlscale acquire " in line for line in stages), "only `acquire` may have the secrets"
 
     tree.config = config("a-new-" + TOKEN)
     tree.write()
-    assert tree.planned(targets=["all"]).names == [], "another token is no other file"
+    assert tree.planned(targets=["all"]).names == [], "a new token must not fetch the files again"
     told = tree.snakemake("-n", "--cores", "1", "--config", f"datasets={tree.config['datasets']}", "--", "all")
     assert told.status == 2 and "--config: a secret, or an address with a login: everyone can read" in told.output
-    for log in (tree.path / ".snakemake/log").iterdir():  # of the last call: its own command line, as it was typed
+    for log in (tree.path / ".snakemake/log").iterdir():  # has the command line of the last call as it was typed
         log.unlink()
     report = tree.snakemake("--report", "report.html", "--", "all")
     assert report.status == 0, report.output[-3000:]
     assert _files_with_secrets(tree) == []
 
 
-#: A program that trains only with its secrets.
+#: Program that trains only with its secrets.
 NEEDY = """
 import os, sys
 token, at = sys.argv[2:]
@@ -145,7 +145,7 @@ print("val loss 0.25")
 """
 
 
-@pytest.mark.slow  # test_redact and test_config hold what this rests on
+@pytest.mark.slow  # test_redact and test_config cover the parts
 def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree], tmp_path: Path) -> None:
     script = tmp_path / "needy.py"
     script.write_text(NEEDY.format(PASSWORD, TOKEN, OTHER))
@@ -170,7 +170,7 @@ def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree
     assert crate.returncode == 0, crate.stderr
     assert _files_with_secrets(tree) == [] and not _with_secrets(done.output.encode())
     assert lines and all(str(script) in line and "dlscale" not in line for line in lines), (
-        "the program's own words alone"
+        "only the program's own command line may have secrets"
     )
     stages = [line for line in environments if " -m dlscale " in line and line.split()[0].endswith("python")]
     wrong = [line for line in stages if " dlscale program " not in line and " dlscale throughput " not in line]
@@ -181,6 +181,6 @@ def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree
 
     tree.config = config("a-new-" + PASSWORD)
     tree.write()
-    assert tree.planned(targets=["all"]).names == [], "another token computes nothing new"
+    assert tree.planned(targets=["all"]).names == [], "a new token must not rerun the program"
     told = tree.snakemake("-n", "--cores", "1", "--config", f"plans={tree.config['plans']}", "--", "all")
     assert told.status == 2 and "--config: a secret" in told.output

@@ -1,4 +1,4 @@
-"""A first-time user's tour of a fresh clone: `tour.sh`, which prints what a user sees and checks it."""
+"""A first-time user's tour of a fresh clone: `tour.sh` prints the output of each step and checks it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TOUR = Path(__file__).with_name("tour.sh")
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout to clone")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout to clone")
 def test_tour(tmp_path: Path) -> None:
-    """What is committed, for that is what a clone has."""
+    """A clone of the committed files passes the tour."""
     clone = tmp_path / "dlscale"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE", "PYTEST", "SLURM"))}

@@ -1,4 +1,4 @@
-"""The tiny workflow as its user meets it: what it leaves, what it says, and what happens when it is broken."""
+"""The tiny workflow from a user's view: its files, its output, and its behaviour after failures."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tests.workflow.jobs import EVERYTHING
 
 Make = Callable[..., Tree]
 
-# ---- what it leaves ---------------------------------------------------------------------------------
+# ---- files of the results folder --------------------------------------------------------------------
 
 
-#: What each job leaves in the results' folder.
+#: Files that each job writes to the results folder.
 FILES = {
     "configure_plan": ["plans/{plan}/plan.yaml"],
     "acquire": ["data/{dataset}/source/{file}"],
@@ -82,18 +82,18 @@ FILES = {
 
 
 def test_layout(finished: tuple[Tree, Outcome]) -> None:
-    """What results/README.md promises, and nothing half-written beside it."""
+    """The files are documented in results/README.md, and no partial file is left."""
     tree, outcome = finished
     files = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
     jobs = [job for job in outcome.jobs if job.command]
     expected = {file.format(**job.wildcards) for job in jobs for file in FILES[job.rule]}
-    # Of these only the folders are promised.
+    # Only the folders of these files are documented.
     folders = ("logs/", "benchmarks/", "checkpoints/", *(f"data/{dataset}/stats/" for dataset in CONFIG["datasets"]))
     folders += ("report/figures/", *(f"plans/{plan}/figures/" for plan in CONFIG["plans"]))
     traces = {file for file in files if "/profile/" in file and ".rank0." in file}
     assert any("torch" in file for file in traces)
     left = {file for file in files - traces if not file.startswith(folders) and "/tensorboard/" not in file}
-    # Who works here, and which files of data this machine has read whole: neither is a result.
+    # The lock, and the lists of data files that this machine has verified: they are not results.
     beside = {".lock", *(f"data/{dataset}/verified.json" for dataset in {*CONFIG["datasets"]} - {"imagenet_resnet50"})}
     assert left - beside == expected
     assert ".lock" in left and "data/boxes/verified.json" in left
@@ -124,26 +124,26 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
     throughput = json.loads((tree.results / "plans/era5/vit/throughput.json").read_text())
     assert all(len(throughput[key]["trial_throughput"]) == 2 for key in ("IO", "SYNTHETIC", "FULL"))
     own, timed = (Throughput.read(tree.results / f"plans/cosmo/{run}/throughput.json") for run in ("unet", "ceiling"))
-    assert own.beside is None, "a second is too short for a copy of itself"
+    assert own.beside is None, "one second is too short to time the run against its copy"
     assert timed.beside and timed.beside.compute == own.compute != timed.compute
     for stage in ("train", "throughput"):
         met = Environment.read(tree.results / f"plans/cosmo/unet/telemetry/{stage}.json")
         assert met.python == platform.python_version() and met.versions["torch"] == torch.__version__
-    assert throughput["beside"] is None, "its plan wants none"
+    assert throughput["beside"] is None, "its plan has no paired timing"
 
 
 def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
-    """All rows of telemetry say what other jobs of this call used; none may pass for another's program."""
+    """All telemetry rows have the use by other jobs of this call, so that they do not count as foreign programs."""
     tree, _ = finished
     files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
     assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
     assert (
         "BENCHMARK_INTERVAL_SHORT" in ScheduledPeriodicTimer._schedule.__code__.co_names
-    )  # which rules/common.smk sets
+    )  # rules/common.smk sets this variable
 
 
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
-    """Every job is counted once; those that computed are told apart from the starts of their processes."""
+    """Every job is counted once, with its total time and the time that its process took to start."""
     tree, outcome = finished
     pages = [
         "report/index.html",
@@ -159,7 +159,7 @@ def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> Non
 
 
 def test_hostile_names_are_names_only(finished: tuple[Tree, Outcome]) -> None:
-    """The results' folder and the titles of this workflow hold quotes, spaces and commands."""
+    """The results folder and the titles contain quotes, spaces and commands."""
     tree, _ = finished
     assert not [path for path in tree.path.rglob("*") if path.name.startswith("pwned")]
     for page in ("report/index.html", "plans/cosmo/report.html"):
@@ -176,7 +176,7 @@ def test_nothing_is_left_to_do(finished: tuple[Tree, Outcome]) -> None:
 
 @pytest.mark.slow
 def test_snakemakes_own_report(finished: tuple[Tree, Outcome]) -> None:
-    """It holds every page, table and picture that a rule declares, and their captions."""
+    """It contains every page, table and picture that a rule declares, with its caption."""
     tree, _ = finished
     outcome = tree.snakemake("--report", "own.html", "--", *TARGETS)
     page = tree.path / "own.html"
@@ -208,11 +208,11 @@ def by_hand(tree: Tree, outcome: Outcome, *names: str) -> None:
 
 @pytest.mark.slow
 def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
-    """Training with the printed command gives the very same weights and metrics, times apart."""
+    """Training with the printed command gives identical weights and metrics, except for times."""
     folder = clone.results / "plans/era5/vit"
     same = [folder / name for name in ("model.pt", "config.yaml")]
     before, content = timeless(folder), [file.read_bytes() for file in same]
-    shutil.rmtree(clone.results / "checkpoints/era5/vit")  # what was finished would not be trained again
+    shutil.rmtree(clone.results / "checkpoints/era5/vit")  # otherwise the finished training would not run again
     shutil.rmtree(folder / "tensorboard")
     for name in ("metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "config.yaml"):
         (folder / name).unlink()
@@ -272,7 +272,7 @@ TRAINED = sorted(job.removeprefix("train ") for job in EVERYTHING if job.startsw
     ],
 )
 def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) -> None:
-    """A run that is named with `use` is run once, where it is at home; the page of all shows all."""
+    """A run that `use` names runs once, in its own plan; the page of targets shows all."""
     names = fresh.planned(targets=[target]).names
     assert of(names, "train") == runs
     assert [name for name in names if name.startswith("report")] == pages
@@ -280,7 +280,7 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
 
 @pytest.mark.slow
 def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
-    """Three hundred runs: as many trainings and measurements, on one dataset that is made once."""
+    """Three hundred runs have as many trainings and measurements, on one dataset that is made once."""
     config = copy.deepcopy(CONFIG)
     config["plans"]["many"] = {
         "study": "cosmo_unet",
@@ -302,7 +302,7 @@ RULES = {
 
 
 def directive(body: str, name: str) -> str:
-    """Return the text of a rule's directive, empty if it has none."""
+    """Return the text of a rule's directive, or an empty string."""
     found = re.search(rf"^    {name}:(.*\n(?:(?: {{8}}.*)?\n)*)", body, re.MULTILINE)
     return found[1] if found else ""
 
@@ -310,20 +310,20 @@ def directive(body: str, name: str) -> str:
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_is_thin_and_complete(rule: str) -> None:
     _, body = RULES[rule]
-    assert re.match(r'    """[A-Z].*\."""\n', body), "a docstring of one line"
+    assert re.match(r'    """[A-Z].*\."""\n', body), "the rule needs a docstring of one line"
     for name in ("log", "benchmark", "message", "params", *(["output"] if rule != "image" else [])):
         assert directive(body, name), name
     shell = ast.literal_eval(f"({directive(body, 'shell')})")
-    # `launch` starts dlscale, once or in several processes.
+    # `launch` starts dlscale, in one or several processes.
     stage = re.match(r"{params\.launch:q} ([a-z]+) ", shell)
     assert stage and stage[1] in STAGES
-    assert not re.search(r"[;&|<>`$\\\n]", shell), "one command and nothing else"
+    assert not re.search(r"[;&|<>`$\\\n]", shell), "the shell must be a single command"
     assert "--log {log:q}" in shell
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_quotes_what_it_puts_into_a_shell(rule: str) -> None:
-    """All but numbers and names that a wildcard's constraint keeps harmless."""
+    """Only numbers, and names with a harmless wildcard constraint, are unquoted."""
     shell = ast.literal_eval(f"({directive(RULES[rule][1], 'shell')})")
     bare = {field for field in re.findall(r"{([^{}]*)}", shell) if not field.endswith(":q")}
     assert bare <= {"threads", "wildcards.split", "wildcards.part", "wildcards.piece"}
@@ -348,7 +348,7 @@ def test_no_lambda_in_the_rules() -> None:
 
 
 def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
-    """Its one line is on the screen; it leaves nothing; once the cause is gone the same command goes on."""
+    """The terminal shows its one-line error; it leaves no file; after a repair the same command continues."""
     config = copy.deepcopy(CONFIG)
     names = ["a box $(touch pwned).h5", "another 'box'.h5"]
     source = {"kind": "files", "train": [f"raw/{names[0]}"], "valid": [f"raw/{names[1]}"]}
@@ -387,9 +387,9 @@ def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
 
 @pytest.mark.slow
 def test_interrupted_and_killed(clone: Tree) -> None:
-    """Ctrl-C: the same command goes on. SIGKILL: Snakemake first wants `--unlock`, says so, and then goes on.
+    """After Ctrl-C the same command continues. After SIGKILL, Snakemake first asks for `--unlock`, and then continues.
 
-    In between, a training that outlived its Snakemake is not joined by a second writer.
+    In between, no second process writes to a training that outlived Snakemake.
     """
     clone.config["plans"]["era5"]["settings"]["training"] = {"epochs": 40}
     clone.write()
@@ -413,11 +413,11 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     done = steps()
     process = clone.start(*call)
     until("a checkpoint after the interruption", lambda: steps() - done)
-    process.kill()  # Snakemake alone: its training lives on
+    process.kill()  # only Snakemake: the training continues
     process.wait()
     owner = int((checkpoints / ".lock").read_text().split()[1])
     try:
-        os.kill(owner, signal.SIGSTOP)  # so that it is there still when the others ask
+        os.kill(owner, signal.SIGSTOP)  # so that it still exists during the next calls
         locked = clone.snakemake(*call)
         assert locked.status == 1 and "--unlock" in locked.output
         assert clone.snakemake("--unlock", *call).status == 0
@@ -433,13 +433,15 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 41))
     log = (clone.results / "logs/train/era5/vit.log").read_text()
-    assert log.count(" started in ") >= 3 and "epoch 1 of 40" in log and "epoch 40 of 40" in log, "all tries"
+    assert log.count(" started in ") >= 3 and "epoch 1 of 40" in log and "epoch 40 of 40" in log, (
+        "the log must have all tries"
+    )
     assert clone.planned(targets=call[3:]).names == []
 
 
 @pytest.mark.slow
 def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
-    """A call from anywhere is refused before it writes while another one works there; a dry run may look."""
+    """A second call is refused before it writes, from any folder; a dry run is allowed."""
     tree = make_tree()
     with only_writer(tree.results):
         before = list(tree.results.rglob("*"))
@@ -452,7 +454,7 @@ def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
-    """As the run itself would, which refuses before its first job."""
+    """The real run fails with the same message before its first job."""
     clone.config["plans"]["nodes"] = {
         "study": "mnist_cnn",
         "settings": {"dataset": "mnist_cnn", "model": {"widths": [4, 8], "hidden": 16}, "batch_size": 8},

@@ -1,4 +1,4 @@
-"""A training program that knows nothing of dlscale, as people write it: its options, its log, its checkpoint."""
+"""Typical training program without dlscale: it has its own options, log and checkpoint."""
 
 import argparse
 import json

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# A first-time user's tour: what README and docs/first_hour.md show, in the small, in the folder where this is called, a
-# fresh clone.
-# Each step prints what a user sees, and checks it; the first that is not as it must be ends the tour.
+# A first-time user's tour: a small version of README and docs/first_hour.md, run in the current folder, a fresh clone.
+# Each step prints its output and checks it; the first error ends the tour.
 set -euo pipefail
 
 seen=$(mktemp)
@@ -9,7 +8,7 @@ trap 'rm -f "$seen"' EXIT
 
 step() { printf '\n==== %s\n' "$*"; }
 
-# Show a command and what it says; `ends STATUS COMMAND …` expects its exit status.
+# `ends STATUS COMMAND …` prints a command and its output, and checks its exit status.
 ends() {
     local expected=$1 status=0
     shift
@@ -19,14 +18,14 @@ ends() {
     [ "$status" -eq "$expected" ] || { echo "TOUR: '$*' ended with $status, not $expected"; exit 1; }
 }
 
-# What the last command said has this text; or has it not.
-says() { grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: it does not say: $1"; exit 1; }; }
-is_silent_about() { ! grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: it says: $1"; exit 1; }; }
-is_there() { [ -e "$1" ] || { echo "TOUR: $1 is not there"; exit 1; }; }
+# Check that the last command's output contains a text, or does not contain it.
+says() { grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: the output lacks: $1"; exit 1; }; }
+is_silent_about() { ! grep --quiet --fixed-strings -- "$1" "$seen" || { echo "TOUR: the output must not contain: $1"; exit 1; }; }
+is_there() { [ -e "$1" ] || { echo "TOUR: $1 is missing"; exit 1; }; }
 
 mine=(--configfile mine.yaml)
 
-step 'A plan of one'\''s own'
+step 'A plan of your own'
 cat >mine.yaml <<'YAML'
 targets: [first]
 datasets:
@@ -58,12 +57,12 @@ ends 0 snakemake "${mine[@]}"
 says "Report: $PWD/results/report/first.html"
 is_there results/report/first.html
 is_there results/plans/first/faster/model.pt
-grep --quiet 'all runs do equal work' results/report/first.html || { echo 'TOUR: a learning rate is told as faster'; exit 1; }
+grep --quiet 'all runs do equal work' results/report/first.html || { echo 'TOUR: the report calls a learning rate faster'; exit 1; }
 ends 0 snakemake "${mine[@]}"
 says 'Nothing to be done'
 says "Report: $PWD/results/report/first.html"
 
-step 'How far it is, and why'
+step 'Progress and reasons'
 ends 0 dlscale status --watch "${mine[@]}"
 says 'first.reference'
 says 'done'
@@ -81,7 +80,7 @@ ends 0 snakemake "${mine[@]}" -- plan_first
 says "Report: $PWD/results/plans/first/report.html"
 is_silent_about 'report/first.html'
 
-step 'Slips of the pen'
+step 'Typing errors'
 sed 's/{lr: 4.0e-3}/{lrr: 4.0e-3}/' mine.yaml >slip.yaml
 ends 2 snakemake -n --configfile slip.yaml
 says "unknown key 'lrr' (did you mean 'lr'?)"
@@ -91,7 +90,7 @@ says "unknown key 'lr' (did you mean 'optimizer.lr'?)"
 ends 2 snakemake "${mine[@]}" -- plan_frist
 says "plan_frist: no plan is called 'frist' (did you mean 'first'?)"
 
-step 'Data of one'\''s own'
+step 'Your own data'
 python - <<'PYTHON'
 import numpy as np
 
@@ -123,7 +122,7 @@ ends 0 snakemake "${mine[@]}" own.yaml
 says "Report: $PWD/results/report/second.html"
 is_there results/report/first.html
 
-step 'A dataset by another name'
+step 'A renamed dataset'
 sed -i 's/fields:$/squares:/; s/dataset: fields/dataset: squares/' own.yaml
 ends 0 dlscale why "${mine[@]}" own.yaml
 says 'data squares (preprocess, assemble, describe, preview): never made'
@@ -131,7 +130,7 @@ ends 0 snakemake "${mine[@]}" own.yaml
 is_there results/data/squares/manifest.json
 is_there results/data/fields/manifest.json
 
-step 'A file that is not there'
+step 'A missing file'
 sed -i 's/fields.npz/absent.npz/g' own.yaml
 ends 2 snakemake "${mine[@]}" own.yaml
 says 'FAIL  data squares: absent.npz: no such file or folder; put the file there, or correct datasets.squares.source'
@@ -143,11 +142,11 @@ says 'Nothing to be done'
 
 cp -r results earlier
 
-step 'Ctrl-C, and on'
+step 'Ctrl-C, and the same command again'
 sed -i 's/epochs: 2/epochs: 40/' mine.yaml
 metrics=results/plans/first/reference/metrics.jsonl
 rm "$metrics"
-# In a process group of its own, as a terminal would start it; otherwise bash has what runs beside it ignore Ctrl-C.
+# Start it in its own process group, as a terminal does; otherwise bash makes background processes ignore Ctrl-C.
 set -m
 snakemake "${mine[@]}" -- "$metrics" >"$seen" 2>&1 </dev/null &
 snakemake=$!
@@ -157,11 +156,11 @@ for _ in $(seq 600); do
     kill -0 "$snakemake" || break
     sleep 0.1
 done
-kill -INT -- "-$snakemake" || true  # has ended: what it said shows why
+kill -INT -- "-$snakemake" || true  # if it has ended, the output shows why
 status=0
 wait "$snakemake" || status=$?
 cat "$seen"
-[ "$status" -ne 0 ] || { echo 'TOUR: it ended as if nothing had been'; exit 1; }
+[ "$status" -ne 0 ] || { echo 'TOUR: it ended with status 0 after Ctrl-C'; exit 1; }
 says 'Interrupted. Finished results are kept: the same command continues.'
 is_silent_about 'corrupted'
 epochs=$(wc -l <"$metrics")
@@ -169,7 +168,7 @@ epochs=$(wc -l <"$metrics")
 ends 0 dlscale status "${mine[@]}"
 says 'asked to end; saved after step'
 ends 0 snakemake "${mine[@]}" -- "$metrics"
-[ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing, or there twice'; exit 1; }
+[ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing or occur twice'; exit 1; }
 log=results/logs/train/first/reference.log
 [ "$(grep --count ' started in ' "$log")" -ge 2 ] || { echo "TOUR: $log begins with the second try"; exit 1; }
 python - results/plans/first/reference/provenance.json <<'PYTHON'
@@ -177,10 +176,10 @@ import json
 import sys
 
 step = json.load(open(sys.argv[1]))["resumed_from_step"]
-assert step and step > 0, f"it began anew: {step}"
+assert step and step > 0, f"the training did not resume: {step}"
 PYTHON
 
-step 'What became of it'
+step 'Comparison with earlier results'
 ends 0 snakemake "${mine[@]}" -- plan_first
 ends 0 dlscale compare earlier results "${mine[@]}"
 says 'first.reference'

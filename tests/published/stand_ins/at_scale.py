@@ -1,4 +1,4 @@
-"""In the form of `train.py` of the Deep Learning at Scale tutorials: SC22's, or SC23's where there is a ViT.yaml."""
+"""Stand-in for `train.py` of the Deep Learning at Scale tutorials: SC22, or SC23 if there is a ViT.yaml."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add(tag: str, value: float, step: int) -> None:
 
 
 def score(step: int) -> float:
-    """Validate, and log it."""
+    """Validate and log the loss."""
     loss = tiny.validate(model, validation)
     add("Loss/valid", loss, step)
     if VIT:

@@ -1,4 +1,4 @@
-"""In the form of the workshop's `mnist_classify.py`: all settings are arguments, and all that it tells is printed."""
+"""Stand-in for the workshop's `mnist_classify.py`: all settings are arguments, and all results are printed."""
 
 from __future__ import annotations
 

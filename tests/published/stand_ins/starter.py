@@ -1,4 +1,4 @@
-"""In the form of `train_single_gpu.py` and `train_multi_gpu.py`: printed tensors, and a checkpoint to go on from."""
+"""Stand-in for `train_single_gpu.py` and `train_multi_gpu.py`: it prints tensors and resumes from a checkpoint."""
 
 from __future__ import annotations
 

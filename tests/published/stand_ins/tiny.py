@@ -1,4 +1,4 @@
-"""What the stand-ins for the published programs share; like them it knows nothing of dlscale."""
+"""Common parts of the stand-ins for the published programs; they do not use dlscale."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loader(count: int, local_batch_size: int) -> DataLoader[tuple[torch.Tensor, 
 
 
 def network() -> nn.Module:
-    """Return a network, the same in all processes, which average their gradients."""
+    """Return a network with equal weights in all processes, which average their gradients."""
     if RANKS > 1:
         torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def validate(model: nn.Module, batches: Batches) -> float:
 
 
 def note(rate: float, train: float, valid: float) -> None:
-    """Write what the stand-in's own stopwatch says of an epoch into a file beside it."""
+    """Append an epoch's figures by the stand-in's own stopwatch to a file next to it."""
     if RANK == 0:
         with Path(__file__).with_name("stopwatch.jsonl").open("a") as file:
             file.write(json.dumps({"rate": rate, "train": train, "valid": valid}) + "\n")

@@ -1,7 +1,7 @@
-"""Dry runs without importing Snakemake for each: a process that forks for every line of standard input.
+"""Fast dry runs without repeated imports of Snakemake: the process forks for every line of standard input.
 
-A line is a JSON list of Snakemake's arguments; the answer, a line too, is [exit status, output]. The package
-`dlscale` is imported by the forked process alone, so an edit of it counts.
+A line is a JSON list of Snakemake's arguments; the reply is a line with [exit status, output]. Only the forked process
+imports the package `dlscale`, so that edits take effect.
 """
 
 import json

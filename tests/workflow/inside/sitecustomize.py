@@ -1,6 +1,6 @@
-"""Python imports this when it starts: at its end, a stage writes which modules it had imported.
+"""Python imports this module at its start: at its end, a stage writes the names of its imported modules.
 
-Of dlscale, and of the study from outside.
+These are modules of dlscale and of the study outside the package.
 """
 
 import atexit

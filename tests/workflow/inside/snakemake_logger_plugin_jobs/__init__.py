@@ -1,4 +1,4 @@
-"""A Snakemake logger plugin for tests: writes each job as a line of JSON to the file that $JOBS_LOG names."""
+"""Snakemake logger plugin for tests: it writes each job as a line of JSON to the file that $JOBS_LOG names."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 
 class LogHandler(LogHandlerBase):
-    """Beside the usual text on the terminal, not instead of it."""
+    """Handler that is used in addition to the usual text on the terminal."""
 
     writes_to_stream = writes_to_file = needs_rulegraph = False
     has_filter = has_formatter = True
@@ -21,7 +21,7 @@ class LogHandler(LogHandlerBase):
                 "reason": record.reason,
                 "message": record.rule_msg,
                 "command": record.shellcmd,
-                # Sizes that are known when a job starts are no numbers yet.
+                # Sizes that are only known when a job starts are not numbers yet.
                 "resources": {key: value for key, value in record.resources.items() if isinstance(value, int | str)},
             }
             with open(os.environ["JOBS_LOG"], "a", encoding="utf-8") as file:
