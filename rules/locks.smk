@@ -20,7 +20,7 @@ def be_the_only_writer(folder, what=""):
         try:
             lock.__enter__()
         except UserError as error:
-            print(f"{what}{error} (dlscale status shows it)", file=sys.stderr)
+            print(f"{what}{error}; see `dlscale status`", file=sys.stderr)
             sys.exit(2)
         HELD.append(lock)
 
