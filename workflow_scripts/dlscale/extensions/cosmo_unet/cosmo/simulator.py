@@ -6,8 +6,8 @@
 4. gas that follows the dark matter, except below the length where pressure holds it up;
 5. a temperature from photo-ionisation equilibrium plus the heat of shocks.
 
-The gas is thus a nonlocal and nonlinear function of the dark matter, which a network can learn. This is a teaching
-model, not a hydrodynamics code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities
+A network can learn this nonlocal, nonlinear function of the dark matter. This is a teaching model, not a hydrodynamics
+code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities
 relative to their mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
 """
 
