@@ -57,7 +57,9 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             with reading(path), store.open_file(path) as file:
                 fields = store.dataset(file, "fields", ndim=4)
                 if shape and fields.shape[1:] != shape[1:]:
-                    raise UserError(f"{path}: fields {fields.shape} differ from the shape in other files {shape}")
+                    raise UserError(
+                        f"{path}: fields have the shape {fields.shape}; expected {shape}, as in other files"
+                    )
                 shape = fields.shape
                 names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}
                 said = {k: [n.decode() if isinstance(n, bytes) else str(n) for n in its] for k, its in names.items()}
@@ -70,7 +72,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             raise UserError(
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
-    # Files without names that have as many channels as the published files have the same channels.
+    # Unnamed channels are the published ones, if their number is the same.
     numbered = [f"channel{index:02d}" for index in range(shape[1])]
     channels = dataset.channels or said["channels"] or (list(CHANNELS) if shape[1] == len(CHANNELS) else numbered)
     rows, columns = dataset.crop or shape[2:]

@@ -18,7 +18,7 @@ class Extra(Record):
     latitude: list[float] = []  # degrees, north to south
     longitude: list[float] = []  # degrees, west to east
     step_hours: float = 6.0  # between stored states
-    starts: dict[str, float] = {}  # time of a file's first state by its digest, hours since 1970; all files, or empty
+    starts: dict[str, float] = {}  # start time by digest of a file, hours since 1970; for all files, or empty
     before: dict[str, str] = {}  # by digest of a file: digest of the file that ends one step before it
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
     climatology_sha256: str | None = None  # of its content, on which scores depend

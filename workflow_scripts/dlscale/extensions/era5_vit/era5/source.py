@@ -448,7 +448,8 @@ class Era5Source(Source):
         if height > first.latitude.size or width > first.longitude.size or not (rows and columns):
             raise UserError(
                 f"{label}: crop {height} x {width} or downsample {self._downsample} does not fit the grid of "
-                f"{first.latitude.size} latitudes and {first.longitude.size} longitudes; choose smaller ones"
+                f"{first.latitude.size} latitudes and {first.longitude.size} longitudes; "
+                "reduce crop or downsample"
             )
         self._window = slice(0, rows * self._downsample), slice(0, columns * self._downsample)
         self.times = _common_times(holders, period, dataset.step_hours, label)
@@ -509,8 +510,8 @@ class Era5Source(Source):
             f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
             f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
             f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); exclude "
-            "such times with `split`, such points with `crop`, or fill them; or the copy may be incomplete: "
-            "copy it again"
+            "such times with `split`, such points with `crop`, or fill them; if the values should be there, the copy may "
+            "be incomplete: copy it again"
         )
 
     def close(self) -> None:
@@ -567,7 +568,7 @@ def _common_times(
             raise UserError(
                 f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
                 f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}; set the dataset's `split` within that, "
-                "change `step_hours`, add files, or fetch a torn one again"
+                "change `step_hours`, add files, or fetch a torn file again"
             )
         kept[channel] = times
     every = np.unique(np.concatenate(list(kept.values())))
