@@ -44,7 +44,7 @@ class Several(World):
 
     @property
     def data_size(self) -> int:
-        """Number of data-parallel ranks to pretend."""
+        """Number of data-parallel ranks that this world reports."""
         return 2
 
 

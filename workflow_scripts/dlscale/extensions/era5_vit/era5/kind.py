@@ -102,7 +102,7 @@ class Periods(Strict):
 
 
 class Era5Dataset(DatasetSettings):
-    """Pairs of atmospheric states."""
+    """Time series of atmospheric states."""
 
     kind: Literal["era5"]
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")

@@ -510,8 +510,8 @@ class Era5Source(Source):
             f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
             f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
             f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); exclude "
-            "such times with `split`, such points with `crop`, or fill them; if the values should be there, the copy may "
-            "be incomplete: copy it again"
+            "such times with `split`, such points with `crop`, or fill them; if the values should be there, the copy "
+            "may be incomplete: copy it again"
         )
 
     def close(self) -> None:
