@@ -44,7 +44,7 @@ class Several(World):
 
     @property
     def data_size(self) -> int:
-        """Number of data-parallel ranks to pretend."""
+        """Number of data-parallel ranks that this world reports."""
         return 2
 
 
@@ -109,16 +109,14 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
                 seen.append(exchanges() - before)
                 graphs.append({key: counters["stats"][key] for key in ("unique_graphs", "calls_captured")})
             if seen[0] or not seen[1]:
-                raise AssertionError(
-                    f"{case.study}: {seen[0]} exchanges plain, {seen[1]} wrapped; expected none and some"
-                )
+                raise AssertionError(f"{case.study}: {seen[0]} exchanges plain, {seen[1]} wrapped; expected 0 and > 0")
             found[f"{case.study} exchanges"] = seen[1]
             for mine, plain in zip(losses[1], losses[0], strict=True):
                 errors.hold("loss", distance(mine, plain), 1e-3 if "precision" in over else 1e-4)
             if over.get("compile"):
                 if graphs[1] != graphs[0] or graphs[1]["unique_graphs"] != 1:
                     raise AssertionError(
-                        f"{case.study}: graphs plain {graphs[0]}, wrapped {graphs[1]}; expected one, the same"
+                        f"{case.study}: graphs plain {graphs[0]}, wrapped {graphs[1]}; expected one equal graph"
                     )
                 found[f"{case.study} calls in one graph"] = graphs[1]["calls_captured"]
     return {**found, **errors}

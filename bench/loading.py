@@ -214,7 +214,7 @@ void rows(char *to, const char *from, const long *n, const long *stride, long wi
 
 
 def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder: Path) -> Callable[[], float]:
-    """Return a function as `reading` does, with a bare loop in C over the rows of each box."""
+    """Return a function like that of `reading`, with a bare loop in C over the rows of boxes."""
     (folder / "rows.c").write_text(ROWS_IN_C)
     library = folder / f"rows{len(list(folder.glob('rows*.so')))}.so"
     subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, folder / "rows.c"], check=True)

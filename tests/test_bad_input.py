@@ -306,7 +306,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "fewer units": (
         lambda root: describe_fields(root / "valid/2002.h5", units=["K", "m"]),
         {},
-        ("files name 2 units, ", " of 3 channels of 9 x 16 points"),
+        ("files name 2 units, ", " 3 channels of 9 x 16 points"),
     ),
     "crop too large": (lambda root: None, {"crop": [10, 16]}, ("crop 10 x 16", "9 x 16")),
     "another dataset": (

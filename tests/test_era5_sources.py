@@ -443,7 +443,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "finer step": (changed(SAME), {"step_hours": 3}, ["breaks the step of 3 h at 2020-02-27 03:00"]),
     "nothing left": (changed(SAME), {"step_hours": 2400}, ["at multiples of step_hours (2400)"]),
     "one channel short": (two(without(5)), BOTH, ["'u10' is missing", "at 2020-02-28 06:00 (1 such times"]),
-    "twice": (two(without(0), "t2m"), {}, ["stands twice", "at 2020-02-27 06:00", "a.nc and", "cut these times from"]),
+    "twice": (two(without(0), "t2m"), {}, ["appears twice", "at 2020-02-27 06:00", "a.nc and", "cut these times from"]),
     "grids": (two(lambda s: s.isel(latitude=slice(0, 8))), BOTH, ["'u10' is on another grid", "8 x 12 from 60, 0 in"]),
     "shifted": (two(lambda s: s.assign_coords(longitude=s.longitude + 1.25)), BOTH, ["another grid"]),
     "units": (two(in_celsius, "t2m"), {}, ["b.nc, in 'C'; expected", "a.nc, in 'K'", "to one unit"]),

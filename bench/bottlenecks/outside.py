@@ -40,7 +40,7 @@ class Case:
     causes: tuple[str, ...]
     words: tuple[str, ...] = ()
     ranks: int = 1
-    neighbours: int = 0  #: Other programs, each of which keeps a core busy.
+    neighbours: int = 0  #: Number of other programs that keep a core busy.
     limited: bool = False  #: Whether memory is limited.
     environment: tuple[tuple[str, str], ...] = ()
 

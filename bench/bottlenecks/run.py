@@ -39,7 +39,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     ranks: int = 1
-    neighbours: int = 0  #: Other programs, each of which keeps a core busy.
+    neighbours: int = 0  #: Number of other programs that keep a core busy.
 
 
 CASES = {

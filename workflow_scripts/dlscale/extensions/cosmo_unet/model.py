@@ -67,9 +67,8 @@ class _BlockTranspose(nn.ConvTranspose3d):
 class _Transpose(nn.ConvTranspose3d):
     """A transposed convolution of kernel 4, stride 2, padding 1; for a single cell, a product.
 
-    The product uses the 2^3 of 4^3 weights inside of the grid. The memory format of a single cell is ambiguous:
-    PyTorch's compiler expects the gradient of the weights in channels last, but cuDNN returns it contiguous
-    (pytorch/pytorch#171622).
+    The product uses the 2^3 of 4^3 weights inside of the grid. A single cell's memory format is ambiguous: PyTorch's
+    compiler expects channels last for the weights' gradient, cuDNN returns it contiguous (pytorch/pytorch#171622).
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -136,7 +135,7 @@ class UNet3D(nn.Module):
         return torch.tanh(x[0])
 
     def _run(self, level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
-        """Apply a level to its inputs; join them inside, so that checkpointing does not keep the copy."""
+        """Apply a level to its inputs, joined inside so that checkpointing drops the copy."""
         if self.checkpointing and torch.is_grad_enabled():
             y_BCDHW: torch.Tensor = checkpoint(_join, level, *x_BCDHW, use_reentrant=False, preserve_rng_state=False)
             return y_BCDHW

@@ -164,8 +164,8 @@ class CosmoUNet(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of a crop (Harrington et al. 2021).
 
-        All convolutions take 2 x 4^3 C_in C_out per cell of the coarser grid. If the bottom is a single cell, its
-        transposed convolution only computes the 2^3 values inside of the grid.
+        Convolutions take 2 x 4^3 C_in C_out per cell of the coarser grid. A transposed convolution of a single cell
+        only computes the 2^3 values inside of the grid.
         """
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         widths, total = run.model.widths, 0

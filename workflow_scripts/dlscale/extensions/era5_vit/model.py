@@ -14,17 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attend(nn.Module):
-    """Scaled dot-product attention as a module, which context parallelism hooks."""
+    """Scaled dot-product attention as a module, so that context parallelism can hook it."""
 
     def forward(self, q_BANK: torch.Tensor, k_BANK: torch.Tensor, v_BANK: torch.Tensor) -> torch.Tensor:
-        """Return [B, A, N, K] for queries of N tokens; keys and values may be of more."""
+        """Return [B, A, N, K] for queries of N tokens; keys and values may have more tokens."""
         return F.scaled_dot_product_attention(q_BANK, k_BANK, v_BANK)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; a device may hold the projections of some of the heads only.
+    """Multi-head self-attention; with tensor parallelism a device has only some of the heads.
 
-    Projections are three layers, as published, computed as one product.
+    The projections are three layers, as published, but computed as one product.
     """
 
     def __init__(self, embed_dim: int, heads: int, dropout: float) -> None:
@@ -65,9 +65,9 @@ class Block(nn.Module):
 
 
 class _Patches(nn.Conv2d):
-    """A convolution whose stride is its kernel; on a processor in 16 bits the product that it is.
+    """A convolution with a stride of its kernel size; on a CPU in 16 bits, a matrix product.
 
-    On Intel's AMX oneDNN 3.12 computes such a convolution wrong in bf16 where channels are few.
+    With Intel's AMX, oneDNN 3.12 computes such convolutions wrong in bf16 if channels are few.
     """
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ViT(nn.Module):
     image_size, patch
         (H, W) in points, and (rows, columns) of a patch, which divide them.
     residual
-        Add the input's first out_channels to the output; "linear": a learnt linear combination of all channels.
+        Add the input's first out_channels to the output; "linear": add a learnt linear combination of all channels.
     static
         Further channels, the same for all inputs, [S, H, W].
     checkpointing
@@ -147,7 +147,7 @@ class ViT(nn.Module):
         x_BNE = self.dropout(x_BNE + self.position)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                # The second pass must drop what the first dropped.
+                # The recomputation must drop the same values.
                 x_BNE = checkpoint(block, x_BNE, use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
             else:
                 x_BNE = block(x_BNE)

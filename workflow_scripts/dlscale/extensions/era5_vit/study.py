@@ -38,7 +38,7 @@ class ViTSettings(Strict):
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
-        description="Inputs that never change: degrees, and the mean state over the training times, which "
+        description="Constant inputs: degrees, and the mean state over the training times, which "
         "distinguishes land from sea. Each is standardised.",
     )
 
@@ -61,7 +61,7 @@ class ViTLoss(Strict):
 
 
 class Era5Metrics(Metrics):
-    """Latitude-weighted scores of each channel, and those of naive answers; `acc` only where there is a climatology."""
+    """Latitude-weighted scores by channel, also of baselines without learning; `acc` needs a climatology."""
 
     def __init__(self, run: Any, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -87,18 +87,21 @@ class Era5Metrics(Metrics):
 
     @property
     def described(self) -> list[Metric]:
-        answer = "the strongest naive answer"
+        answer = "the best baseline without learning"
         kinds = {
             "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
             "rmse_normalised": (
                 "RMSE, normalised",
-                "of standardised fields, averaged over samples: the published form",
+                "RMSE of standardised fields, averaged over samples, as published",
             ),
             "naive_rmse": (
-                "RMSE of the strongest naive answer",
-                f"the least, for each channel on the validation data, of {', '.join(self.called.values())}",
+                "RMSE of the best baseline without learning",
+                f"the smallest RMSE of each channel on the validation data: {', '.join(self.called.values())}",
             ),
-            **{f"{name}_rmse": (f"RMSE of {called}", "a naive answer") for name, called in self.called.items()},
+            **{
+                f"{name}_rmse": (f"RMSE of {called}", "a baseline without learning")
+                for name, called in self.called.items()
+            },
             "skill": ("skill", f"1 - RMSE / RMSE of {answer}; 1 is perfect"),
             "acc": ("ACC", "anomaly correlation coefficient against the training climatology; 1 is perfect"),
         }
@@ -178,13 +181,13 @@ class Era5ViT(Study):
     def check(self, run: Any) -> None:
         if run.model.heads % run.geometry.tp:
             raise Refused(
-                f"geometry.tp {run.geometry.tp} does not divide model.heads = {run.model.heads}, of which each device "
-                "takes a part; choose a divisor"
+                f"geometry.tp {run.geometry.tp} does not divide model.heads = {run.model.heads}, which devices share; "
+                "choose a divisor"
             )
         if run.cuda_graph and run.activation_checkpointing and self.draws(run):
             raise Refused(
-                "cuda_graph and activation_checkpointing: no graph can record the random state that drop-out keeps "
-                "for its second pass; leave one of the three out"
+                "cuda_graph and activation_checkpointing: a graph cannot record the random state that drop-out keeps "
+                "for the recomputation; leave one of the three out"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
@@ -201,7 +204,7 @@ class Era5ViT(Study):
         info = manifest.fields["fields"]
         height, width = info.grid
         channels = len(info.channels)
-        options = run.model.model_dump(exclude={"kind", "patch", "static"})  # their names are the model's
+        options = run.model.model_dump(exclude={"kind", "patch", "static"})  # named like the model's arguments
         options |= {"checkpointing": run.activation_checkpointing, "static": _static(run.model.static, manifest)}
         inputs = run.samples.channels(channels)
         return ViT((height, width), run.model.patch_size, inputs, channels, **options)
@@ -224,9 +227,10 @@ class Era5ViT(Study):
         return bool(run.model.dropout)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return, for N tokens of width E, 4 N^2 E of each attention and 2 N E for each output of a linear layer.
+        """Return the forward FLOPs of a sample.
 
-        A third of the training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        For N tokens of width E, each attention takes 4 N^2 E and each output of a linear layer 2 N E: a third of the
+        training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
         """
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
@@ -267,7 +271,7 @@ class Era5ViT(Study):
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
-        """Return t2m, as the published program shows it, or else the first channel."""
+        """Return t2m, as in the published program, or else the first channel."""
         from dlscale.studies.figures import side_by_side
 
         names = manifest.fields["fields"].channels
@@ -277,7 +281,7 @@ class Era5ViT(Study):
 
 
 def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
-    """Return standardised fields that never change, [S, H, W], if any."""
+    """Return the standardised static fields [S, H, W], or None."""
     import numpy as np
     import torch
 
@@ -292,7 +296,7 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
     if extra.climatology:
         known["mean"] = extra.means(manifest, "climatology")[0, :, :rows, :columns]
     if missing := [field for field in fields if field not in known]:
-        raise UserError(f"{manifest.folder}: model.static: {missing[0]} is not known of these data; leave it out")
+        raise UserError(f"{manifest.folder}: model.static: {missing[0]} is unknown for this dataset; leave it out")
     maps = np.concatenate([known[field] for field in fields]).astype(np.float64)
     mean, std = (f(maps, axis=(1, 2), keepdims=True) for f in (np.mean, np.std))
     return torch.tensor((maps - mean) / np.maximum(std, 1e-12), dtype=torch.float32, device="cpu")

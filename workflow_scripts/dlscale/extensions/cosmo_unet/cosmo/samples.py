@@ -47,7 +47,7 @@ SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determin
 
 
 def _published(symmetry: Symmetry) -> bool:
-    """Return whether SC22's PyTorch loader has this symmetry among its 24 «rotations»; 8 of them are reflections.
+    """Return whether this is one of SC22's 24 «rotations» (PyTorch loader), 8 of them reflections.
 
     If no axis moves, none or two are reversed. If two axes are swapped, one of them is reversed, and the third or not.
     If all axes move, at least two are reversed.
@@ -75,7 +75,7 @@ BLOCKS, EDGE = 64, 32
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` are the channels of each vector.
 
-    The copy has the memory order of the turned view, so that bytes are copied once.
+    The copy keeps the turned view's memory order: bytes are copied once.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)

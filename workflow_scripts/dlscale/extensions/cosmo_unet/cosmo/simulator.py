@@ -1,13 +1,13 @@
-"""Simulates a cosmological box: dark matter by the Zel'dovich approximation, gas by a thermal closure.
+"""Simulate a cosmological box: dark matter by the Zel'dovich approximation, gas by a thermal closure.
 
 1. A Gaussian random field with a cold-dark-matter power spectrum, grown linearly to redshift 2;
-2. one particle a cell, moved along the field's gradient (Zel'dovich 1970), which makes the cosmic web;
+2. one particle per cell, moved along the field's gradient (Zel'dovich 1970), which makes the cosmic web;
 3. mass and momentum assigned to the periodic grid by cloud-in-cell: the dark matter;
 4. gas that follows the dark matter, except below the length where pressure holds it up;
 5. a temperature from photo-ionisation equilibrium plus the heat of shocks.
 
-The gas is thus a nonlocal and nonlinear function of the dark matter, which a network can learn. This is a teaching
-model, not a hydrodynamics code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities
+A network can learn this nonlocal, nonlinear function of the dark matter. This is a teaching model, not a hydrodynamics
+code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities
 relative to their mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
 """
 

@@ -17,8 +17,8 @@ from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.extensions.era5_vit.era5.extra import Extra
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 
-#: Name and unit, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214; `parallel_copy_small_set.py` of its
-#: code): the tutorials' u10m is channel 0, their figure's t2m channel 2.
+#: Name and unit of the published channels, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214;
+#: `parallel_copy_small_set.py` of its code): the tutorials' u10m is channel 0, their figure's t2m channel 2.
 CHANNELS = {
     "u10": "m s**-1",
     "v10": "m s**-1",
@@ -44,7 +44,7 @@ CHANNELS = {
 
 
 def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe a folder in the published layout; its statistics are taken from its `stats/`."""
+    """Describe a folder in the published layout; statistics are read from its `stats/`."""
     assert isinstance(dataset.source, Era5Prepared)
     root, step = Path(dataset.source.path), dataset.source.step_hours
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
@@ -57,7 +57,9 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             with reading(path), store.open_file(path) as file:
                 fields = store.dataset(file, "fields", ndim=4)
                 if shape and fields.shape[1:] != shape[1:]:
-                    raise UserError(f"{path}: fields {fields.shape} differ from those of other files {shape}")
+                    raise UserError(
+                        f"{path}: fields have the shape {fields.shape}; expected {shape}, as in other files"
+                    )
                 shape = fields.shape
                 names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}
                 said = {k: [n.decode() if isinstance(n, bytes) else str(n) for n in its] for k, its in names.items()}
@@ -70,7 +72,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             raise UserError(
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
-    # Of files that name no channels as many as the published ones are these.
+    # Unnamed channels are the published ones, if their number is the same.
     numbered = [f"channel{index:02d}" for index in range(shape[1])]
     channels = dataset.channels or said["channels"] or (list(CHANNELS) if shape[1] == len(CHANNELS) else numbered)
     rows, columns = dataset.crop or shape[2:]
@@ -78,7 +80,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
         raise UserError(
             f"{root}: files hold {shape[1]} channels of {shape[2]} x {shape[3]} points, the configuration names "
             f"{len(channels)}, and crop {rows} x {columns}; name all channels in order, and crop no more than "
-            "there is"
+            "the grid has"
         )
     if len(axes) < 2:
         # The published grid: equal steps around the globe, the first row at the north pole.
@@ -88,7 +90,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     if len(units) != len(channels) or len(axes["latitude"]) < rows or len(axes["longitude"]) < columns:
         raise UserError(
             f"{root}: files name {len(units)} units, {len(axes['latitude'])} latitudes, {len(axes['longitude'])} "
-            f"longitudes, of {len(channels)} channels of {rows} x {columns} points; name all, or none"
+            f"longitudes, but hold {len(channels)} channels of {rows} x {columns} points; name all, or none"
         )
     mean, std = (_means(root / "stats" / f"global_{name}.npy", len(channels)).tolist() for name in ("means", "stds"))
     info = FieldInfo(
@@ -116,11 +118,11 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
 
 
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
-    """Return the channels' values in a .npy file [1, C, H, W] of at least this grid, [C]."""
-    with reading(path, "the published layout has it, shape [1, C, 1, 1]: fetch it again"):
+    """Return the channels' values [C] from a .npy file [1, C, H, W] of at least this grid."""
+    with reading(path, "the published layout has this file, shape [1, C, 1, 1]: fetch it again"):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     fits = array.ndim == 4 and array.shape[1] == channels and array.shape[2] >= grid[0] and array.shape[3] >= grid[1]
-    # A channel at a time: those of large fields are not held at once.
+    # One channel at a time, since large fields may not fit into memory.
     if not fits or array.dtype.kind not in "fiu" or not all(np.isfinite(array[:, c]).all() for c in range(channels)):
         raise UserError(
             f"{path}: expected finite numbers of the {channels} channels, shape {(1, channels, *grid)}, got shape "
@@ -137,16 +139,16 @@ def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | Non
 
 
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
-    """Add the time at which each file begins and, of a `series`, the file that ends before it, if all are known.
+    """Add each file's start time and, in a `series`, the file that ends before it, if all times are known.
 
-    Times follow at the manifest's step: pairs, clocks and means count rows.
+    Times must follow at the manifest's step, because pairs, clocks and means count rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()
     for path, file, hours in files:
         if hours is not None:
             steps = np.diff(hours.astype(np.float64))
-            # False of what is not a number, too.
+            # Also false for NaN.
             if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
                     f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "
@@ -162,7 +164,7 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
 
 
 def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
-    """Add grid, time step and climatology."""
+    """Add grid, time step and climatology to a manifest."""
     for split in ("train", "valid"):
         if all(file.rows < 2 for file in manifest.files(split)):
             raise UserError(
@@ -172,7 +174,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")
     prepared = isinstance(dataset.source, Era5Prepared)
-    # Each simulated year is a trajectory of its own.
+    # Simulated years are independent trajectories.
     series = not isinstance(dataset.source, Era5Simulated)
     extra = Extra.of(manifest) if prepared else _extra(manifest, stats, name, series)
     extra = _with_hour_means(manifest, extra, stats, name)
@@ -187,7 +189,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
 
 
 def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
-    """Read grid and times of our own files, and write the climatology, the mean over all training times."""
+    """Read grid and times of files that dlscale wrote; write the climatology, the mean over training times."""
     grid: dict[str, list[float]] = {}
     files: list[tuple[Path, File, np.ndarray | None]] = []
     total: Any = 0.0
@@ -199,7 +201,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
                 hours = file["time"][()]
                 total = total + (file["sum/fields"][()] if split == "train" else 0.0)
             if (grid := grid or axes) != axes:
-                raise UserError(f"{path}: its grid differs from that of other files; expected one grid")
+                raise UserError(f"{path}: its grid differs from the grid of other files; expected one grid")
             files.append((path, described, hours))
     rows = sum(file.rows for file in manifest.files("train"))
     np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
@@ -209,7 +211,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
 
 
 def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
-    """Write the mean state of each hour of day over the training days, where times tell all hours."""
+    """Write the mean training state of each hour of day, if times cover all hours."""
     files, info = manifest.files("train"), manifest.fields["fields"]
     if not extra.starts or extra.day is None:
         return extra
@@ -222,7 +224,7 @@ def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -
     means = np.lib.format.open_memmap(stats / "hour_means.npy", mode="w+", dtype=np.float32, shape=shape)
     for hour in range(extra.day):
         (there,) = np.nonzero(slot == hour)
-        # Of 64 days at most, evenly spread: of years of large fields more would only take longer to read.
+        # At most 64 days, evenly spread: more would only take longer to read.
         chosen = [rows[index] for index in there[sampling.evenly(len(there), 64)]]
         total = np.zeros(shape[1:])
         for file, row in chosen:

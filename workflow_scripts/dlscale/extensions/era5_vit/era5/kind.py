@@ -40,9 +40,9 @@ class Era5Simulated(Strict):
         ge=17,
         le=511,
         description="Largest wavenumber of the model; the cost grows as its fourth power, and a smaller one gives "
-        "smoother fields on the same grid. If absent, what the grid resolves, between 21 and 127.",
+        "smoother fields on the same grid. If absent, the largest that the grid resolves, between 21 and 127.",
     )
-    days: PositiveInt | None = Field(None, le=366, description="Days per year; the whole year if absent.")
+    days: PositiveInt | None = Field(None, le=366, description="Days per year; the full year if absent.")
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
     valid: list[Year] = Field(min_length=1, description="Years of the validation part.")
     test: list[Year] = Field([], description="Years of the test part.")
@@ -102,7 +102,7 @@ class Periods(Strict):
 
 
 class Era5Dataset(DatasetSettings):
-    """Pairs of atmospheric states."""
+    """Time series of atmospheric states."""
 
     kind: Literal["era5"]
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
@@ -127,11 +127,11 @@ class Era5Dataset(DatasetSettings):
             if not self.channels:
                 raise ValueError("channels is missing: name at least one variable")
         elif self.split is not None:
-            raise ValueError(f"split goes with source kinds files and zarr, not with {self.source.kind}")
+            raise ValueError(f"split is only for source kinds files and zarr, not for {self.source.kind}; remove it")
         if isinstance(self.source, Era5Prepared):
             refuse_changed(self, "downsample", "storage", "pieces", "step_hours")
         if len(set(self.channels)) != len(self.channels):
-            raise ValueError("a channel stands twice in channels")
+            raise ValueError("channels contains a channel twice; name each channel once")
         return self
 
 
@@ -142,7 +142,7 @@ class PairSamples(Strict):
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
     history: list[PositiveInt] = Field(
         [],
-        description="Further inputs: earlier states, by their number of stored time steps before the input: [1, 2, "
+        description="Further inputs: earlier states, as numbers of stored time steps before the input, e.g. [1, 2, "
         "18, 24].",
     )
     clock: list[Literal["hour", "day"]] = Field(
@@ -196,14 +196,14 @@ class Era5(DatasetKind):
         return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
 
     def maker(self, dataset: Era5Dataset) -> str | None:
-        # Years out of a store took days to fetch.
+        # Edits of the code do not fetch years of a store again, since that can take days.
         return None if isinstance(dataset.source, Era5Zarr) else self.acquirer(dataset)
 
     def origins(self, dataset: Era5Dataset) -> list[str]:
         return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
 
     def prepared_files(self, dataset: Era5Dataset) -> list[str]:
-        """Return a folder's years, and the statistics that it has to have."""
+        """Return the files of a folder's years, and its required statistics."""
         assert isinstance(dataset.source, Era5Prepared)
         root = pathlib.Path(dataset.source.path)
         files = []
@@ -215,7 +215,7 @@ class Era5(DatasetKind):
         return [str(path) for path in files]
 
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
-        # Out of a store only what is asked for is read.
+        # Only the requested part of a store is fetched.
         keys = ("channels", "step_hours", "crop", "downsample") if raw.period else ()
         return {**super().raw_settings(dataset, raw), **{key: getattr(dataset, key) for key in keys}}
 
@@ -236,7 +236,7 @@ class Era5(DatasetKind):
         return Outline({"fields": (len(dataset.channels or SIMULATED_CHANNELS), grid)}, rows, values)
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        # At most: of a history, times tell whether it is there.
+        # Upper bound: whether a history is complete depends on times.
         return sum(max(count - samples.dt, 0) for count in rows)
 
 

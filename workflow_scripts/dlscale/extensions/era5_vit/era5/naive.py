@@ -1,4 +1,4 @@
-"""Forecasts that need no learning; skill is measured against the strongest of them.
+"""Baselines without learning; skill is measured against the best of them.
 
 With the time t of the input x(t), the lead d and the mean state m(hour) of each hour of day over the training period:
 
@@ -6,11 +6,11 @@ With the time t of the input x(t), the lead d and the mean state m(hour) of each
 - climatology: m(t + d)
 - the mean diurnal change: x(t) + m(t + d) - m(t)
 - the damped anomaly: m(t + d) + a (x(t) - m(t)), a fitted to each channel in training
-- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), of longer leads that of the last day that was over
+- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), for longer leads the change of the last complete days
 - a linear regression on these three states, the one a step before t and a constant, fitted to each channel in training
 
-Answers that need times, means, or days of a whole number of steps are left out without them. Where data do not reach
-back to yesterday, its change is zero, and the damped anomaly stands for the regression.
+A baseline is left out if it needs times, means, or a step that divides a day, and the data lack them. If data do not
+reach back to yesterday, its change is zero, and the damped anomaly replaces the regression.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dlscale.extensions.era5_vit.era5.samples import Pairs, file_before
 if TYPE_CHECKING:
     from dlscale.extensions.era5_vit.era5.kind import PairSamples
 
-#: What the answers are called, in the order in which they are told.
+#: Names of the baselines, in the order of the report.
 ANSWERS = {
     "persistence": "persistence",
     "climatology": "climatology",
@@ -41,13 +41,12 @@ ANSWERS = {
     "yesterday": "yesterday's change",
     "regression": "a linear regression on now and yesterday",
 }
-#: Values of training states that a few numbers of each channel are fitted to, and pairs at least: of large fields some
-#: pairs, evenly spread, are enough.
+#: Number of training values in a fit, and least number of pairs: of large fields some evenly spread pairs suffice.
 FITTED, PAIRS = 2**25, 64
 
 
 class NaiveAnswers:
-    """The naive answers to the samples of a run, in model units on a device."""
+    """Predictions of the baselines for the samples of a run, in model units on a device."""
 
     def __init__(
         self, manifest: Manifest, samples: PairSamples, weights_H1: torch.Tensor, device: torch.device
@@ -60,10 +59,10 @@ class NaiveAnswers:
         self._means = next((kind for kind in kinds if getattr(self._extra, kind)), None)
         known = {"persistence"} | ({"climatology", "damped"} if self._means else set())
         known |= {"diurnal"} if self._means == "hour_means" else set()
-        self._back: list[int] = []  # steps before now of the states that the regression combines
+        self._back: list[int] = []  # steps back to the states in the regression
         if day := self._extra.day:
             known |= {"yesterday", "regression"}
-            #: Steps back to the beginning of the last period of a day's length that ends, `dt` later, by now.
+            #: Steps back, in full days of at least `dt`: from there the change over `dt` is known now.
             self._yesterday = day * -(-samples.dt // day)
             self._back = sorted({0, 1, self._yesterday - samples.dt, self._yesterday})
         self.names = [name for name in ANSWERS if name in known]
@@ -71,7 +70,7 @@ class NaiveAnswers:
         self._stored = functools.lru_cache(max(self._back, default=0) + samples.dt + 2)(self._read)
 
     def __call__(self, index: int, split: str = "valid") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the answers to a sample of a split by name, and the truth, [C, H, W]."""
+        """Return the predictions for a sample of a split by baseline, and the truth, [C, H, W]."""
         file, row = self._places(split)[index]
         x, y = self._pair(file, row)
         answers = {"persistence": x}
@@ -86,9 +85,9 @@ class NaiveAnswers:
                 answers |= {"yesterday": x + end - begin, "regression": (self._coefficients * terms).sum(dim=0)}
         return {name: answers[name] for name in self.names}, y
 
-    @functools.cache  # noqa: B019 - of a few splits, for as long as the answers are
+    @functools.cache  # noqa: B019 - for a few splits, while the object lives
     def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
-        """Return file digest and row of each input of a split; if `plain`, also of pairs that have no whole history."""
+        """Return file digest and row of each input of a split; if `plain`, also of pairs with an incomplete history."""
         samples = self._samples
         if plain:
             samples = samples.model_copy(update={"history": [], "clock": [], "train": None})
@@ -106,7 +105,7 @@ class NaiveAnswers:
         return self._model_units(self._readers[file][row : row + 1, :, :height, :width][0])
 
     def _state(self, file: str, row: int) -> torch.Tensor | None:
-        """Return a state, [C, H, W]; rows below zero are of the file before, if there is one."""
+        """Return a state, [C, H, W]; negative rows are in the preceding file, None without one."""
         if row >= 0:
             return self._stored(file, row).to(self._device)
         before = file_before(self._manifest, self._files[file])
@@ -124,12 +123,12 @@ class NaiveAnswers:
 
     @functools.cached_property
     def _mean_states(self) -> np.ndarray:
-        """Means of each hour of day or of all times, [24 h / step or 1, C, H, W]."""
+        """Mean states of each hour of day or of all times, [24 h / step or 1, C, H, W]."""
         assert self._means
         return self._extra.means(self._manifest, self._means)
 
     def _terms(self, file: str, row: int) -> torch.Tensor | None:
-        """Return states and a constant, [P, C, H, W]; None if data do not reach back."""
+        """Return states and a constant, [P, C, H, W]; None if data do not reach back far enough."""
         found = (self._state(file, row - back) for back in self._back)
         states = [state for state in found if state is not None]
         return torch.stack([*states, torch.ones_like(states[0])]) if len(states) == len(self._back) else None
@@ -162,6 +161,6 @@ class NaiveAnswers:
             weighted = a_CPN * self._weights.double().expand(target.shape[-2:]).flatten()
             gram += (weighted @ a_CPN.transpose(1, 2)).cpu()
             moment += (weighted @ y_CN1).cpu()
-        # A channel that never changes has many solutions: the least of them.
+        # A constant channel has many solutions; take the smallest.
         solved = torch.linalg.pinv(gram, hermitian=True) @ moment
         return solved.float().squeeze(2).T[..., None, None].to(self._device)

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 class Pairs(GridSamples):
-    """Pairs of a split: a file of T times holds T - dt pairs, and every one is used.
+    """Pairs of a split: a file of T times has T - dt pairs, all of which are used.
 
-    With a history a box of the input holds all times from the earliest on: [C, 1 + steps back, H, W]. Times before a
-    file's first state are read from the file that ends there, but not in training; pairs without a whole history are
-    left out.
+    With a history, an input box has all times from the earliest on: [C, 1 + steps back, H, W]. Times before a file's
+    first state are read from the preceding file, except in training; pairs with an incomplete history are left out.
     """
 
     def __init__(self, manifest: Manifest, split: str, settings: PairSamples, seed: int) -> None:
@@ -38,11 +37,12 @@ class Pairs(GridSamples):
         states = BoxField(manifest, split, "fields", (1, rows, columns))
         windows = BoxField(manifest, split, "fields", (1 + self._back, rows, columns)) if self._back else states
         super().__init__(windows, states)
-        # Runs of consecutive pairs: reader, row of its first input there, pairs; the same row in a file, by its number.
+        # Runs of consecutive pairs: reader, row of the first input in it, number of pairs; file, row of the first input
+        # in it.
         runs: list[tuple[int, int, int, int, int]] = []
         for number, file in enumerate(files):
             pairs = max(file.rows - self._dt, 0)
-            missing = min(self._back, pairs)  # have no whole history in this file
+            missing = min(self._back, pairs)  # pairs without a complete history in this file
             before = None if self._training else file_before(manifest, file)
             if missing and before and before.rows >= self._back:
                 runs.append((len(states.readers), self._back, missing, number, 0))
@@ -63,7 +63,7 @@ class Pairs(GridSamples):
         self._among = self.size if settings.subset == "first" else self.available
 
     def _visited(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the run of each sample of an epoch, and its number there."""
+        """Return the run of each sample of an epoch, and its number in the run."""
         pair = sampling.visits(self._seed, epoch, self._among, self.size, self._training)
         return sampling.locate(self._pairs, pair)
 
@@ -82,7 +82,7 @@ class Pairs(GridSamples):
 
 
 def file_before(manifest: Manifest, file: File) -> File | None:
-    """Return the file of any split that ends where this one begins, if there is one."""
+    """Return the file, of any split, that ends one step before this one begins, or None."""
     digest = Extra.of(manifest).before.get(file.digest)
     return next((each for files in manifest.splits.values() for each in files if each.digest == digest), None)
 
@@ -103,29 +103,29 @@ class Joined(Reader):
             before, after, last, first = self._parts
             rows = before.shape[0]
             values = np.concatenate([before[rows - last : rows,], after[0:first,]])
-            # The library tells files in memory by their names.
+            # HDF5 distinguishes files in memory by name.
             memory = h5py.File(f"{self.path} after {before.path} {id(self)}", "w", driver="core", backing_store=False)
             self._opened = os.getpid(), memory.create_dataset(self.name, data=values)
         return self._opened[1]
 
 
 class InformedPairs(ArrangedSamples):
-    """Pairs whose input has the channels of a state, of each time of the history, and of the clock."""
+    """Pairs with inputs of the state, of each time of the history, and of the clock."""
 
     def __init__(self, pairs: Pairs, manifest: Manifest, split: str, settings: PairSamples) -> None:
         self._extra, self._files = Extra.of(manifest), manifest.files(split)
         self._lags, self._clock = [0, *settings.history], settings.clock
         if self._clock and not self._extra.starts:
             raise UserError(
-                f"{manifest.folder}: samples.clock: nobody knows the times of these files; expected a dataset `time` "
-                "in each (hours since 1970-01-01), or names that are years; leave the key out"
+                f"{manifest.folder}: samples.clock: the times of these files are unknown; expected a dataset `time` "
+                "in each (hours since 1970-01-01), or years as file names; add them, or leave the key out"
             )
         channels, *grid = pairs.target_spec.shape
         super().__init__(pairs, ArraySpec((settings.channels(channels), *grid)))
         self._pairs = pairs
 
     def numbers(self, epoch: int) -> np.ndarray:
-        """Return sine and cosine of what the clock shows at each input's time (UTC), float32 [size, 2 x hands]."""
+        """Return sine and cosine of the clock's hands at each input's time (UTC), float32 [size, 2 x hands]."""
         file, row = self._pairs.places(epoch)
         if not self._clock:
             return np.zeros((len(row), 0), np.float32)
@@ -148,6 +148,6 @@ class InformedPairs(ArrangedSamples):
 
 
 def open_samples(manifest: Manifest, split: str, settings: PairSamples, seed: int) -> Samples:
-    """Return the pairs, with all that their inputs are to hold."""
+    """Return the pairs, with history and clock if they are set."""
     pairs = Pairs(manifest, split, settings, seed)
     return InformedPairs(pairs, manifest, split, settings) if settings.history or settings.clock else pairs

@@ -1,10 +1,9 @@
-"""Simulates a stand-in for ERA5: one stirred layer of air on a rotating sphere.
+"""Simulate a stand-in for ERA5: one stirred layer of air on a rotating sphere.
 
 The barotropic vorticity equation is solved by the spectral transform method in spherical harmonics (Bourke 1972; Hack &
 Jakob 1992, NCAR/TN-343); the flow carries a temperature along. Both relax towards a fixed, unstable climate, which
-keeps the flow turbulent; diffusion removes what cascades below the truncation. A random kick every 6 hours, about 6 per
-cent of the change, is all that is unpredictable. There are no seasons, no divergence, no vertical structure, no
-surface.
+keeps the flow turbulent; diffusion removes structures below the truncation. Only a random kick every 6 hours, about 6
+per cent of the change, is unpredictable. There are no seasons, no divergence, no vertical structure, no surface.
 
 Notation: `T` truncation; `J`, `L` latitudes and longitudes of the Gaussian grid; `K` fields. Spectral arrays are
 complex128 `[..., T+1, T+2]`, by zonal wavenumber m and total wavenumber n (zero for n < m; the column n = T+1 holds
@@ -50,7 +49,7 @@ INTERVAL = 6 * 3600.0  # between snapshots, s
 # Climate, relaxation times and forces are tuned for winds, temperatures and heights like the real ones, and for a
 # change in 6 hours of 0.3 to 0.5 standard deviations on a 5.6 degree grid.
 SPINUP_DAYS = 20  # simulated and discarded first
-STIRRING = 1e-6  # s-1, root mean square of the kick of vorticity before each 6 hours; of a field near 5e-5
+STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours; the field has about 5e-5
 
 
 def coupling(truncation: int) -> Real:
@@ -150,7 +149,7 @@ def geopotential_from_vorticity(sphere: Sphere, vorticity: Complex, mean: float 
 
 
 def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
-    """Return the 6-hourly times of `days` days (the whole year by default) from `year`-01-01T00."""
+    """Return the 6-hourly times of `days` days (the full year by default) from `year`-01-01T00."""
     days = min(365 + calendar.isleap(year), days or 366)
     return np.datetime64(f"{year:04d}-01-01T00", "h") + 6 * np.arange(4 * days)
 
@@ -158,7 +157,7 @@ def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
 def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: int) -> NDArray[np.float32]:
     """Evaluate the `VARIABLES` of one state at latitudes of sines `mu` [J], `[5, J, longitudes]` float32.
 
-    `table` is `legendre` of `mu`. Where longitudes are too few for the truncation, the fields are sampled.
+    `table` is `legendre` of `mu`. If longitudes are too few for the truncation, fields are subsampled.
     """
     wind, phi = velocity_from_vorticity(sphere, state[0]), geopotential_from_vorticity(sphere, state[0])
     spectral = np.concatenate([wind, state[1:], state[:1], phi[None]])
@@ -172,12 +171,12 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     """Write the year of a raw file as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
 
     The same settings give the same bytes on the same machine; seeds and years give independent trajectories. Memory
-    does not grow with the days. `progress` is called with 6-hour steps done and in all.
+    does not grow with the days. `progress` is called with the 6-hour steps done and in total.
     """
     source, year = dataset.source, raw.index
     latitudes, longitudes, seed = source.latitudes, source.longitudes, source.seed
     resolved = min(longitudes // 2, latitudes) - 1
-    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need the one, a year affords the other
+    truncation = source.truncation or min(max(resolved, 21), 127)  # 21: needed for storms; 127: affordable for a year
     when = times(year, source.days)
     latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
     longitude = 360.0 * np.arange(longitudes) / longitudes
@@ -297,7 +296,7 @@ def runge_kutta(rate: Callable[[Complex], Complex], state: Complex, step: float)
 
 
 def fastest_wind(sphere: Sphere, state: Complex) -> float:
-    """Return the largest wind speed on the grid, m/s; a failed integration is a `UserError`."""
+    """Return the largest wind speed on the grid, m/s; raise `UserError` if the integration failed."""
     wind = sphere.to_grid(velocity_from_vorticity(sphere, state[0]))
     fastest = float(np.sqrt((wind**2).sum(0) / (1 - sphere.mu[:, None] ** 2)).max())
     if not (fastest < 400.0 and np.isfinite(state).all()):  # beyond it the integration is failing, whatever the step
@@ -310,13 +309,13 @@ def fastest_wind(sphere: Sphere, state: Complex) -> float:
 
 def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
     """Return the state 6 hours later, relaxed to `target`. Errors: see `fastest_wind`."""
-    with np.errstate(all="ignore"):  # what overflows is reported by `fastest_wind`
+    with np.errstate(all="ignore"):  # `fastest_wind` reports overflows
         # Courant number 1.5; the Runge-Kutta scheme is stable up to 2.8. An hour at most.
         longest = 1.5 * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
         steps = int(np.ceil(INTERVAL / min(3600.0, longest)))
         scale = sphere.n * (sphere.n + 1) / (sphere.truncation * (sphere.truncation + 1))
-        # Linear and stiff, so integrated exactly after each step: 8 hours of e-folding at the truncation, and so steep
-        # a power of the Laplacian that the storms themselves are spared.
+        # Linear and stiff, so integrated exactly after each step: e-folding time of 8 hours at the truncation, with a
+        # power of the Laplacian so high that storms are spared.
         diffusion = np.exp(-INTERVAL / steps / (3600 * 8.0) * scale**8)
         for _ in range(steps):
             state = diffusion * runge_kutta(lambda now: tendency(sphere, now, target), state, INTERVAL / steps)
@@ -327,7 +326,7 @@ def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
 def trajectory(sphere: Sphere, seed: int, year: int) -> Iterator[Complex]:
     """Yield the states `[2, T+1, T+2]` every 6 hours, without end.
 
-    They are functions of (seed, year, number of the interval) alone.
+    They depend only on the seed, the year and the number of the interval.
     """
 
     def bits(interval: int, stream: int) -> np.random.Philox:

@@ -1,6 +1,6 @@
-"""Lays the variables of atmospheric files side by side, as one stream of states [T, C, H, W].
+"""Combine the variables of atmospheric files into one stream of states [T, C, H, W].
 
-NetCDF and Zarr are opened through xarray, GRIB through cfgrib's index of messages, all without their values, and
+NetCDF and Zarr are opened with xarray, GRIB with cfgrib's index of messages, without reading values. The files are
 checked: every channel once at every time, at one step, on one grid. Then only the wanted variables, levels, times and
 windows are read.
 
@@ -57,15 +57,15 @@ SHORT_NAMES = {
     "specific_humidity": "q",
     "relative_humidity": "r",
 }
-#: Coordinates that say how far forecasts look ahead.
+#: Coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
-#: Points from east to west; down columns, not along rows; every second line backwards.
+#: GRIB flags of unsupported orders: points from east to west; along columns; every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
 
 #: Molar mass of water vapour over that of dry air, by the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
-_WATER, _ICE = 273.16, 250.16  # K: above the one all condensate is water, below the other all is ice
+_WATER, _ICE = 273.16, 250.16  # K: above the first all condensate is water, below the second ice
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +81,12 @@ class Variable:
     longitude: np.ndarray  # [W], degrees, float64
     #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w], as float32 [t, l, h, w].
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
-    point_bytes: int  #: Bytes of a point of a level while it is read: packed, decoded, masked, and as float32.
+    point_bytes: int  #: Bytes per point and level during reading: packed, decoded, masked, and as float32.
     held: int = 1  #: Levels in a chunk, which are read together.
 
 
 def short(channel: str) -> str:
-    """Normalise `name` or `name@level` for comparison: short name, level without zeros."""
+    """Normalise `name` or `name@level` for comparison: short name, level without trailing zeros."""
     name, at, level = channel.partition("@")
     with contextlib.suppress(ValueError):
         level = f"{float(level):g}"
@@ -100,7 +100,7 @@ def base(channel: str) -> str:
 
 @contextlib.contextmanager
 def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
-    """Read a file as `files.reading` has it, and silence its library's warnings."""
+    """Translate errors as `files.reading` does, and silence the library's warnings."""
     with files.reading(origin, advice), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -111,14 +111,16 @@ def open_variables(
 ) -> tuple[list[Variable], list[str]]:
     """Open a GRIB or NetCDF file, closed by `stack`; return its `wanted` variables and the names of all."""
     if path.is_dir():
-        raise UserError(f"{path}: a folder; expected a file, name the files in it (a Zarr store has source kind zarr)")
+        raise UserError(
+            f"{path}: a folder; expected a file: list the files in it (a Zarr store needs source kind zarr)"
+        )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
     if b"GRIB" in head:  # bulletins may have a heading before it
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         engine = "h5netcdf"
-        with reading(path), store.open_file(path) as opened:  # refuses what leads to other files
+        with reading(path), store.open_file(path) as opened:  # refuses links to other files
             for name, values in opened.items():
                 if base(name) in wanted and hasattr(values, "shape"):
                     store.check_filters(values)
@@ -127,7 +129,7 @@ def open_variables(
     else:
         content = f"begins with {head[:8]!r}" if head else "is empty"
         raise UserError(
-            f"{path}: neither GRIB nor NetCDF: it {content}; unpack an archive, convert another form of NetCDF with "
+            f"{path}: neither GRIB nor NetCDF: it {content}; unpack an archive, convert other forms of NetCDF with "
             "`nccopy -k nc4 IN OUT`, or fetch the file again: it may be torn"
         )
     with reading(path):
@@ -148,7 +150,7 @@ def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str]) -> tuple[
 
 
 def _gridded(array: xr.DataArray, origin: str) -> Variable:
-    """Describe one variable; one that is no series of states on a regular grid is refused."""
+    """Describe one variable; raise `UserError` unless it is a series of states on a regular grid."""
     name, known = str(array.name), [name for names in AXES.values() for name in names]
     array = array.isel({dim: 0 for dim, size in array.sizes.items() if size == 1 and dim not in known})
     axes: dict[str, xr.DataArray] = {}
@@ -157,20 +159,20 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
             axes[kind] = there[0]
     dims = [axis.dims[0] for axis in axes.values()]
     complete = {"time", "latitude", "longitude"} <= axes.keys() and array.size > 0
-    # The times of a forecast without `valid_time` are those at which it began.
+    # Without `valid_time`, the times of a forecast are its start times.
     dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
     if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
-        if "expver" in array.dims:  # ERA5 and its preliminary form, each with gaps where the other has values
+        if "expver" in array.dims:  # ERA5 and its preliminary form fill each other's gaps
             raise UserError(
                 f"{origin}: '{name}' has the dimensions {sizes}: `expver` holds ERA5 and ERA5T, each with the times "
                 f"that the other lacks; join both with xarray, `{name}.max('expver')`, which skips missing values"
             )
         raise UserError(
             f"{origin}: '{name}' has the dimensions {sizes}; expected one each of {', '.join(AXES['time'])} (of a "
-            f"forecast `valid_time`), of {', '.join(AXES['latitude'])}, of {', '.join(AXES['longitude'])}, perhaps of "
-            "pressure levels, and no other: interpolate other grids, e.g. with `cdo remapbil`; choose one of several "
-            "members or forecasts, e.g. with xarray's `isel`, and write a file of it"
+            f"forecast `valid_time`), of {', '.join(AXES['latitude'])}, of {', '.join(AXES['longitude'])}, optionally "
+            "of pressure levels, and no other: interpolate other grids, e.g. with `cdo remapbil`; select one of "
+            "several members or forecasts, e.g. with xarray's `isel`, and write it to a file"
         )
     latitude, longitude, south_first = _regular(
         axes["latitude"].values, axes["longitude"].values, f"{origin}: '{name}'"
@@ -185,7 +187,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
-        # Transposed only once it is read: a lazy transposition would make the library read point by point.
+        # Transpose only after reading: a lazy transposition would make the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
@@ -207,7 +209,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
 
 
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return latitudes from the north, longitudes from the west, and whether the first was southernmost."""
+    """Return latitudes north to south, longitudes west to east, and whether latitudes began in the south."""
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
     if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
         longitude = np.unwrap(longitude, period=360.0)
@@ -218,7 +220,7 @@ def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[n
             )
     south_first = bool(latitude[0] < latitude[-1])
     latitude = latitude[::-1] if south_first else latitude
-    # Also false of what is not a number.
+    # Also false for NaN.
     if not ((np.diff(latitude) < 0).all() and (np.diff(longitude) > 0).all() and abs(latitude).max() < 90.001):
         raise UserError(f"{where}: latitudes or longitudes are not in order, or beyond the poles; {GRID}")
     return latitude, longitude, south_first
@@ -240,12 +242,12 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
             "standard calendar, e.g. 'hours since 1900-01-01'; convert another calendar with xarray's "
             "`convert_calendar('standard', align_on='date')`"
         ) from error
-    rounded = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours as float32 are a little off
+    rounded = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours in float32 are inexact
     return np.asarray(rounded.astype("datetime64[s]"))
 
 
 def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
-    """Return a slice in place of evenly spaced, ascending indices: every format reads these fast."""
+    """Replace evenly spaced, ascending indices by a slice, which every format reads fast."""
     indices = np.asarray(indices)
     steps = np.unique(np.diff(indices))
     if steps.size > 1 or (steps.size == 1 and steps[0] <= 0):
@@ -254,9 +256,9 @@ def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
 
 
 def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
-    """Return the wanted variables of a GRIB file, each level of each as one, and the names of all.
+    """Return the wanted variables of a GRIB file, one per level, and the names of all.
 
-    xarray's view of the index fills missing messages with NaN, and takes the first of two of one time in silence.
+    xarray is not used: it fills missing messages with NaN, and silently takes the first of two of one time.
     """
     try:
         from cfgrib import cfmessage, messages
@@ -266,11 +268,11 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
     with reading(path):
-        # What tells variables, and then their times, apart.
+        # Keys that distinguish variables, then their times.
         keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
         index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
-    series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and place of each message, by channel and grid
+    series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and offset of each message, by channel and grid
     for (cf_name, own, kind, level, grid, time), offsets in index.iter_index():
         name = own if cf_name in ("unknown", "undef") else cf_name
         if kind.startswith("isobaric"):
@@ -282,8 +284,8 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
-    """Refuse a file with more messages after the last in its index: ecCodes takes a damaged one for the end."""
-    # A field that shares its message with others has its number beside the byte at which the message begins.
+    """Raise `UserError` if messages follow the last in the index: ecCodes takes a damaged one for the end."""
+    # If fields share a message, an offset is a pair: first byte of the message, number of the field.
     last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
     with open(stream.path, "rb") as file:
         file.seek(last + stream[last]["totalLength"])
@@ -311,7 +313,7 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
 
     times = np.array([time for time, _ in entries], "datetime64[s]")
     units, long_name = str(first["units"]), str(first["name"])
-    # A message is packed, and float64 in ecCodes and here.
+    # Values are packed, float64 in ecCodes, and float64 here.
     return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, point_bytes=29)
 
 
@@ -338,14 +340,14 @@ def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
 
 
 def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: float) -> np.ndarray:
-    """Return the relative humidity, %, for K, kg/kg and Pa; like ERA5's own it may leave 0 to 100."""
+    """Return the relative humidity, %, for K, kg/kg and Pa; like ERA5's, it may lie outside of 0 to 100."""
     q = np.asarray(specific_humidity, np.float64)
     vapour = pressure * q / (_EPSILON + (1.0 - _EPSILON) * q)
     return np.asarray(100.0 * vapour / saturation_pressure(temperature))
 
 
 def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Variable]:
-    """Add the relative humidity, where it is wanted and only temperature and specific humidity are there."""
+    """Add relative humidity if it is wanted and only temperature and specific humidity are available."""
     by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
     if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
         return variables
@@ -354,7 +356,7 @@ def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Va
 
 
 def _humidity(t: Variable, q: Variable) -> Variable:
-    """Describe relative humidity on the levels of both variables, computed as it is read."""
+    """Describe relative humidity on the common levels of both variables, computed during reading."""
     places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
     levels = [level for level in places[1] if level and level in places[0]]
 
@@ -381,12 +383,12 @@ def _humidity(t: Variable, q: Variable) -> Variable:
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
-#: Larger values are none: 3.4e38 (GRIB) and 9.97e36 (NetCDF) stand where nothing is.
+#: Larger values mark missing data: 3.4e38 in GRIB, 9.97e36 in NetCDF.
 LARGEST = 1e30
 
 
 def wanted_names(dataset: Era5Dataset) -> set[str]:
-    """Return the short names of the variables that a dataset's channels are made of."""
+    """Return the short names of the variables needed for a dataset's channels."""
     names = {base(channel) for channel in dataset.channels}
     return names | {"t", "q"} if "r" in names else names
 
@@ -409,7 +411,7 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """A variable in a source: `levels` [c] are the channels `positions` [c], times `indices` [t] the `rows` [t]."""
+    """A variable in a source: its `levels` [c] are channels `positions` [c], its times `indices` [t] are `rows` [t]."""
 
     variable: Variable
     levels: list[int]
@@ -421,8 +423,8 @@ class _Segment:
 class Era5Source(Source):
     """One field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset asks.
 
-    Its times are those of the period at multiples of `step_hours` from midnight UTC; None: all. Missing or repeated
-    channels or times, and grids that differ or are smaller than the crop, are a `UserError`.
+    Its times are the multiples of `step_hours` from midnight UTC in the period; None: all times. Raises `UserError` for
+    missing or repeated channels or times, and for grids that differ or are smaller than the crop.
     """
 
     def __init__(
@@ -446,7 +448,8 @@ class Era5Source(Source):
         if height > first.latitude.size or width > first.longitude.size or not (rows and columns):
             raise UserError(
                 f"{label}: crop {height} x {width} or downsample {self._downsample} does not fit the grid of "
-                f"{first.latitude.size} latitudes and {first.longitude.size} longitudes; choose smaller ones"
+                f"{first.latitude.size} latitudes and {first.longitude.size} longitudes; "
+                "reduce crop or downsample"
             )
         self._window = slice(0, rows * self._downsample), slice(0, columns * self._downsample)
         self.times = _common_times(holders, period, dataset.step_hours, label)
@@ -480,7 +483,9 @@ class Era5Source(Source):
         return read + 8 * asked * self._window[0].stop * self._window[1].stop * (self._downsample > 1)
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32; a missing value is a `UserError`."""
+        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32; raise `UserError` for missing
+        values.
+        """
         out = np.empty((stop - start, *self.fields[0].shape[1:]), np.float32)
         for segment in self._segments:
             low, high = np.searchsorted(segment.rows, (start, stop))
@@ -488,13 +493,13 @@ class Era5Source(Source):
                 continue
             place = (segment.rows[low:high, None] - start, segment.positions)
             with reading(segment.variable.origin, self._advice):
-                # The values get no name, so that they are gone before the next ones come.
+                # Unnamed values, so that their memory is freed before the next read.
                 out[place] = block_average(
                     segment.variable.load(segment.indices[low:high], segment.levels, *self._window),
                     self._downsample,
                     (2, 3),
                 )
-        if not (out.max() < LARGEST and out.min() > -LARGEST):  # false of NaN, too
+        if not (out.max() < LARGEST and out.min() > -LARGEST):  # also false for NaN
             self._refuse_missing(out, start)
         return {"fields": out}
 
@@ -504,9 +509,9 @@ class Era5Source(Source):
         raise UserError(
             f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
             f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
-            f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); set `split` around "
-            "such times, `crop` such places, or fill them; if the values should be there, the copy may be incomplete: "
-            "copy it again"
+            f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); exclude "
+            "such times with `split`, such points with `crop`, or fill them; if the values should be there, the copy "
+            "may be incomplete: copy it again"
         )
 
     def close(self) -> None:
@@ -525,7 +530,9 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
 
 
 def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
-    """Refuse variables on another grid than the `first` (up to rounding and whole turns), or in other units."""
+    """Raise `UserError` for variables on another grid than `first` (up to rounding and full turns), or in other
+    units.
+    """
     for channel, variables in holders.items():
         for other in variables:
             alike = (
@@ -561,14 +568,14 @@ def _common_times(
             raise UserError(
                 f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
                 f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}; set the dataset's `split` within that, "
-                "change `step_hours`, add files, or fetch a torn one again"
+                "change `step_hours`, add files, or fetch a torn file again"
             )
         kept[channel] = times
     every = np.unique(np.concatenate(list(kept.values())))
     steps, counts = np.unique(np.diff(every), return_counts=True)
     step = np.timedelta64(step_hours or 1, "h") if step_hours or not steps.size else steps[counts.argmax()]
     begin, end = every[0], every[-1] + np.timedelta64(1, "s")
-    if period and (step_hours or steps.size):  # the first and the last day are whole
+    if period and (step_hours or steps.size):  # the first and the last day must be complete
         begin -= (begin - np.datetime64(min(days))) // step * step
         end = np.datetime64(max(days)) + 1
     expected = np.arange(begin, end, step)
@@ -578,12 +585,12 @@ def _common_times(
             origins = [variable.origin for variable in holders[channel] if wrong[0] in variable.times]
             overlap = len(origins) > 1 and wrong[0] in twice
             raise UserError(
-                f"{label}: '{channel}' is missing, stands twice or breaks the step of "
+                f"{label}: '{channel}' is missing, appears twice or breaks the step of "
                 f"{step / np.timedelta64(1, 'h'):g} h at {_text(wrong[0])} ({wrong.size} such times; in "
                 f"{' and '.join(origins[:2]) or 'no file'}); {'cut these times from one file, ' * overlap}add the file "
                 "that holds it, set `split` around a gap, or "
-                "set `step_hours` (means over months have no step); of several members, forecast steps or types of "
-                "levels choose one beforehand, of GRIB with `grib_copy -w number=0 IN OUT`"
+                "set `step_hours` (means over months have no step); of several members, forecast steps or kinds of "
+                "levels select one beforehand, for GRIB with `grib_copy -w number=0 IN OUT`"
             )
     return expected
 

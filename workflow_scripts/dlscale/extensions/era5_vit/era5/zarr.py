@@ -1,4 +1,4 @@
-"""Fetches a period of some channels from a Zarr store, such as ARCO-ERA5 or WeatherBench2, into a NetCDF file."""
+"""Fetch a period of some channels from a Zarr store, such as ARCO-ERA5 or WeatherBench2, into a NetCDF file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     advice = "the store may be incomplete or damaged: copy it again"
     if remote:
         advice = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
-    # At a block, with pauses from 1 s up: hours of reading should survive a hiccup.
+    # Retry each block after pauses of 1 s or more: a short failure must not end hours of reading.
     retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(4 if remote else 1),
         wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT_S),
@@ -75,7 +75,7 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         scheme = urlsplit(origin).scheme
         options = {"storage_options": {**_PUBLIC.get(scheme, {}), **fsspec.config.conf.get(scheme, {})}}
     try:
-        with warnings.catch_warnings():  # that it is not consolidated, e.g.
+        with warnings.catch_warnings():  # e.g. that metadata are not consolidated
             warnings.simplefilter("ignore")
             return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
     except Exception as error:  # a package for such addresses may be missing, too
