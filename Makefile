@@ -220,6 +220,8 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 	$(say) 'ruff'
 	@ruff check .
 	@ruff format --check .
+	$(say) 'English of comments, docstrings and messages'
+	@python .ci/prose.py
 	$(say) 'mypy'
 	@mypy
 	$(say) 'import-linter'

@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         text, target, anchor = found[1] or "", found[2], found[3] or ""
         file = Path(os.path.normpath(folder / target))
         if not target or ":" in target or not file.exists():
-            return found[0]  # MkDocs says what is not there
+            return found[0]  # MkDocs reports missing pages
         path = str(file.relative_to(ROOT))
         name = path if path in ELSEWHERE else path.removeprefix("docs/")
         name += "/README.md" if f"{name}/README.md" in ELSEWHERE else ""

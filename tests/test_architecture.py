@@ -125,7 +125,7 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
     assert not named, "\n" + "\n".join(named)
 
 
-# ---- what is registered -----------------------------------------------------------------------------
+# ---- the registry -----------------------------------------------------------------------------
 
 
 def test_every_study_has_a_tiny_run() -> None:

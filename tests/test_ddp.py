@@ -1,4 +1,4 @@
-"""Settings of `parallel`: what two processes exchange, and what they learn."""
+"""Settings of `parallel`: exchanges of two processes, and their effect on training."""
 
 from __future__ import annotations
 

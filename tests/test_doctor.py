@@ -80,7 +80,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return make
 
 
-# ---- Slurm: what it prints, captured from a cluster --------------------------------------------------
+# ---- Slurm: output captured from a cluster --------------------------------------------------
 
 ASSOCIATIONS = """\
 m1_g|debug,interactive,preempt,premium,regular,shared

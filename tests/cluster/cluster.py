@@ -41,7 +41,7 @@ PACKAGES = {
     "iproute2": "ip",
     "util-linux": "unshare",
 }
-#: What each running cluster has started, by its number: in a place that the next process finds after a crash, too.
+#: Files with the processes of each running cluster, by its number; the next process finds them after a crash, too.
 RECORDS = Path("/run/dlscale-cluster")
 #: Debian's place for daemons, which is not in every user's PATH.
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
@@ -61,9 +61,9 @@ QOS = {
     "interactive": "MaxWall=04:00:00 MaxTRESPerUser=node=4 Preempt=preempt Priority=100",
     "shared": "MaxWall=2-00:00:00",
 }
-#: Set later, since sacctmgr knows no GPUs before slurmctld has told slurmdbd of them.
+#: Limit that is set later: sacctmgr does not know GPUs before slurmctld has registered them with slurmdbd.
 SHARED_LIMIT = "MaxTRESPerJob=node=1,gres/gpu=2"
-#: What the submit filter says to a job that it does not take.
+#: Message of the submit filter for a job that it refuses.
 REFUSAL = "Job request does not match any supported policy"
 
 #: The database's settings: nothing in it outlives the cluster, so it need not wait for the disk.
@@ -188,7 +188,7 @@ return slurm.SUCCESS
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not do what it should."""
+    """Raised if the cluster fails."""
 
 
 def started(pid: int) -> int | None:
@@ -203,7 +203,7 @@ def started(pid: int) -> int | None:
 def call(
     *command: object, check: bool = True, timeout: float = PATIENCE, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, and say what it said where it fails."""
+    """Run a command; an error contains its output."""
     argv = [str(word) for word in command]
     more.setdefault("env", {**os.environ, "PATH": PATH})
     if "input" not in more:
@@ -269,10 +269,10 @@ class Cluster:
         self.folder = Path(folder or self._recorded()["folder"] or f"/tmp/{self.id}").resolve()
         self._children: list[subprocess.Popen[bytes]] = []
 
-    # ---- what was started ------------------------------------------------------------------------
+    # ---- started processes ------------------------------------------------------------------------
 
     def _recorded(self) -> dict[str, Any]:
-        """Return what is on record: the folder, and the processes, each with when it started."""
+        """Return the recorded folder, and the recorded processes with their start times."""
         text = self.record.read_text() if self.record.exists() else ""
         return json.loads(text) if text else {"folder": None, "processes": {}}
 
@@ -295,7 +295,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                # a job's variables, where tests themselves run in one, are none of the daemons' business
+                # without the variables of a job in which the tests may run themselves
                 env={**_outside_of_jobs(), "PATH": PATH, **self.environment(), **environment},
                 start_new_session=True,
             )
@@ -319,7 +319,7 @@ class Cluster:
                 continue
             for pid in alive():
                 with contextlib.suppress(ProcessLookupError):
-                    # each leads a group of its own; what it forked to help itself goes along
+                    # each leads its own process group, which includes its helpers
                     os.killpg(pid, number)
             with contextlib.suppress(NotInTime):
                 until("daemons to end", lambda: not alive(), seconds=seconds)
@@ -435,7 +435,7 @@ class Cluster:
             "job_submit.lua": JOB_SUBMIT_LUA.replace("{refusal}", REFUSAL),
             "gres.conf": "AutoDetect=off\n"
             f"NodeName={values['gpu_nodes']} Name=gpu Type=a100 File={self.folder}/dev/nvidia[0-{GPUS - 1}]\n",
-            # nothing here uses cgroups, but slurmd looks for them unless it is told a version
+            # slurmd looks for cgroups, which are unused here, unless a version is set
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
             "hosts": "\n".join(["127.0.0.1 localhost", f"{self.subnet}.1 {host}", *names, ""]),
         }
@@ -445,7 +445,7 @@ class Cluster:
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        (self.folder / "munge").chmod(0o711)  # everybody may connect, nobody list
+        (self.folder / "munge").chmod(0o711)  # all users may connect, but not list the folder
 
     def _munged(self) -> list[object]:
         folder, log = self.folder / "munge", self.folder / "log" / "munged.log"
@@ -498,7 +498,7 @@ class Cluster:
         until("mariadbd", port.exists)
         self._spawn("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=str(port))
         until("slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster", check=False).returncode == 0)
-        # Before slurmctld starts: it reads them at once, instead of being told later.
+        # Before slurmctld starts, so that it reads them at once.
         lines = ["add cluster perlmutter"]
         lines += [f"add qos {name} {limits} Flags=DenyOnLimit" for name, limits in QOS.items()]
         lines += [f"add account {name} Description=test Organization=test" for name in ACCOUNTS]
@@ -507,7 +507,7 @@ class Cluster:
         self.run("sacctmgr", "-i", "-Q", input="\n".join([*lines, "quit", ""]))
 
     def _limit_shared(self) -> bool:
-        """Whether slurmctld knows the limit; told before it listens, it would miss it in silence."""
+        """Return whether slurmctld knows the limit; it ignores a limit that is set before it listens."""
         self.run("sacctmgr", "-i", "-Q", "modify", "qos", "shared", "set", SHARED_LIMIT, check=False)
         return SHARED_LIMIT.partition("=")[2] in self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
 
@@ -531,7 +531,7 @@ class Cluster:
         self._spawn(node, *inside, "sh", "-c", script, "sh", node, self.conf.parent)
 
     def _kill_all_on(self, node: str) -> None:
-        """Kill all that runs in a node's network: its daemon, the jobs' steps, and what they have started."""
+        """Kill all processes in a node's network: its daemon, the jobs' steps, and their children."""
         name = self._namespace(node)
 
         def kill() -> bool:
@@ -581,7 +581,7 @@ class Cluster:
         )
 
     def stop_controller(self) -> None:
-        """Stop `slurmctld`: nodes and jobs go on, and no command of Slurm gets a reply."""
+        """Stop `slurmctld`: nodes and jobs continue, and no command of Slurm gets a reply."""
         self._halt("slurmctld", patience=10)
 
     def start_controller(self) -> None:

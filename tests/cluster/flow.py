@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE, until
 #: Faster than on a production site, where asking often would be a burden.
 QUICK = ["--dlscale-init-seconds-before-status-checks=3", "--latency-wait=5"]
 
-#: One dataset; runs of each shape. Steps are few: what is tested is how jobs come and go.
+#: One dataset; runs of each shape, with few steps: the tests are about jobs.
 CONFIG: dict[str, Any] = {
     "targets": ["shapes"],
     "datasets": {"years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}},
@@ -66,7 +66,7 @@ class Flow:
     environment: dict[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str, profile: str | None = "perlmutter") -> subprocess.Popen[str]:
-        """Start Snakemake in a process group of its own; what it prints goes to `output`."""
+        """Start Snakemake in its own process group; its output goes to `output`."""
         config = {key: value for key, value in self.config.items() if profile or key != "site"}
         (self.path / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         named = ["--profile", profile, *QUICK] if profile else ["--workflow-profile", "none", "--cores", "2"]

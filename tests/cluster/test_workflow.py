@@ -1,4 +1,4 @@
-"""`snakemake --profile perlmutter` on a real Slurm: what is asked for, and what happens when jobs do not end well."""
+"""`snakemake --profile perlmutter` on a real Slurm: requests of jobs, and jobs that fail or are interrupted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def long(seconds: float, prepared: Flow) -> dict[str, Any]:
 _RATE: float | None = None
 
 
-# ---- what is asked for -----------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
@@ -127,13 +127,13 @@ def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
 
 @pytest.mark.slow
 def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
-    """Warned, it saves and goes on; at the limit it saves and ends; the next job goes on from there."""
+    """After the warning the training saves and continues; at the limit it saves and ends; the next job resumes."""
     flow = make(targets=["long"], plans__long__settings=long(3600, prepared))
     # Slurm warns up to half a minute early: with a limit of one minute before the job is up.
     with flow.running("--set-resources", "train:runtime=2", "--retries=4") as process:
         # The log is of all tries.
         flow.until("the second job", lambda: "resumed after epoch" in flow.log(), process, seconds=3 * PATIENCE)
-        os.killpg(process.pid, signal.SIGINT)  # that a job which goes on ends, too, others show
+        os.killpg(process.pid, signal.SIGINT)  # other tests show that a resumed job ends
         assert process.wait(PATIENCE) != 0
     before, _, after = flow.log().partition("asked to end: saved after step ")
     assert "asked to save: saved after step" in before and " epoch 1 of " in before
@@ -143,7 +143,7 @@ def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
 
 @pytest.mark.slow
 def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """The job goes on on another node, from what was saved before."""
+    """The job resumes on another node, from the last checkpoint."""
     settings = long(40, prepared)
     settings["training"]["checkpoint_epochs"] = 50
     flow = make(targets=["long"], plans__long__settings=settings)
@@ -162,7 +162,7 @@ def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Clust
 
 @pytest.mark.slow
 def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """A job of a better QOS takes the node; the run saves, waits, and goes on."""
+    """A job of a better QOS takes the node; the run saves, waits, and resumes."""
     flow = make(targets=["long"], plans__long__settings=long(40, prepared))
     flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
     with flow.running("--retries=2", "-p") as process:
@@ -214,7 +214,7 @@ def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: 
 
 @pytest.mark.slow
 def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """The call ends without a traceback; its job goes on, and the next call waits for it."""
+    """The call ends without a traceback; its job continues, and the next call waits for it."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)

@@ -61,7 +61,7 @@ def test_an_external_extension(clone: Tree) -> None:
     assert losses[0] and losses[0] == losses[1]
     printed = clone.shell(f"python -m dlscale sizes-of counted.plain --configfile {clone.path / 'tiny.yaml'}")
     assert printed.stdout.split() == ["counted.plain", *map(str, sizes[0])], printed.stderr
-    # Code of the extension is among what its stage depends on.
+    # The stage depends on the code of the extension.
     module = path / "dlscale_sizes/stage.py"
     module.write_text(module.read_text().replace("epoch(0)", "epoch(1)"))
     again = clone.snakemake("--cores", "2", "--dry-run", "--", "plan_counted")

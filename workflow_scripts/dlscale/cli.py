@@ -474,7 +474,7 @@ def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
 def _configuration(args: argparse.Namespace) -> Configuration | None:
     """Return the configuration as the workflow merges it.
 
-    Return None if there is none, such as inside an image.
+    Return None without one, such as inside an image.
     """
     from dlscale.config.resolve import load_files
 

@@ -227,8 +227,8 @@ class Site(Lawful):
     host_suffix: str = Field(
         "",
         pattern=r"^[A-Za-z0-9.-]*$",
-        description="Suffix of a node's name in the network between nodes, such as -hsn0: ranks on several nodes meet at "
-        "the first node's name with this suffix.",
+        description="Suffix of a node's name in the network between nodes, such as -hsn0: ranks on several nodes meet "
+        "at the first node's name with this suffix.",
     )
     environment: dict[Variable, Value | None] = Field(
         {}, description="Environment variables of every stage; null unsets one that an image or module sets."

@@ -150,7 +150,7 @@ def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
 
 
 def _dangling(path: Any) -> Path | None:
-    """Return the first broken link in a path; None if there is none."""
+    """Return the first broken link in a path, or None."""
     if not isinstance(path, (str, os.PathLike)):
         return None
     try:

@@ -41,7 +41,7 @@ class Doing(Record):
     left: float | None = None  #: Estimated time to the end, s.
     values: dict[str, float] = {}  #: Additional numbers by name, such as loss and samples/s.
     host: str = Field(default_factory=socket.gethostname)
-    place: str = Field(default_factory=lambda: place())  #: Where `pid` is valid: host and, on Linux, PID namespace.
+    place: str = Field(default_factory=lambda: place())  #: Scope of `pid`: host and, on Linux, PID namespace.
     pid: int = Field(default_factory=os.getpid)
     job: str | None = Field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))  #: Job id of Slurm.
     time: float = Field(default_factory=time.time)  #: Time of writing, seconds since 1970-01-01 UTC.

@@ -1,5 +1,5 @@
-"""Removable parts: a folder each, whose `extension.py` lists what it adds.
+"""Extensions: removable folders, each with an `extension.py` that lists its additions.
 
 The core imports none of them. `dlscale.core.registry.extensions` finds them; deleting a folder removes its commands,
-studies and kinds of datasets.
+stages, studies and kinds of datasets. Installed packages add further extensions by an entry point (docs/adding.md).
 """

@@ -105,7 +105,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
                 rest = len(share.indices(len(loader) - 1, loader.samples))
                 step.gradients(cached[0][:rest], cached[1][:rest])
         # Epoch 0 gave the cached batch; IO and FULL start with epoch 1, which no worker has prefetched. Batches include
-        # the weight of the rank's loss, as in training: by it all ranks decide alike what they record as a CUDA graph.
+        # the weight of the rank's loss, as in training: with it all ranks record the same CUDA graph.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
             "IO": (training_batches(session, loader, 1), lambda *batch: None),
             "SYNTHETIC": (itertools.repeat(cached), step),

@@ -428,7 +428,7 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
     """Return the cost of works on the site's nodes and queues.
 
     Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 for the QOS for full nodes).
-    Charged hours = node-hours × charge of the QOS, without the charge for the first `full_charge_minutes` of each job. A
+    Charged hours = node-hours × charge of the QOS; the first `full_charge_minutes` of each job count in full. A
     geometry that does not fit the site is a `UserError`.
     """
     rows = []

@@ -109,7 +109,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 
 def _complain(error: Exception, known: str = "") -> None:
-    """Print the message of an error, followed by `known`: what was kept, or is missing."""
+    """Print the message of an error, followed by `known`: kept or missing results."""
     mistake = explained(error, "") if isinstance(error, OSError) else error
     said = str(mistake) if isinstance(mistake, UserError) else redact(f"a defect of dlscale: {error!r:.300}")
     say(f"dlscale measure: {said}{known}")

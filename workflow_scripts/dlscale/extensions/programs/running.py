@@ -357,7 +357,7 @@ def _in_front() -> bool:
 
 
 def _end_rest(before: set[psutil.Process], told: bool) -> None:
-    """End the processes that the program left running, unless they are in `before`; report them if `told`."""
+    """End the processes that the program left running, unless they are in `before`; print them if `told`."""
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
     _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends shortly after its container
     for each in rest:

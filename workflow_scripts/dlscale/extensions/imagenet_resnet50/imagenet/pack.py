@@ -95,7 +95,7 @@ class Picture:
 
 
 def shard(count: int, number: int, shards: int) -> range:
-    """Return the indices of the images in shard `number`; raise `UserError` if there are none."""
+    """Return the indices of the images in shard `number`; raise `UserError` without any."""
     images = range(count * number // shards, count * (number + 1) // shards)
     if not images:
         raise UserError(f"{count} images do not fill {shards} packs; reduce the dataset's `shards`")
