@@ -61,10 +61,10 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     """Yield line, text and whether it is a docstring, of each string with at least five words."""
     documented, parts = set[int](), set[int]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node):
-                documented.add(id(node.body[0].value))  # type: ignore[attr-defined]
-                yield node.body[0].lineno, " ".join(text.split()), True
+        documentable = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documentable and (text := ast.get_docstring(node)):
+            documented.add(id(node.body[0].value))
+            yield node.body[0].lineno, " ".join(text.split()), True
         if isinstance(node, ast.JoinedStr):
             parts |= {id(part) for part in ast.walk(node)} - {id(node)}
     for node in ast.walk(tree):

@@ -483,8 +483,9 @@ class Era5Source(Source):
         return read + 8 * asked * self._window[0].stop * self._window[1].stop * (self._downsample > 1)
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32; raise `UserError` for missing
-        values.
+        """Return times [start, stop) as `fields` [stop - start, C, H, W], float32.
+
+        Raise `UserError` for missing values.
         """
         out = np.empty((stop - start, *self.fields[0].shape[1:]), np.float32)
         for segment in self._segments:
@@ -530,8 +531,9 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
 
 
 def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
-    """Raise `UserError` for variables on another grid than `first` (up to rounding and full turns), or in other
-    units.
+    """Raise `UserError` for variables in other units than `first`, or on another grid.
+
+    Grids may differ by rounding and by full turns.
     """
     for channel, variables in holders.items():
         for other in variables:
