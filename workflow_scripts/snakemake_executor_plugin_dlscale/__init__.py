@@ -39,9 +39,7 @@ class Executor(SlurmExecutor):
     def __post_init__(self, test_mode: bool = False) -> None:
         self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
         self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's number.
-        self._refused: dict[
-            int, tuple[float, float]
-        ] = {}  #: Start and next pause, s, by `id` of the job.
+        self._refused: dict[int, tuple[float, float]] = {}  #: Start and next pause, s, by `id` of the job.
         self._timers: list[threading.Timer] = []  #: Submissions to come.
         super().__post_init__(test_mode)
 
