@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dlscale.core import interrupt, process
 from dlscale.preflight import status, why
-from dlscale.preflight.run import answer, in_turn
+from dlscale.preflight.run import in_turn, write_reply
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 

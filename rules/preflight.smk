@@ -16,7 +16,7 @@ CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_setti
 # Only in the main process: the processes that Snakemake starts for jobs read this file, too.
 if workflow.is_main_process:
     for plan in ASKED_PLANS:
-        for run, lacking in CONFIG.left_out[plan].items():
+        for run, lacking in CONFIG.skipped_runs[plan].items():
             tell(f"{plan}.{run} is left out: this machine lacks {lacking}.")
 
 
@@ -40,7 +40,7 @@ def keep_configuration():
 
 def show_end():
     """Print missing results, and the paths of the pages, at the end of a call."""
-    tell(*CALL.lost())
+    tell(*CALL.missing_results())
     CALL.show_pages(map(Path, asked_files()))
 
 
@@ -58,9 +58,9 @@ def show_nothing():
 
 def looked():
     """Print the findings of a dry run, or send them to the process that asked; return the status."""
-    reasons = why.found(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
-    lost = CALL.lost(files_to_make())
-    if answer({"reasons": reasons, "lost": lost}):
+    reasons = why.format_reasons(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
+    lost = CALL.missing_results(files_to_make())
+    if write_reply({"reasons": reasons, "lost": lost}):
         return 0
     if workflow.persistence.locked:
         tell("Another call is at work here: the files that it is making count as missing.")

@@ -25,7 +25,7 @@ CONTEXT = Context(
     call=["snakemake", *site_words(site_name()), *own_settings()],
     own_settings=own_settings(),
     is_live=ASKED_PLANS is CONFIG.workflow.targets,  # no target was named
-    image=image.inherited(SITE.engine, SITE.image or "", first=workflow.is_main_process),
+    image=image.image_identity(SITE.engine, SITE.image or "", first=workflow.is_main_process),
     say=say,
     refuse=refuse,
     rung_file=rung_file,

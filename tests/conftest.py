@@ -130,7 +130,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def said(capfd: pytest.CaptureFixture[str]) -> str:
+def error_line(capfd: pytest.CaptureFixture[str]) -> str:
     """Return the single error line that a user reads; fail if there is a traceback."""
     err = capfd.readouterr().err
     assert "Traceback" not in err

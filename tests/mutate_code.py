@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
 
 #: Files that no test needs: names in the repository's top folder, then names in any folder.
-LEFT_OUT = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
+EXCLUDED_FOLDERS = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 
 #: Time limit of a test, seconds: after some mistakes processes wait for each other forever.
@@ -91,7 +91,7 @@ class Copy:
             symlinks=True,
             ignore=lambda place, names: {
                 *CACHES(place, names),
-                *(LEFT_OUT.intersection(names) if Path(place) == root else ()),
+                *(EXCLUDED_FOLDERS.intersection(names) if Path(place) == root else ()),
             },
         )
         self._environment = {

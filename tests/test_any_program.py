@@ -123,7 +123,7 @@ def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.Monke
     The log has one hour of steps of 10 ms; two fifths of each step are a wait.
     """
     now = 1000.0
-    monkeypatch.setattr(timed, "MOST", 20_000)
+    monkeypatch.setattr(timed, "MAX_NOTES", 20_000)
     monkeypatch.setenv(timed.FOLDER, str(tmp_path))
     monkeypatch.setattr(timed, "clock", lambda: now)
     log, count = timed.Log("seen"), 360_000

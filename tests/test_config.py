@@ -530,15 +530,15 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
         found = load(**plan(kind="ladder", runs=runs), **site)
-        assert found.left_out["p"] == ({"two": lacks} if lacks else {})
+        assert found.skipped_runs["p"] == ({"two": lacks} if lacks else {})
         last = found.plans["p"]["again"].run
         assert (last.geometry.gpus_per_node, last.seed) == ((1, 0) if lacks else (2, 5))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     typed: Raw = {"one": {}, "two": {"geometry": {"gpus_per_node": "2"}}}  # as `--config` passes it
-    assert load(**plan(runs=typed)).left_out["p"] == {"two": "2 GPUs (it has 1)"}
+    assert load(**plan(runs=typed)).skipped_runs["p"] == {"two": "2 GPUs (it has 1)"}
     scaling: Raw = {"devices": [1, 2], "batch_sizes": [4]}
     weak = load(plans={"w": {"study": "cosmo_unet", "kind": "weak_scaling", "scaling": scaling}})
-    assert list(weak.plans["w"]) == ["b4_ddp_1"] and list(weak.left_out["w"]) == ["b4_ddp_2", "b4_no_sync_2"]
+    assert list(weak.plans["w"]) == ["b4_ddp_1"] and list(weak.skipped_runs["w"]) == ["b4_ddp_2", "b4_no_sync_2"]
     one(
         message(**plan(runs={"c": two}), targets=["p"]),
         "targets",
@@ -561,7 +561,7 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
         monkeypatch.setitem(machine.NEEDS, "compiler", ("a C++ compiler", lambda here=here: here))
         found = load(**plan(kind="ladder", runs=runs))
         assert list(found.plans["p"]) == (["a", "compiled", "b"] if here else ["a", "b"])
-        assert found.left_out["p"] == ({} if here else {"compiled": "a C++ compiler"})
+        assert found.skipped_runs["p"] == ({} if here else {"compiled": "a C++ compiler"})
         last = found.plans["p"]["b"].run
         assert (last.seed, last.compile.mode, last.batch_size) == ((5, "default", 2) if here else (5, "none", 4))
     one(
@@ -572,7 +572,7 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
     )
     other = {"study": "cosmo_unet", "runs": {"d": {"use": "p.compiled"}, "e": {"use": "p.a"}}}
     both = {**plan(kind="ladder", runs=runs)["plans"], "q": other}
-    assert load(plans=both).left_out["q"] == {"d": "a C++ compiler"}
+    assert load(plans=both).skipped_runs["q"] == {"d": "a C++ compiler"}
     wrong = {**runs, "compiled": {**runs["compiled"], "precison": "bf16"}}
     one(message(**plan(kind="ladder", runs=wrong)), "plans.p.runs.compiled", "did you mean 'precision'")
     for wrong in (["compilre"], "compiler", 3):
@@ -929,7 +929,7 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
     """Profiles cover as many steps as in the documents, in the last of four epochs."""
     found = load()
     profiled, ladder = (found.plans[f"{study}_published_{name}"] for name in ("profile", "ladder"))
-    assert len(profiled) == 5 or found.left_out[f"{study}_published_profile"]
+    assert len(profiled) == 5 or found.skipped_runs[f"{study}_published_profile"]
     for name, resolved in profiled.items():
         assert resolved.run.profile.model_dump(include={"tools", "epoch", "steps"}) == {
             **{"tools": ["nsys"], "epoch": 4, "steps": steps}
@@ -948,10 +948,10 @@ def test_the_larger_model_is_shared_in_the_published_batches() -> None:
 
 def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     found, demo = load(), yaml.safe_load((ROOT / "config.yaml").read_text())
-    made = {name: {**runs, **found.left_out[name]} for name, runs in found.plans.items()}
+    made = {name: {**runs, **found.skipped_runs[name]} for name, runs in found.plans.items()}
     for study in config.study_files().values():
         for name, plan_ in study.plans.items():
-            named = set(found.plans[name]) | set(found.left_out[name])
+            named = set(found.plans[name]) | set(found.skipped_runs[name])
             written = set(plan_.get("runs", named))  # a sweep, a scaling or a convergence block makes its own runs
             assert named == written or (written < named and plan_.keys() & {"scaling", "convergence"})
         for figure in study.published:

@@ -514,14 +514,14 @@ def test_over(tmp_path: Path) -> None:
     """The message names the limit, the estimate and the remedy; a limit that is exactly met passes."""
     table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
     gpu = cost.total(table, "gpu_hours")
-    assert cost.over(table, Budget()) is None
-    assert cost.over(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
-    message = cost.over(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
+    assert cost.budget_message(table, Budget()) is None
+    assert cost.budget_message(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
+    message = cost.budget_message(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
     assert "0.09 GPU-hours, but budget.gpu_hours is" in message and "\n" not in message
     assert "Raise the budget, drop runs" in message and "samples.train" in message
     assert "charged" not in message and "≤" not in message
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
-    message = cost.over(table, Budget(gpu_hours=10)) or ""
+    message = cost.budget_message(table, Budget(gpu_hours=10)) or ""
     assert "≤12.00 GPU-hours" in message and "at their time limit, site.scheduler.minutes" in message
 
 

@@ -367,7 +367,7 @@ def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch
     small = torch.ones(96, 96)
     assert found.flops > 0.8 * 2 * 96**3 / peaks.best_of(lambda: torch.mm(small, small), CPU, 0.05)
     monkeypatch.setattr(peaks, "BUFFER", {"cpu": 2**18})
-    monkeypatch.setattr(peaks, "LEAST", 2**18)
+    monkeypatch.setattr(peaks, "MIN_COPY_BYTES", 2**18)
     assert found.bytes_per_second < 1.5 * peaks.copy_rate(CPU)
 
 

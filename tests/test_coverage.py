@@ -125,7 +125,10 @@ def dlscale(words: list[str]) -> None:
         assert not query or plan in known.plans, f"no plan {plan}"
     for name in getattr(args, "runs", None) or []:
         plan, _, run = name.partition(".")
-        there = {**known.plans.get(plan, {}), **known.left_out.get(plan, {})}  # left out: this machine lacks something
+        there = {
+            **known.plans.get(plan, {}),
+            **known.skipped_runs.get(plan, {}),
+        }  # left out: this machine lacks something
         assert "/" in name or run in there, f"no run {name}"
 
 

@@ -21,7 +21,7 @@ from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.strategy import Copied, OnCPU, OnGPU, Replicated, synchronised
+from dlscale.parallel.strategy import DataParallelNetwork, OnCPU, OnGPU, Replicated, synchronised
 from dlscale.parallel.world import World
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import Checkpoints
@@ -322,7 +322,7 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("dlscale.parallel.strategy.DataParallel", Cutting)
     _, step = step_of(World(), {})
-    copied, (x, y) = Copied(step.network, [0, 1]), samples(0, 5)
+    copied, (x, y) = DataParallelNetwork(step.network, [0, 1]), samples(0, 5)
     torch.testing.assert_close(copied(x, y), step.network(x, y))
     step.model.eval()
     torch.testing.assert_close(copied.predict(x), step.network.predict(x))

@@ -264,7 +264,7 @@ def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe that hangs, as a file system may, is abandoned; all other findings are reported in order."""
     monkeypatch.setattr(probe, "PROBE_LIMIT", 0.5)
     start = time.monotonic()
-    found = probe.ask(
+    found = probe.run_probes(
         [
             ("slow", lambda: time.sleep(60) or Finding("slow", "ok", "")),
             ("broken", lambda: 1 // 0),  # type: ignore[list-item, return-value]
@@ -468,7 +468,7 @@ SHOWQUOTA = """\
 
 
 def test_quota(command: Callable[[str, str], None]) -> None:
-    (found,) = probe.ask([("quota", probe.probe_quota)])
+    (found,) = probe.run_probes([("quota", probe.probe_quota)])
     assert found.status == "skip"
     command("showquota", f"cat <<END\n{SHOWQUOTA}END")
     assert probe.probe_quota() == Finding("quota", "warn", "home 22 %, pscratch 95 %", "remove files there")

@@ -243,12 +243,12 @@ def _acquire(folder: Path, settings: dict[str, Any]) -> None:
     acquire(dataset, raw, out, lambda done, total: None)
 
 
-def looks(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> dict[str, Any]:
+def pack_states(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> dict[str, Any]:
     """Return each pack's settings and the state of its files, as a new call of the workflow finds them.
 
     A change of either makes a pack again. `made` is the folder of an existing dataset.
     """
-    image_folders.looks.cache_clear()
+    image_folders.shard_digests.cache_clear()
     dataset = ImagenetDataset.model_validate(settings(source, shards={"train": 3}, **more))
     kind = parts.kind_of(dataset)
     return {
@@ -259,12 +259,12 @@ def looks(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> 
 
 def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders: dict[str, str]) -> None:
     """Only packs with changed files are made again; a restored file counts as unchanged."""
-    before = looks(folders)
+    before = pack_states(folders)
     (tmp_path / "train/ape/notes.txt").write_text("other notes")
-    assert looks(folders) == before
+    assert pack_states(folders) == before
 
     def changed() -> set[str]:
-        return {name.removesuffix(".h5") for name, what in looks(folders).items() if what != before[name]}
+        return {name.removesuffix(".h5") for name, what in pack_states(folders).items() if what != before[name]}
 
     image = tmp_path / "train/bee/2.jpg"  # the seventh of twelve, which are in packs of four
     content, stat = image.read_bytes(), image.stat()
@@ -293,13 +293,13 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
 def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, str]) -> None:
     """Packs stay after their folders are gone: a pack records the state of its files."""
     data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
-    before = looks(folders, data)
+    before = pack_states(folders, data)
     assert len({look for _, look in before.values()}) == 4
     for split in ("valid", "train"):
         shutil.rmtree(tmp_path / split)
-        assert looks(folders, data) == before
-    assert looks(folders, data, form="decoded").keys() == before.keys()
-    assert all(look is None for _, look in looks(folders).values()), "there is no pack"
+        assert pack_states(folders, data) == before
+    assert pack_states(folders, data, form="decoded").keys() == before.keys()
+    assert all(look is None for _, look in pack_states(folders).values()), "there is no pack"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dlscale.extensions.programs import logs
 from dlscale.report.curves import Over, Reference
-from tests.conftest import COSMO, COSMO_RUN, make_run, said, stage, train
+from tests.conftest import COSMO, COSMO_RUN, error_line, make_run, stage, train
 from tests.test_report import Results
 
 START = 1_600_000_000.0
@@ -289,7 +289,7 @@ def test_a_log_of_abandoned_points_only_is_refused(
     add(tmp_path / "log", range(3), 1.0)
     add(tmp_path / "log", range(0), 1.0, purge_step=0)
     assert bring(tmp_path / "log") == 2
-    assert "all points are of an abandoned try" in said(capfd)
+    assert "all points are of an abandoned try" in error_line(capfd)
 
 
 def test_a_long_curve_is_thinned_out_and_says_so(
@@ -312,15 +312,15 @@ def test_folders_below_are_named(results: Path, tmp_path: Path, capfd: pytest.Ca
         unet(tmp_path / "keras" / part / "events.out.tfevents.1")
     assert bring(tmp_path / "keras") == 2
     folders = ", ".join(str(tmp_path / "keras" / part) for part in ("train", "validation"))
-    assert f"keras: no event file in this folder; there are some in {folders}: import each" in said(capfd)
+    assert f"keras: no event file in this folder; there are some in {folders}: import each" in error_line(capfd)
     write(tmp_path / "keras/events.out.tfevents.1", [(1, 1.0, {})])
     with (tmp_path / "keras/events.out.tfevents.1").open("wb") as file:
         RecordWriter(file).write(Event(wall_time=1.0, file_version="brain.Event:2").SerializeToString())
     assert bring(tmp_path / "keras") == 2
-    assert f"it has no scalars; there are some in {folders}: import each" in said(capfd)
+    assert f"it has no scalars; there are some in {folders}: import each" in error_line(capfd)
     (tmp_path / "empty").mkdir()
     assert bring(tmp_path / "empty") == 2
-    assert "empty: no event file in this folder; expected event files of TensorBoard" in said(capfd)
+    assert "empty: no event file in this folder; expected event files of TensorBoard" in error_line(capfd)
 
 
 # ---- damaged and hostile ------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.Capt
     change, message = DAMAGES[damage]
     change(log)
     assert bring(log) == 2
-    line = said(capfd)
+    line = error_line(capfd)
     assert message in line and str(log) in line
     assert not list(results.glob("references/*")), "a reference is complete or missing"
 
@@ -389,7 +389,7 @@ def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) 
 def test_mistakes(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[object], message: str
 ) -> None:
-    assert bring(unet(tmp_path / "events.out.tfevents.1"), *more) == 2 and message in said(capfd)
+    assert bring(unet(tmp_path / "events.out.tfevents.1"), *more) == 2 and message in error_line(capfd)
 
 
 def test_plans_of_another_study_would_not_show_it(
@@ -397,7 +397,7 @@ def test_plans_of_another_study_would_not_show_it(
 ) -> None:
     (tmp_path / "config.yaml").write_text("targets: [mnist_sweep]\n")
     assert bring(unet(tmp_path / "events.out.tfevents.1"), "--plans", "mnist_sweep") == 2
-    assert "--plans: mnist_sweep is of study mnist_cnn, not of cosmo_unet" in said(capfd)
+    assert "--plans: mnist_sweep is of study mnist_cnn, not of cosmo_unet" in error_line(capfd)
 
 
 def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float, float]]:

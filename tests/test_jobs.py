@@ -83,10 +83,10 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
         rung_file=lambda plan, rung: "",
         keep_going=lambda: False,
     )
-    return of(context)
+    return make_jobs(context)
 
 
-def of(context: Context) -> Jobs:
+def make_jobs(context: Context) -> Jobs:
     """Return the families of rules of a call."""
     commands = Commands(context)
     datasets, programs = Datasets(context, commands), Programs(context, commands)
@@ -267,7 +267,7 @@ def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
     other = SimpleNamespace(plan="p", run="b")
     for seconds, copied in ((9.9, False), (10, True)):
         found = jobs(tmp_path, {"throughput": {"beside": seconds}})
-        assert (found.runs.beside(RUN) is not None, found.runs.beside(other) is not None) == (copied, True)
+        assert (found.runs.paired_with(RUN) is not None, found.runs.paired_with(other) is not None) == (copied, True)
 
 
 def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_trials_are_chosen_among_those_that_this_machine_can_do(
     settings = {"batch_size": 4, "training": {"epochs": 2}}
     swept = {"study": "mnist_cnn", "kind": "sweep", "settings": settings, "sweep": sweep}
     swept_ = resolve.load({"targets": ["s"], "plans": {"s": swept}})
-    found = of(replace(jobs(tmp_path).context, configuration=swept_))
+    found = make_jobs(replace(jobs(tmp_path).context, configuration=swept_))
     files = [Path(file) for file in found.plans.promote_inputs(SimpleNamespace(plan="s", rung="1"))]
     trials = [file.parent.name for file in files if file.name == "model.pt"]
     assert trials == ["seed-1_gpus_per_node-1-rung0", "seed-2_gpus_per_node-1-rung0"]
@@ -484,7 +484,7 @@ def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path
 def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_kind, "MOST", 2)
+    monkeypatch.setattr(files_kind, "MAX_FILES", 2)
     (tmp_path / "many").mkdir()
     for number in range(3):
         (tmp_path / f"many/{number}.txt").write_text("x")

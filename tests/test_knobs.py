@@ -42,7 +42,7 @@ from dlscale.train.provenance import Provenance
 from dlscale.train.train import run_fingerprint
 from dlscale.train.trainer import Trainer
 from dlscale.train.weight_files import load_weights, read_weights
-from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run, records, said, stage, train
+from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, error_line, make_run, records, stage, train
 from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import Trap, provenance, scalars
@@ -76,7 +76,7 @@ def plain(model: torch.nn.Module) -> Weights:
     return Weights(model, convert(model, "fp32"))
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int = 99) -> None:
+def fake_validation_losses(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int = 99) -> None:
     """Make the validations of this process return these losses; validation number `stop`, from 0, fails."""
     numbers, real = itertools.count(), training.validate
     known: Iterator[float] = iter(losses)
@@ -97,7 +97,7 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
     era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    pretend(monkeypatch, [3.0, 1.0, 2.0, 1.0])
+    fake_validation_losses(monkeypatch, [3.0, 1.0, 2.0, 1.0])
     folder = era5(training={"epochs": 4})
     assert provenance(folder)["best"] == {"metric": "valid_loss", "value": 1.0, "epoch": 2, "step": 20}, "the first one"
     assert "best: epoch 2 of 4, validation loss 1" in caplog.text
@@ -117,14 +117,14 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     """
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
     settings = {"epochs": 5}
-    pretend(monkeypatch, losses)
+    fake_validation_losses(monkeypatch, losses)
     whole = era5("whole", training=settings)
     monkeypatch.undo()
-    pretend(monkeypatch, losses, stop=3)  # epoch 4 trains, and is never validated
+    fake_validation_losses(monkeypatch, losses, stop=3)  # epoch 4 trains, and is never validated
     broken = era5("broken", status=130, training=settings)
     assert not (broken / "model_best.pt").exists(), "written with the complete result, or not at all"
     monkeypatch.undo()
-    pretend(monkeypatch, losses[3:])
+    fake_validation_losses(monkeypatch, losses[3:])
     assert era5("broken", training=settings) == broken
     found = provenance(broken)
     assert (found["resumed_from_step"], found["best"]["epoch"]) == (30, 2)
@@ -151,7 +151,7 @@ def test_what_is_best_is_asked_of_any_metric(era5: Make, capfd: pytest.CaptureFi
     assert provenance(none)["best"] is None and not (none / "model_best.pt").exists()
     capfd.readouterr()
     era5("wrong", status=2, training={"keep_best": "rmse/t2n"})
-    assert "training.keep_best: no metric is called 'rmse/t2n' (did you mean 'rmse/t2m'?)" in said(capfd)
+    assert "training.keep_best: no metric is called 'rmse/t2n' (did you mean 'rmse/t2m'?)" in error_line(capfd)
 
 
 def test_better_is_lower_or_higher() -> None:
@@ -179,7 +179,7 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     def trained(value: float, begin: int = 0, **more: Any) -> Path:
         caplog.clear()
         with monkeypatch.context() as patched:
-            pretend(patched, losses[begin:])
+            fake_validation_losses(patched, losses[begin:])
             return era5(training={"epochs": 5, "target": {"value": value, **more}})
 
     folder = trained(2.0)
@@ -294,9 +294,9 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
     assert prints[0] == prints[1] and len(set(prints)) == 3, "the content counts, not the path"
     capfd.readouterr()
     era5("third", status=2, model={"embed_dim": 8}, training={"epochs": 1, "weights": given})
-    assert "first/model.pt: not the weights of this model; other shapes: " in said(capfd)
+    assert "first/model.pt: not the weights of this model; other shapes: " in error_line(capfd)
     era5("fourth", status=2, training={"epochs": 1, "weights": str(tmp_path / "none.pt")})
-    assert "none.pt: no such file" in said(capfd)
+    assert "none.pt: no such file" in error_line(capfd)
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
     pieces.write_bytes(pieces.read_bytes()[:-1])
     capfd.readouterr()
     era5("third", status=2, training=given)
-    assert f"{pieces.name}: changed after it was written" in said(capfd)
+    assert f"{pieces.name}: changed after it was written" in error_line(capfd)
 
 
 @pytest.mark.parametrize("form", ["plain", "checkpoint of a wrapped model", "without counters"])
@@ -407,9 +407,9 @@ def test_evaluate_finds_what_the_training_found(
     assert out.startswith(f"p.r: {Path('results/plans/p/r/model.pt')}, 8 samples of valid") and "loss (L1)" in out
     (folder / "model_best.pt").unlink()
     assert stage("evaluate", "p.r", "--weights", "best") == 2
-    assert "model_best.pt: no such weights. Train the run first; training.keep_best keeps" in said(capfd)
+    assert "model_best.pt: no such weights. Train the run first; training.keep_best keeps" in error_line(capfd)
     assert stage("evaluate", "p.s") == 2
-    assert "p.s: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in said(capfd)
+    assert "p.s: no such run; expected PLAN.RUN, or a run's folder; there are: p.r" in error_line(capfd)
 
 
 @pytest.mark.parametrize("valid", [None, 3])
@@ -482,10 +482,10 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     settings = {"epochs": 3, "trackers": ["wandb"]}
     with monkeypatch.context() as patched:
-        pretend(patched, [3.0, 2.0], stop=2)
+        fake_validation_losses(patched, [3.0, 2.0], stop=2)
         era5(status=130, training=settings)
     with monkeypatch.context() as patched:
-        pretend(patched, [2.5])
+        fake_validation_losses(patched, [2.5])
         folder = era5(training=settings)
     left = [process.name() for process in psutil.Process().children(recursive=True)]
     assert not any("wandb" in name for name in left), "the writing process has ended: the file is complete"
@@ -518,7 +518,7 @@ def test_a_tracker_that_is_not_installed(
     era5("plain", training={"epochs": 1})
     capfd.readouterr()
     era5(status=2, training={"epochs": 1, "trackers": ["wandb"]})
-    assert "training.trackers: wandb is not installed; pip install 'dlscale[trackers]'" in said(capfd)
+    assert "training.trackers: wandb is not installed; pip install 'dlscale[trackers]'" in error_line(capfd)
 
 
 @pytest.fixture
@@ -539,10 +539,10 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     """
     settings = {"epochs": 3, "trackers": ["mlflow"]}
     with monkeypatch.context() as patched:
-        pretend(patched, [3.0, 2.0], stop=2)
+        fake_validation_losses(patched, [3.0, 2.0], stop=2)
         era5(status=130, training=settings)
     with monkeypatch.context() as patched:
-        pretend(patched, [2.5])
+        fake_validation_losses(patched, [2.5])
         folder = era5(training=settings)
     era5(training=settings)  # already complete: trains no further step
     assert provenance(folder)["resumed_from_step"] == 30
@@ -578,7 +578,7 @@ def test_an_mlflow_server_that_is_not_there(
         deaf.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{SECRET}@127.0.0.1:{deaf.getsockname()[1]}")
         era5(status=2, training={"epochs": 1, "trackers": ["mlflow"]})
-    told = said(capfd)
+    told = error_line(capfd)
     assert "training.trackers: mlflow: " in told and "Otherwise remove mlflow" in told and SECRET not in told
 
 
@@ -596,7 +596,7 @@ def test_an_mlflow_database_that_is_lost_for_an_epoch(
         database.execute("ROLLBACK")
         yield 1.0
 
-    pretend(monkeypatch, losses())
+    fake_validation_losses(monkeypatch, losses())
     folder = era5(training={"epochs": 3, "trackers": ["mlflow"]})
     assert [line for line in caplog.messages if "training.trackers: mlflow" in line and "locked" in line]
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")

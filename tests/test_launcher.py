@@ -27,12 +27,12 @@ from dlscale.core.errors import UserError
 from dlscale.core.process import Image
 from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
-from dlscale.launch.launcher import PYTHON_HERE, Place, check_names, launch, outside, packages, resolve
+from dlscale.launch.launcher import PYTHON_HERE, ContainerMounts, check_names, launch, outside, packages, resolve
 from tests.conftest import ROOT, variables
 
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
-HERE = Place("/scratch/my work", "/scratch/my work/workflow_scripts", uid=1000, gid=100, data=("/cfs/a b",))
+HERE = ContainerMounts("/scratch/my work", "/scratch/my work/workflow_scripts", uid=1000, gid=100, data=("/cfs/a b",))
 ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus_per_node=4)
 
 
@@ -230,7 +230,7 @@ def test_files_belong_to_the_caller() -> None:
     assert words(launch(site(engine="docker"), HERE, ONE), "--user") == ["1000:100"]
     found = launch(site(engine="podman"), HERE, ONE)
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
-    assert "--userns=keep-id" not in launch(site(engine="podman"), Place("/w", "/w", uid=0, gid=0), ONE)
+    assert "--userns=keep-id" not in launch(site(engine="podman"), ContainerMounts("/w", "/w", uid=0, gid=0), ONE)
     assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], "root in the container is the user"
 
 
@@ -291,7 +291,7 @@ def test_apptainer() -> None:
     assert binds.index("/cfs/a b:/cfs/a b:ro") < binds.index("/scratch/my work:/scratch/my work")
     assert ("--pwd", "/scratch/my work") in pairs
     with pytest.raises(UserError, match="/cfs/a,b: apptainer cannot be given a path with ','"):
-        launch(site(engine="apptainer"), Place("/w", "/w", uid=1, gid=1, data=("/cfs/a b", "/cfs/a,b")), ONE)
+        launch(site(engine="apptainer"), ContainerMounts("/w", "/w", uid=1, gid=1, data=("/cfs/a b", "/cfs/a,b")), ONE)
 
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
@@ -299,7 +299,7 @@ def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -
     """Every word passes a shell unchanged, even with hostile names: the rules put quoted words into a shell."""
     hostile = tmp_path / "a 'b' $(touch pwned) `touch pwned` \"c\" ; touch pwned"
     hostile.mkdir()
-    place = Place(str(hostile), f"{hostile}/src", uid=1, gid=1)
+    place = ContainerMounts(str(hostile), f"{hostile}/src", uid=1, gid=1)
     variables = {"A": "$(touch pwned) ' \" \\ ;"}
     scheduler = SCHEDULER if starter == "srun" else None
     found = launch(site(engine=engine, starter=starter, scheduler=scheduler, environment=variables), place, EIGHT)
@@ -586,11 +586,11 @@ def test_no_answer_is_not_no_jobs(
 def test_what_one_process_found_the_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, monkeypatch, "podman", "echo sha256:abc")
     monkeypatch.setenv("DLSCALE_IMAGE", "podman:registry/x:1=sha256:old")
-    assert image.inherited("podman", "registry/x:1", first=False) == "sha256:old"
-    assert image.inherited("podman", "registry/x:2", first=False) == "sha256:abc", "inherited is another image"
-    assert image.inherited("podman", "registry/x:1", first=True) == "sha256:abc"
+    assert image.image_identity("podman", "registry/x:1", first=False) == "sha256:old"
+    assert image.image_identity("podman", "registry/x:2", first=False) == "sha256:abc", "inherited is another image"
+    assert image.image_identity("podman", "registry/x:1", first=True) == "sha256:abc"
     assert Image.read() == Image("podman", "registry/x:1", "sha256:abc")
-    assert image.inherited("none", "", first=True) == "" and Image.read() is None
+    assert image.image_identity("none", "", first=True) == "" and Image.read() is None
 
 
 def test_versions_of_the_images_are_the_projects() -> None:

@@ -26,7 +26,7 @@ from dlscale.core.process import LOST
 from dlscale.parallel import selftest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.selftest import Link, Wrong, at_fault, self_test
+from dlscale.parallel.selftest import BadResult, Link, self_test, suspect_ranks
 from dlscale.parallel.world import Mesh, World
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT
@@ -83,20 +83,20 @@ def test_levels_are_what_both_ends_share() -> None:
     assert (network.name, network.size, network.links, network.alpha) == ("network", 8, 3, 2e-5), "the median"
 
 
-def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Wrong:
-    return Wrong(what, ranks, senders, "number 0 is 1, expected 2")
+def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> BadResult:
+    return BadResult(what, ranks, senders, "number 0 is 1, expected 2")
 
 
 def test_who_is_at_fault() -> None:
     sends = [[wrong("all_gather", 2)], [wrong("all_gather", 2)], [], [wrong("all_gather", 2)]]
-    assert at_fault(sends) == [2], "the sender"
-    assert at_fault([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "the receiver"
-    assert at_fault([[], [wrong("broadcast", 0)]]) == [0, 1], "one of two, unknown which"
+    assert suspect_ranks(sends) == [2], "the sender"
+    assert suspect_ranks([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "the receiver"
+    assert suspect_ranks([[], [wrong("broadcast", 0)]]) == [0, 1], "one of two, unknown which"
     sums = wrong("all_reduce")
-    assert at_fault([[], [sums], [], []]) == [1], "the sums of other ranks are right"
-    assert at_fault([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], "unknown which part of the sum is wrong"
+    assert suspect_ranks([[], [sums], [], []]) == [1], "the sums of other ranks are right"
+    assert suspect_ranks([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], "unknown which part of the sum is wrong"
     dp, tp = wrong("all_reduce", ranks=(1, 3)), wrong("all_reduce", ranks=(2, 3))
-    assert at_fault([[], [dp], [tp], [dp, tp]]) == [3], "in two groups"
+    assert suspect_ranks([[], [dp], [tp], [dp, tp]]) == [3], "in two groups"
 
 
 # ---- processes -------------------------------------------------------------------------------------

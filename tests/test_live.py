@@ -23,7 +23,7 @@ from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 from snakemake_interface_logger_plugins.tests import TestLogHandlerBase
 
 from dlscale.core import interrupt
-from dlscale.core.progress import SUFFIX, Doing
+from dlscale.core.progress import SUFFIX, StageStatus
 from dlscale.preflight import live
 from snakemake_logger_plugin_dlscale import TOLD, LogHandler
 from tests.waiting import PATIENCE
@@ -38,7 +38,7 @@ def work(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rul
 def says(job: live.Job, **more: object) -> None:
     """Write the status file of a process on another machine."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
-    Doing.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
+    StageStatus.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
         f"{job.log}{SUFFIX}"
     )
 

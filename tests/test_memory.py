@@ -300,7 +300,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
     expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
     with (
         pytest.raises(UserError, match=expected),
-        around.explained(run, cosmo_data / "manifest.json", World()),
+        around.translate_memory_errors(run, cosmo_data / "manifest.json", World()),
         closing(session.loader("train")) as loader,  # closing the loader may raise the error, too
     ):
         for number, _ in enumerate(loader.epoch(0)):
@@ -311,7 +311,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
 def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:
     with (
         pytest.raises(RuntimeError, match="shapes"),
-        around.explained(tiny_run("cosmo_unet", tmp_path), cosmo_data / "manifest.json", World()),
+        around.translate_memory_errors(tiny_run("cosmo_unet", tmp_path), cosmo_data / "manifest.json", World()),
     ):
         raise RuntimeError("shapes do not match")
 

@@ -25,7 +25,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.extensions.era5_vit.model import ViT
-from dlscale.measure.evaluate import alone
+from dlscale.measure.evaluate import single_device_run
 from dlscale.parallel import shards
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.rendezvous import join
@@ -352,7 +352,7 @@ def test_a_strategy_learns_what_one_process_learns(learnt: Any, name: str) -> No
 def test_evaluate_computes_in_the_format_in_which_weights_are_gathered(learnt: Any) -> None:
     torch.set_num_threads(1)
     case = STRATEGIES["2 fsdp in bf16"]
-    step, (x, _) = build_step(alone(case.run()), case.model, relative_l2), case.batch(0)
+    step, (x, _) = build_step(single_device_run(case.run()), case.model, relative_l2), case.batch(0)
     for part, rank in zip(x.chunk(2), learnt("2 fsdp in bf16"), strict=True):
         assert torch.equal(step.predict(part), rank["prediction"])
 

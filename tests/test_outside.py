@@ -33,7 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from bench.bottlenecks import outside
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained
+from dlscale.core.files import translate_error
 from dlscale.core.noise import interval
 from dlscale.core.settings import read_yaml
 from dlscale.extensions.programs import logs, running, steps, timed
@@ -43,7 +43,7 @@ from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of
 from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Throughput
 from dlscale.report.results import read_plan, read_run
-from dlscale.report.verdict import of
+from dlscale.report.verdict import judge_run
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 
@@ -122,7 +122,7 @@ def test_paces_of_processes_add_up(tmp_path: Path) -> None:
     _, processes = steps.read(tmp_path)
     found = steps.pace(processes)
     assert found and [process.rank for process in processes] == [0, 1]
-    assert found.rates == pytest.approx([160.0] * 10) and found.of_ranks == pytest.approx([80.0] * 2)
+    assert found.rates == pytest.approx([160.0] * 10) and found.rank_rates == pytest.approx([80.0] * 2)
     assert (found.processes, found.batch_size, found.waiting) == (2, 16, 0.0)
 
 
@@ -720,7 +720,7 @@ def test_a_batch_confirms_the_size_of_its_loader() -> None:
     ids=str,
 )
 def test_samples_are_a_positive_whole_number_or_unknown(samples: object, number: int) -> None:
-    assert timed.whole(samples) == number
+    assert timed.sample_count(samples) == number
 
 
 def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -839,7 +839,7 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
         assert f"{name}: " in each.stderr and "samples/s ±" in each.stderr and "results/plans" in each.stderr
     one = found(tmp_path)
     assert one.outside and one.outside.waiting and one.outside.waiting > 0.5 and one.batch_size == 8
-    verdict = of(read_run(tmp_path / "results/plans" / PLAN / "train"))
+    verdict = judge_run(read_run(tmp_path / "results/plans" / PLAN / "train"))
     assert verdict.bound and verdict.bound.what == "data loading"
     causes = {finding.cause for finding in verdict.findings}
     assert causes & {"storage", "neighbour"}, "the loader sleeps; other programs may also slow it"
@@ -1517,7 +1517,7 @@ def test_results_that_cannot_be_made_are_told_at_once(measure_here: Measured, na
         else f"{name}.*: a file exists in place of a folder"
     )
     with pytest.raises(UserError, match=f"^{told}"):
-        raise explained(caught.value, "")
+        raise translate_error(caught.value, "")
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**9 + 1, 10**400])
@@ -1624,7 +1624,7 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
         assert record.full and record.outside and record.outside.steps == 7, "six rates of 100, and one of 10"
         assert min(record.full.trial_throughput) > 9.9 and 10 < record.full.mean < 100
         assert max(record.full.trial_throughput) < 100.01
-        causes = [each.cause for each in of(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
+        causes = [each.cause for each in judge_run(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
         assert set(causes) <= {"neighbour", "idle"}, "the program sleeps between rates; its step time is unknown"
     plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()
     assert all(f"name: {name}\n" in plan for name in names)

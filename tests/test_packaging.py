@@ -29,7 +29,7 @@ from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.settings import read_yaml
 from dlscale.launch import launcher
 from dlscale.preflight import init
-from dlscale.preflight.doctor import LEAST
+from dlscale.preflight.doctor import MIN_VERSIONS
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,9 +50,9 @@ def test_pyproject_pins_nothing_and_the_lock_all() -> None:
 
 
 def test_doctor_asks_for_the_same_versions() -> None:
-    ranges = {each.name: each.specifier for each in REQUIREMENTS if each.name in LEAST}
+    ranges = {each.name: each.specifier for each in REQUIREMENTS if each.name in MIN_VERSIONS}
     ranges["python"] = SpecifierSet(PROJECT["requires-python"])
-    assert {name: f">={'.'.join(map(str, least))}" for name, least in LEAST.items()} == {
+    assert {name: f">={'.'.join(map(str, least))}" for name, least in MIN_VERSIONS.items()} == {
         name: str(specifier) for name, specifier in ranges.items()
     }
 

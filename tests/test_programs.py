@@ -31,14 +31,14 @@ from dlscale.core.paths import Results
 from dlscale.extensions.programs import checkout, run_program, turns
 from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at
 from dlscale.extensions.programs.running import HOOK, PRINTED
-from dlscale.launch.launcher import HELD, RANKED, Place, launch_program
+from dlscale.launch.launcher import PROGRAM_SHELL, TORCHRUN_VARIABLES, ContainerMounts, launch_program
 from dlscale.rules.programs import Programs
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program
 from tests.waiting import PATIENCE, until
 
 PYTHON = ["python", "-P", "-m", "dlscale"]
-HERE = Place("/scratch/w", "/scratch/w/workflow_scripts", uid=1000, gid=100)
+HERE = ContainerMounts("/scratch/w", "/scratch/w/workflow_scripts", uid=1000, gid=100)
 ONE, TWO, FOUR = Geometry(), Geometry(gpus_per_node=2), Geometry(nodes=2, gpus_per_node=2)
 STARTERS: dict[str, dict[str, Any]] = {
     "direct": {},
@@ -74,7 +74,7 @@ def test_words(engine: str, starter: str, tmp_path: Path) -> None:
                     "the program's folder must be mounted"
                 )
                 assert (image in words and "{folder}" in " ".join(inner)) or not apart
-                assert (HELD in inner) is apart
+                assert (PROGRAM_SHELL in inner) is apart
             if not several:
                 assert not {"srun", "mpiexec", "torchrun"} & set(inner)
             elif starter == "torchrun":
@@ -88,7 +88,7 @@ def test_words(engine: str, starter: str, tmp_path: Path) -> None:
                 assert inner[:5] == [sys.executable, "-P", "-m", "dlscale.launch.ranks", begin]
                 place = inner.index("sh")
                 assert inner[place - 3 : place + 4] == [
-                    *("env", f"MASTER_ADDR={host}", "MASTER_PORT={port}", "sh", "-c", RANKED, "sh")
+                    *("env", f"MASTER_ADDR={host}", "MASTER_PORT={port}", "sh", "-c", TORCHRUN_VARIABLES, "sh")
                 ]
 
 
@@ -104,7 +104,7 @@ def launch_torchrun() -> list[str]:
     ],
 )
 def test_a_task_is_told_what_torchrun_tells(given: dict[str, str], told: str) -> None:
-    words = ["sh", "-c", RANKED, "sh", "sh", "-c", "echo $RANK $WORLD_SIZE $LOCAL_RANK"]
+    words = ["sh", "-c", TORCHRUN_VARIABLES, "sh", "sh", "-c", "echo $RANK $WORLD_SIZE $LOCAL_RANK"]
     environment = {"PATH": os.environ["PATH"], **given}
     assert subprocess.run(words, env=environment, capture_output=True, text=True).stdout == f"{told}\n"
 
@@ -394,8 +394,8 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "train.py").write_text(textwrap.dedent(write))
     given = settings(tmp_path, command=[sys.executable, "train.py", "{out}"], losses={}, resume=[])
     file = make_run(tmp_path / "w", "program", given, {"kind": "files"})
-    player = turns.Program(turns.Timed(str(file), "none", "cpu", 1))
-    with contextlib.closing(player), pytest.raises(turns.Ended, match="known only from its log"):
+    player = turns.Program(turns.TimedRunSettings(str(file), "none", "cpu", 1))
+    with contextlib.closing(player), pytest.raises(turns.TurnFailed, match="known only from its log"):
         player.send("begin")
         player.receive()
 
@@ -407,9 +407,9 @@ def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
     code = (
-        "import sys, time; from dlscale.measure.turns import Timed\n"
+        "import sys, time; from dlscale.measure.turns import TimedRunSettings\n"
         "from dlscale.extensions.programs.turns import Program\n"
-        "it = Program(Timed(sys.argv[1], 'none', 'cpu', 1)); it.send('open'); it.receive(); it.stop()\n"
+        "it = Program(TimedRunSettings(sys.argv[1], 'none', 'cpu', 1)); it.send('open'); it.receive(); it.stop()\n"
         "print(flush=True); time.sleep(1000)"
     )
     with subprocess.Popen(

@@ -264,7 +264,7 @@ def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> 
     program = {"folder": str(place.path), "values": {"script": "train_multi_gpu.py"}}
     run = runs("starter_published_program", {"geometry": {"gpus_per_node": 2}}, program)["program"]
     site = Site.model_validate({"engine": "none", "starter": starter, "gpu": False})
-    here = launcher.Place(str(place.path), str(ROOT / "workflow_scripts"), uid=os.getuid(), gid=os.getgid())
+    here = launcher.ContainerMounts(str(place.path), str(ROOT / "workflow_scripts"), uid=os.getuid(), gid=os.getgid())
     found = place.run(run, launcher.launch_program(site, here, run)[1])
     found.check()
     assert (found.record.nranks, found.record.batch_size) == (2, 32)

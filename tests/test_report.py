@@ -40,7 +40,7 @@ from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
 from dlscale.report.figures import joules
 from dlscale.report.results import read_plan, read_run
-from dlscale.report.verdict import bound, disturbance, of
+from dlscale.report.verdict import bound, disturbance, judge_run
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, stage
 from tests.test_environment import BEFORE
@@ -926,7 +926,7 @@ def test_what_to_try_next_is_a_block_to_copy(ladder: Results, tmp_path: Path) ->
     (block,) = re.findall(r'<div class="copy"><pre tabindex="0">(.*?)</pre>', ladder.report(), re.S)
     block = unescape(block)
     run = plan.runs[2]
-    assert block == sections.next_plan(plan, run, of(run).rung, call)
+    assert block == sections.next_plan(plan, run, judge_run(run).rung, call)
     head, *content, end, command = block.splitlines()
     assert (head, end) == ("cat > next.yaml <<'END'", "END")
     assert command == f"{call} next.yaml -- plan_ladder_next"
@@ -1374,7 +1374,7 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
         assert float(row["mfu"]) == pytest.approx(runs[run.name] * 3e9 / expected[run.name][0])
         assert float(row["mbu"]) == pytest.approx(runs[run.name] * 3e8 / expected[run.name][1])
         assert read_run(folders[run.name]).throughput == run.throughput, "a run read by its folder has the same peaks"
-    assert f"{text.number(174)} GFLOP/s" in of(plan.runs[0]).limit
+    assert f"{text.number(174)} GFLOP/s" in judge_run(plan.runs[0]).limit
 
 
 def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> None:

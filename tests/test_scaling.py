@@ -25,7 +25,7 @@ from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
 from dlscale.report.charts import Chart
 from dlscale.report.figures import Table
-from dlscale.report.results import PlanResult, read_plan, took
+from dlscale.report.results import PlanResult, cost_to_reach, read_plan
 from dlscale.report.speedup import series as series_of
 from tests.test_report import Results
 
@@ -341,7 +341,7 @@ def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
     assert efficiency and efficiency.value == pytest.approx(0.8)
     # Student's t of three degrees of freedom.
     assert efficiency.noise == pytest.approx(0.8 * math.hypot(3.182446 * 0.2 / 2, 3.182446 * 0.3 / 2, math.log(1.05)))
-    assert replace(efficiency, noise=math.inf).around == "(single trials, no interval)"
+    assert replace(efficiency, noise=math.inf).interval_text == "(single trials, no interval)"
 
 
 def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
@@ -438,7 +438,7 @@ def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
         f"plan: the efficiency on 8 devices (16 samples a device) is not known: {why}, 576 samples/s"
     )
     speed = sections.speed(plan)
-    assert speed and (speed["efficiency"]["ratio"], speed["efficiency"]["around"]) == ("not known", why)
+    assert speed and (speed["efficiency"]["ratio"], speed["efficiency"]["interval_text"]) == ("not known", why)
     found = sections.fastest_bound(plan, "snakemake")
     assert found and found["bound"].what != "communication"
 
@@ -512,7 +512,9 @@ def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None
     assert view and "the target" in view.about
     heading = f"To validation loss ≤ {wanted:g}"
     first, _, last = (cells(view.tables[0], row) for row in range(3))
-    steps = [each.epoch.step for each in [took(run, *scaling.aim(plan)) for run in plan.runs[:2]] if each.epoch]
+    steps = [
+        each.epoch.step for each in [cost_to_reach(run, *scaling.aim(plan)) for run in plan.runs[:2]] if each.epoch
+    ]
     assert len(steps) == 2
     assert first[heading, "reached by"][0] == "2 of 2 runs" and last[heading, "reached by"][0] == "0 of 2 runs"
     assert first[heading, "steps"][0] == str(round(sum(steps) / 2))

@@ -21,7 +21,7 @@ from dlscale.config import resolve
 from dlscale.core import progress
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch
-from dlscale.core.progress import SUFFIX, Doing, Job, Progress
+from dlscale.core.progress import SUFFIX, Job, Progress, StageStatus
 from dlscale.core.text import duration
 from dlscale.preflight import cost, status
 from tests.conftest import variables
@@ -53,12 +53,12 @@ def rows(results: Path) -> dict[str, status.Row]:
     return {row.name: row for row in status.look(configuration(results), ["p"])}
 
 
-def tell(results: Path, run: str = "a", **values: Any) -> None:
+def write_training_status(results: Path, run: str = "a", **values: Any) -> None:
     """Write the progress file of a training."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     file = results / f"logs/train/p/{run}.log{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
-    Doing.model_validate({**doing, "values": {"loss": 0.25, "samples/s": 1234.0}, **values}).write(file)
+    StageStatus.model_validate({**doing, "values": {"loss": 0.25, "samples/s": 1234.0}, **values}).write(file)
 
 
 def epoch(number: int) -> str:
@@ -110,7 +110,7 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
         for state in ("waiting", "failed"):  # the next call would run both
             runs = [replace(row, state=state) for row in runs]
             assert status.left_of(asked, runs) == cost.Expected(times * 16.0)
-        last = Doing(what="training", left=0.0)
+        last = StageStatus(what="training", left=0.0)
         assert status.left_of(asked, [replace(row, state="running", doing=last) for row in runs]) == cost.Expected(0.0)
 
 
@@ -121,8 +121,10 @@ def test_what_runs_here_is_a_process(results: Path) -> None:
         [sys.executable, "-c", code, "dlscale"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout and process.stdout.readline()
-        tell(results, place=progress.place(), pid=process.pid)
-        tell(results, "b", place=progress.place(), pid=os.getppid() if os.getppid() > 1 else 1, time=time.time())
+        write_training_status(results, place=progress.place(), pid=process.pid)
+        write_training_status(
+            results, "b", place=progress.place(), pid=os.getppid() if os.getppid() > 1 else 1, time=time.time()
+        )
         found = rows(results)
         assert found["p.a"].state == "running" and found["p.b"].state == "silent", (
             "another program's process number does not count"
@@ -137,7 +139,7 @@ def test_what_runs_here_is_a_process(results: Path) -> None:
 
 @pytest.mark.parametrize(("age", "state"), [(5, "running"), (status.SILENT + 5, "silent")])
 def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str) -> None:
-    tell(results, place="another machine", pid=1, time=time.time() - age)
+    write_training_status(results, place="another machine", pid=1, time=time.time() - age)
     assert rows(results)["p.a"].state == state
 
 
@@ -170,7 +172,7 @@ def test_what_ended(results: Path, last: str, state: str) -> None:
 def test_a_part_of_a_stage_is_named_and_its_end_is_not_that_of_the_stage(results: Path) -> None:
     def line(**more: Any) -> str:
         counted = {"what": "measuring IO", "part": True, "unit": "trials", "total": 4}
-        tell(results, place="another machine", pid=1, **counted, **more)
+        write_training_status(results, place="another machine", pid=1, **counted, **more)
         (line,) = [line for line in status.lines(rows(results).values()) if line.startswith("p.a ")]
         return line
 
@@ -221,7 +223,7 @@ def test_watched_until_nothing_follows_a_failure(
         nonlocal now, looks
         now, looks = now + seconds, looks + 1
         if looks == 4:  # the job is tried again
-            tell(results, place="another machine", pid=1)
+            write_training_status(results, place="another machine", pid=1)
         elif looks == 6:
             Path(f"{log}{SUFFIX}").unlink()
         assert looks < 100, "the command does not end"
@@ -238,7 +240,7 @@ def test_watched_until_nothing_follows_a_failure(
 
 def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
     """Totals and the time left come first, then running and finished rows."""
-    tell(results, "b", place="another machine", pid=1)
+    write_training_status(results, "b", place="another machine", pid=1)
     asked = configuration(results)
     found = status.look(asked, ["p"])
     data = cost.data_jobs(asked.workflow.datasets["d"], None)
@@ -256,7 +258,7 @@ def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
 def test_data_that_are_made(results: Path) -> None:
     file = results / f"logs/preprocess/d/train/train-0.log{SUFFIX}"
     file.parent.mkdir(parents=True)
-    Doing(what="preprocessing train/train", done=1, total=4, unit="rows", place="another machine").write(file)
+    StageStatus(what="preprocessing train/train", done=1, total=4, unit="rows", place="another machine").write(file)
     row = rows(results)["data d"]
     assert row.state == "running" and row.stage == "preprocessing train/train"
     (results / "data/d").mkdir(parents=True)
@@ -286,15 +288,15 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO)
     log = tmp_path / "a.log"
-    with progress.told(log):
+    with progress.status_file(log):
         file = Path(f"{log}{SUFFIX}")
-        assert Doing.read(file).what == "starting"
+        assert StageStatus.read(file).what == "starting"
         with Progress("training", 100, "steps", lambda: {"loss": 0.5, "odd": float("nan")}) as counted:
             now += 1
             counted.update(41)  # an earlier try made 40
             now += 12
             counted.update(53)
-            doing = Doing.read(file)
+            doing = StageStatus.read(file)
             assert (doing.done, doing.total, doing.unit, doing.values) == (53, 100, "steps", {"loss": 0.5})
             assert doing.left == pytest.approx(47.0), "the pace is one step per second"
             assert (doing.pid, doing.place) == (os.getpid(), progress.place())
@@ -305,8 +307,8 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_a_place_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with progress.told(tmp_path / "file" / "a.log"):
-        progress.tell(Doing(what="x"))
+    with progress.status_file(tmp_path / "file" / "a.log"):
+        progress.write_status(StageStatus(what="x"))
 
 
 LOG = """
@@ -318,7 +320,7 @@ path, kept, resumed, text = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] ==
 process.redirect(path)
 print(text, "begins", flush=True)
 os.system("echo a child")
-process.go_on(kept, resumed)
+process.keep_log(kept, resumed)
 print(text, "ends", flush=True)
 """
 

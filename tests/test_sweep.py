@@ -146,7 +146,7 @@ def test_trials_that_need_more_gpus_than_there_are_make_no_rungs(monkeypatch: py
     found = resolve.load(
         {"targets": ["other"], "plans": {"swept": swept, "other": {"study": "mnist_cnn", "runs": {"a": {}}}}}
     )
-    assert found.plans["swept"] == {} and list(found.left_out["swept"]) == ["seed-1", "seed-2"]
+    assert found.plans["swept"] == {} and list(found.skipped_runs["swept"]) == ["seed-1", "seed-2"]
 
 
 def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path) -> None:

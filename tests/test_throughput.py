@@ -31,7 +31,7 @@ from dlscale.measure import throughput, turns, window
 from dlscale.measure.records import Throughput as Measured
 from dlscale.measure.records import Trials
 from dlscale.measure.throughput import trials
-from dlscale.measure.turns import OPENINGS, Ended, Timed, Turns, _enough
+from dlscale.measure.turns import OPENINGS, TimedRunSettings, TurnFailed, Turns, _enough
 from dlscale.parallel.world import World
 from dlscale.train.step import Step
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
@@ -253,9 +253,9 @@ FEW = {"warmup": 0, "trials": 1, "batches": 1, "seconds": 0, "beside": 1, "error
 ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
 
-def timed(folder: Path, data: Path, **over: Any) -> Timed:
+def timed(folder: Path, data: Path, **over: Any) -> TimedRunSettings:
     settings = config.merge(copy.deepcopy(COSMO_RUN), {"throughput": FEW, **over})
-    return Timed(str(make_run(folder, "cosmo_unet", settings, COSMO)), str(data / "manifest.json"), "cpu", 1)
+    return TimedRunSettings(str(make_run(folder, "cosmo_unet", settings, COSMO)), str(data / "manifest.json"), "cpu", 1)
 
 
 def timed_in_turn(folder: Path, data: Path, first: Path, **over: Any) -> Measured:
@@ -302,7 +302,7 @@ def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosm
     """Observed from another process, exactly one of the two process groups is paused at a time."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
     code = (
-        "import sys; from dlscale.measure.turns import Timed, Turns\n"
+        "import sys; from dlscale.measure.turns import TimedRunSettings, Turns\n"
         f"own = {own!r}\nturns = Turns(own, own)\nturns.rounds(60, 1e-9)\nturns.close()"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -364,7 +364,7 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
     try:
         for each in set(processes(os.getpid())) - set(others):
             each.kill()
-        with pytest.raises(Ended, match="ended with status -9"):
+        with pytest.raises(TurnFailed, match="ended with status -9"):
             turns.rounds(1, 0.5)
     finally:
         turns.close()
@@ -387,7 +387,7 @@ def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pyt
     said: list[tuple[str, str]] = []
 
     class Player:
-        def __init__(self, timed: Timed) -> None:
+        def __init__(self, timed: TimedRunSettings) -> None:
             self._name = timed.config
 
         def send(self, message: str) -> None:
@@ -404,8 +404,8 @@ def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pyt
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("dlscale.measure.turns._player", Player)
-    own, first = (Timed(name, "", "cpu", 1) for name in ("own", "first"))
+    monkeypatch.setattr("dlscale.measure.turns._timed_run", Player)
+    own, first = (TimedRunSettings(name, "", "cpu", 1) for name in ("own", "first"))
     assert Turns(own, first).rounds(0, 0.5) == 2 * [2 * [(2.0, 1.0)]]
     openings = [name for what, name in said if what == "open"]
     assert set(map(tuple, zip(openings[::2], openings[1::2], strict=True))) == {("own", "first"), ("first", "own")}

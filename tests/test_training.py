@@ -65,10 +65,10 @@ from tests.conftest import (
     ERA5,
     ERA5_RUN,
     TIMES,
+    error_line,
     make_dataset,
     make_run,
     records,
-    said,
     timeless,
     train,
 )
@@ -540,7 +540,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
         process.send_signal(signal.SIGSTOP)
         # While this process exists, running or stopped, no other process may write to the run.
         capfd.readouterr()
-        assert train(killed, manifest) == 2 and f"in use by process {process.pid} on" in said(capfd)
+        assert train(killed, manifest) == 2 and f"in use by process {process.pid} on" in error_line(capfd)
         # This includes a training with other settings, since it would write the same files.
         make_era5(killed, config.merge(copy.deepcopy(over), {"optimizer": {"lr": 2e-3}}))
         assert train(killed, manifest) == 2
@@ -1050,7 +1050,7 @@ def test_a_loss_that_explodes_ends_in_one_message(
     era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, which: str
 ) -> None:
     era5(status=2, training={"steps": steps}, optimizer={"lr": 1e30})
-    line = said(capfd)
+    line = error_line(capfd)
     assert f"epoch 1: the {which} loss is nan" in line and "lower optimizer.lr" in line
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), (
@@ -1065,7 +1065,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused(
     dataset = {**WEATHER, "source": {**WEATHER["source"], "latitudes": 20, "longitudes": 40}}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}), dataset)
     assert train(tmp_path, weather / "manifest.json") == 2
-    assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in said(capfd)
+    assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in error_line(capfd)
 
 
 def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -274,18 +274,18 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Limits.told() == Limits()
+    assert Limits.from_environment() == Limits()
     for given, limits in (
         ("off", None),
         ("silent=60", Limits(silent=60)),
         (str(Limits(stuck=90, between=1800)), Limits(stuck=90, between=1800)),
     ):
         monkeypatch.setenv(WATCHDOG, given)
-        assert Limits.told() == limits
+        assert Limits.from_environment() == limits
     for wrong, message in (("silnet=60", "did you mean 'silent'"), ("silent=1", "silent"), ("60", "60")):
         monkeypatch.setenv(WATCHDOG, wrong)
         with pytest.raises(UserError, match=message):
-            Limits.told()
+            Limits.from_environment()
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def judge(*signs: dict[str, Any], silent: dict[int, float] | None = None, rank: 
     """Return the watchdog of a rank that has received these heartbeats; `silent` has seconds without any, by rank."""
     found = object.__new__(Watchdog)
     found.rank, found.size, found.limits, found._named = rank, len(signs), Limits(), []
-    found._seen = [watchdog.Sign(host=f"nid{each}", **sign) for each, sign in enumerate(signs)]
+    found._seen = [watchdog.Heartbeat(host=f"nid{each}", **sign) for each, sign in enumerate(signs)]
     found._quiet = [(silent or {}).get(each, 0.0) for each in range(len(signs))]
     return found
 

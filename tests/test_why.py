@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlscale.preflight.why import Waiting, explained, found, lost, replaced
+from dlscale.preflight.why import Waiting, explain_job, format_reasons, missing_results, replaced
 
 TABLES = {
     "1": {"extensions/era5_vit/model.py": "a", "core/files.py": "b"},
@@ -65,7 +65,7 @@ def stage(settings: Any = None, sources: str = "1", **more: str) -> dict[str, An
     ],
 )
 def test_reasons(waiting: Waiting, reason: str) -> None:
-    assert explained(waiting, TABLES.get) == reason
+    assert explain_job(waiting, TABLES.get) == reason
 
 
 def test_a_line_for_each_reason() -> None:
@@ -93,10 +93,10 @@ def test_a_line_for_each_reason() -> None:
         "and jobs that depend on these: collect, report_plan (2 jobs)",
         "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: define a new run (from: p.a)",
     ]
-    assert found(jobs, TABLES.get) == in_order
-    assert found(reversed(jobs), TABLES.get) == in_order, "the order of Snakemake's jobs must not matter"
+    assert format_reasons(jobs, TABLES.get) == in_order
+    assert format_reasons(reversed(jobs), TABLES.get) == in_order, "the order of Snakemake's jobs must not matter"
     many = [Waiting("train", {"plan": "p", "run": f"r{number}"}) for number in range(6)]
-    assert found([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get) == [
+    assert format_reasons([Waiting("train", each.wildcards, missing=["x"]) for each in many], TABLES.get) == [
         "p.{r0, r1, r2, r3 and 2 more} (train): never made"
     ]
 
@@ -110,14 +110,14 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     run, data = f"{results}/plans/p/a", f"{results}/data/d/manifest.json"
     stats = f"data d: stats/ is gone, and no target needs this; to make it again: snakemake --force {data}"
     again = f"no target needs this; to make it again: snakemake --force {run}/metrics.jsonl"
-    assert lost(results, *asked, []) == [f"p.a: model.pt is gone, and {again}", stats]
+    assert missing_results(results, *asked, []) == [f"p.a: model.pt is gone, and {again}", stats]
     shutil.rmtree(f"{run}/tensorboard")
-    assert lost(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
+    assert missing_results(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
     (tmp_path / "data/d/stats").mkdir()
-    assert len(lost(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder counts as missing"
+    assert len(missing_results(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder counts as missing"
     (tmp_path / "data/d/stats/means.npy").touch()
-    assert lost(results, *asked, [f"{run}/metrics.jsonl"]) == []
-    (line, *_) = lost(results, *asked, [], ["--configfile", "mine.yaml"])
+    assert missing_results(results, *asked, [f"{run}/metrics.jsonl"]) == []
+    (line, *_) = missing_results(results, *asked, [], ["--configfile", "mine.yaml"])
     assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), (
         "the command needs the plan's file"
     )
@@ -127,7 +127,7 @@ def test_what_is_replaced_is_told() -> None:
     """The last line names runs if results of other settings would replace theirs."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
     line = "replaces the results of p.r (train); to keep them: define a new run (from: p.r)"
-    assert found([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
+    assert format_reasons([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
     several = [job(one, other), job(one, other, "throughput", wildcards={"plan": "p", "run": "a"})]
     assert replaced(several).startswith("replaces the results of p.a, p.r (train, throughput); ")
     unharmed = [
@@ -142,6 +142,6 @@ def test_what_is_replaced_is_told() -> None:
     assert replaced(unharmed) == ""
     # this call makes the dataset, or another one did
     for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):
-        assert found([of_other_data], TABLES.get)[-1] == line.replace(
+        assert format_reasons([of_other_data], TABLES.get)[-1] == line.replace(
             "define a new run", "define a new run, on a new dataset"
         )

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 from bench.bottlenecks.run import busy, percent  # noqa: E402
 from dlscale.extensions.programs.measure import PLAN  # noqa: E402
 from dlscale.report.results import read_run  # noqa: E402
-from dlscale.report.verdict import Verdict, of  # noqa: E402
+from dlscale.report.verdict import Verdict, judge_run  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -85,7 +85,7 @@ def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
         )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n{done.stdout}\n{done.stderr}")
-    return of(read_run(folder / "results/plans" / PLAN / "case")), done.stdout + done.stderr
+    return judge_run(read_run(folder / "results/plans" / PLAN / "case")), done.stdout + done.stderr
 
 
 @contextmanager

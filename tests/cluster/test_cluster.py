@@ -8,7 +8,7 @@ import pytest
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
-from dlscale.launch.launcher import PYTHON, Place, launch
+from dlscale.launch.launcher import PYTHON, ContainerMounts, launch
 from tests.cluster.cluster import REFUSAL, Cluster, ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("machine")]
@@ -45,7 +45,7 @@ def test_tasks_take_the_gpus_in_the_sites_order(cluster: Cluster) -> None:
     """The site's options determine the order; Slurm's own order of GPUs has no effect."""
     scheduler = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
     site = Site.model_validate({"starter": "srun", "gpu": True, "scheduler": scheduler, "gpu_order": [3, 2, 1, 0]})
-    place = Place(str(cluster.folder), str(cluster.folder), uid=0, gid=0)
+    place = ContainerMounts(str(cluster.folder), str(cluster.folder), uid=0, gid=0)
     srun, *rest = launch(site, place, Geometry(gpus_per_node=4))[: -len(PYTHON)]
     shown = cluster.run(srun, *GPU, *rest, "bash", "-c", "echo $SLURM_LOCALID $CUDA_VISIBLE_DEVICES")
     assert sorted(shown.stdout.splitlines()) == [f"{rank} 3,2,1,0" for rank in range(4)]

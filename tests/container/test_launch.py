@@ -16,7 +16,7 @@ import pytest
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.launch import image
-from dlscale.launch.launcher import Place, launch
+from dlscale.launch.launcher import ContainerMounts, launch
 from tests.conftest import ERA5_RUN, ROOT, make_run
 from tests.container.conftest import Engine
 from tests.waiting import PATIENCE, until
@@ -28,7 +28,7 @@ SOURCES = str(ROOT / "workflow_scripts")
 #: Stage that replaces `dlscale` and reports the signals that it gets.
 STAGE = """
 import os, signal, sys, time
-from dlscale.launch.contain import hold_on
+from dlscale.launch.contain import exit_with_stdin
 def heard(number, frame):
     open(signal.Signals(number).name, "w").close()  # what it prints goes nowhere once the client is gone
     print("heard", signal.Signals(number).name, flush=True)
@@ -36,7 +36,7 @@ def heard(number, frame):
         sys.exit(75)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
     signal.signal(number, heard)
-hold_on()
+exit_with_stdin()
 print("ready", os.environ.get("SLURM_PROCID"), flush=True)
 open("made", "w").write("x")
 for _ in range(int(sys.argv[1]) * 10):
@@ -49,7 +49,7 @@ sys.exit(7)
 def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str]:
     """Return the command that starts Python in a container; the stage follows."""
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
-    words = launch(site, Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),)), Geometry())
+    words = launch(site, ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),)), Geometry())
     assert words[-4:] == ["python", "-P", "-m", "dlscale"]
     return [sys.executable, *words[1:-2]]
 
@@ -159,7 +159,7 @@ def test_a_training_in_a_container_is_that_outside(
     assert train(tmp_path / "outside", era5_data / "manifest.json") == 0
     mounts = {str(era5_data): str(era5_data), str(ROOT): str(ROOT)} if engine == "shifter" else {}
     site = Site(engine=engine, image=cpu_image, starter="torchrun", gpu=False, mounts=mounts)
-    place = Place(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(era5_data), str(ROOT)))
+    place = ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(era5_data), str(ROOT)))
     arguments = ["--config", tmp_path / "inside/config.yaml", "--manifest", era5_data / "manifest.json"]
     arguments += ["--checkpoints", tmp_path / "inside/checkpoints", "--out", tmp_path / "inside"]
     command = [*launch(site, place, Geometry(gpus_per_node=ranks)), "train", *map(str, arguments), f"--threads={ranks}"]

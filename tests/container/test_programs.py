@@ -16,7 +16,7 @@ import yaml
 
 from dlscale.config.run import load_run
 from dlscale.config.site import Site
-from dlscale.launch.launcher import Place, launch_program
+from dlscale.launch.launcher import ContainerMounts, launch_program
 from tests.conftest import ROOT, make_run
 from tests.container.conftest import Engine
 from tests.programs import settings, write_program
@@ -62,7 +62,7 @@ def start(container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[
             file.write_text(yaml.safe_dump({**made, "program": {**made["program"], "image": image}}))
         site = Site(engine="podman", image=cpu_image, starter="torchrun", gpu=False)
         data = (str(ROOT), str(tmp_path / "theirs"))
-        place = Place(str(folder), SOURCES, os.getuid(), os.getgid(), data)
+        place = ContainerMounts(str(folder), SOURCES, os.getuid(), os.getgid(), data)
         outer, inner = launch_program(site, place, load_run(folder / "config.yaml", "program"))
         words = ["--config", folder / "config.yaml", "--manifest", "none", "--threads", 1, "--sources", "a"]
         words += ["--keep", folder / "out", "--out", folder, "--log", folder / "log", "--start", json.dumps(inner)]

@@ -12,7 +12,7 @@ import yaml
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
-from dlscale.launch.launcher import PYTHON, Place, launch
+from dlscale.launch.launcher import PYTHON, ContainerMounts, launch
 from tests import test_nsys as profiler
 from tests.conftest import ERA5, ERA5_RUN, ROOT
 from tests.container.conftest import Engine
@@ -84,7 +84,7 @@ def test_profiled_in_a_container(
     words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
     root = real_nsys.parents[2]  # folder that contains usr/bin/nsys
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False, environment={"NSYS": str(real_nsys)})
-    place = Place(
+    place = ContainerMounts(
         str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))
     )
     command = [sys.executable, *launch(site, place, Geometry())[1 : -len(PYTHON)], "python", *words[1:]]

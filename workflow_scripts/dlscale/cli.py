@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dlscale.core import environment, interrupt, process, progress, registry, telemetry
 from dlscale.core.commands import PLANS, RUNS, Query
 from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
-from dlscale.core.files import explained
+from dlscale.core.files import translate_error
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.redact import redact, redact_programs
@@ -37,7 +37,7 @@ from dlscale.core.settings import read_settings, typed, validate, write_yaml
 from dlscale.core.stage import Stage, option, path
 from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.core.text import coloured
-from dlscale.launch.contain import hold_on
+from dlscale.launch.contain import exit_with_stdin
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             terminal = process.redirect(log.with_name(f"{log.stem}.rank{rank}{log.suffix}") if rank else log)
         process.say = functools.partial(_fail, terminal, name, 0)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
-            hold_on()
+            exit_with_stdin()
         # A truncated mapped file, or a failing disk, crashes the process: this writes a traceback to the log.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
             return 128 + signal.SIGPIPE  # the status that a shell reports for a closed pipe
-        expected = explained(error, "") if isinstance(error, OSError) else error
+        expected = translate_error(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
         traceback.print_exc(file=sys.stderr)
@@ -369,7 +369,7 @@ def _run(args: argparse.Namespace) -> int:
         return status
     restore_caller()
     first = not ranks().rank
-    with progress.told(args.log if first else None), _watched(args):
+    with progress.status_file(args.log if first else None), _watched(args):
         stage = _imported(_module(args))
         interrupt.raise_again()
         logging.info(progress.STARTED, progress.age())

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import cut
 from dlscale.core.noise import halved
-from dlscale.core.schema import MOST_RUNS, BatchSize, Devices, Name, Number, PositiveFloat, PositiveInt, Seed, Whole
+from dlscale.core.schema import MAX_RUNS, BatchSize, Devices, Name, Number, PositiveFloat, PositiveInt, Seed, Whole
 from dlscale.core.settings import holds
 from dlscale.core.text import many
 
@@ -72,8 +72,8 @@ class Scaling(Lawful):
             "variants: at least one must average gradients; add ddp: {{}}",
         ),
         (
-            lambda its: len(its.devices) * len(its.batch_sizes) * len(its.variants) > MOST_RUNS,
-            f"devices x batch_sizes x variants: expected at most {MOST_RUNS} runs; give fewer",
+            lambda its: len(its.devices) * len(its.batch_sizes) * len(its.variants) > MAX_RUNS,
+            f"devices x batch_sizes x variants: expected at most {MAX_RUNS} runs; give fewer",
         ),
         (
             lambda its: any(count > its.per_node and count % its.per_node for count in its.devices),
@@ -142,8 +142,8 @@ class Convergence(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: len(its.batch_sizes) * len(its.scaling) * len(its.seeds) > MOST_RUNS,
-            f"batch_sizes x scaling x seeds: expected at most {MOST_RUNS} runs; give fewer",
+            lambda its: len(its.batch_sizes) * len(its.scaling) * len(its.seeds) > MAX_RUNS,
+            f"batch_sizes x scaling x seeds: expected at most {MAX_RUNS} runs; give fewer",
         ),
     )
 
@@ -310,8 +310,8 @@ class Sweep(Lawful):
             "trials: {its.trials} of {its.count} combinations; use at most {its.count}",
         ),
         (
-            lambda its: its.number > MOST_RUNS,
-            f"over, trials: {{its.number}} trials; expected at most {MOST_RUNS}, since each trial is a run with its "
+            lambda its: its.number > MAX_RUNS,
+            f"over, trials: {{its.number}} trials; expected at most {MAX_RUNS}, since each trial is a run with its "
             "own folder and jobs; draw fewer: set trials, with method random or halving",
         ),
         (lambda its: its.twice, "over: {its.twice} is listed twice; remove one"),

@@ -29,7 +29,7 @@ from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.redact import redact_programs
-from dlscale.core.schema import MOST_SEED, Name, Strict
+from dlscale.core.schema import MAX_SEED, Name, Strict
 from dlscale.core.settings import Raw, flat, holds, read_yaml, validate
 from dlscale.core.stages import STAGES
 from dlscale.core.urls import hide
@@ -45,7 +45,7 @@ DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 #: Key path where settings were written, and the settings.
 Layer = tuple[str, Raw]
 #: Name of a plan, and name of a run in it.
-Place = tuple[str, str]
+RunKey = tuple[str, str]
 
 
 class StudyFile(Strict):
@@ -87,7 +87,9 @@ class Configuration:
 
     workflow: Workflow  #: Configuration file, merged with the shipped datasets and plans.
     plans: dict[str, dict[str, ResolvedRun]]  #: Runs by plan and run name, in order.
-    left_out: dict[str, dict[str, str]]  #: Requirements that this machine lacks, by plan and name of the skipped run.
+    skipped_runs: dict[
+        str, dict[str, str]
+    ]  #: Requirements that this machine lacks, by plan and name of the skipped run.
     #: Full addresses of datasets by redacted address, and secrets of programs by their markers.
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
@@ -142,7 +144,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
         workflow = validate(workflow_class(), merged)  # a message of this class can suggest any key of a run
     _check_references(workflow, files)
     resolver = _Resolver(workflow, files)
-    left_out = {plan: resolver.left_out(plan) for plan in workflow.plans}
+    left_out = {plan: resolver.skipped_runs(plan) for plan in workflow.plans}
     plans = dict[str, dict[str, ResolvedRun]]()
     for name, plan in workflow.plans.items():
         # Skipped runs are checked, too: an error in the configuration does not depend on the machine.
@@ -261,10 +263,10 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
         own = resolved.plan == plan_name and "train" in plan.stages(name)
         for seed in range(resolved.run.seed + 1, resolved.run.seed + plan.repeat) if own else ():
             again = f"{name}-seed{seed}"
-            if again in runs or len(again) > 64 or seed > MOST_SEED:
+            if again in runs or len(again) > 64 or seed > MAX_SEED:
                 raise UserError(
                     f"configuration: plans.{plan_name}.repeat: no run can be called {again}: the name exists already, "
-                    f"has more than 64 letters, or its seed is above {MOST_SEED}; rename {name}, or lower its seed"
+                    f"has more than 64 letters, or its seed is above {MAX_SEED}; rename {name}, or lower its seed"
                 )
             label = f"{resolved.run.label or name}, seed {seed}"
             run = resolved.run.model_copy(update={"seed": seed, "label": label})
@@ -427,10 +429,10 @@ class _Resolver:
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files
-        self._layers: dict[Place, tuple[Place, list[Layer]]] = {}
-        self._runs: dict[Place, Run] = {}
-        self._open: list[Place] = []
-        self._left_out: dict[str, dict[str, str]] = {}
+        self._layers: dict[RunKey, tuple[RunKey, list[Layer]]] = {}
+        self._runs: dict[RunKey, Run] = {}
+        self._open: list[RunKey] = []
+        self._skipped_runs: dict[str, dict[str, str]] = {}
         site = workflow.site
         self._provided = site.provides if site.engine != "none" else None
         #: Number of GPUs of this machine; 0 (not checked) if runs start on other nodes.
@@ -446,10 +448,10 @@ class _Resolver:
             self._runs[owner] = run
         return ResolvedRun(*owner, self._runs[owner])
 
-    def left_out(self, plan: str) -> dict[str, str]:
+    def skipped_runs(self, plan: str) -> dict[str, str]:
         """Return the runs that this machine cannot do, with the requirements that it lacks."""
-        if plan not in self._left_out:
-            self._left_out[plan] = {}  # circular names are reported when the runs are resolved
+        if plan not in self._skipped_runs:
+            self._skipped_runs[plan] = {}  # circular names are reported when the runs are resolved
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
@@ -459,11 +461,11 @@ class _Resolver:
                     raise UserError(f"configuration: plans.{plan}.runs.{name}.needs: {what}")
                 lacking = missing(needs, self._provided)
                 other, _, run = str(written.get("use", "")).partition(".")
-                if other in self.workflow.plans and run in (there := self.left_out(other)):
+                if other in self.workflow.plans and run in (there := self.skipped_runs(other)):
                     lacking.append(there[run])
                 if lacking := lacking or self._gpus(plan, name):
-                    self._left_out[plan][name] = " and ".join(lacking)
-        return self._left_out[plan]
+                    self._skipped_runs[plan][name] = " and ".join(lacking)
+        return self._skipped_runs[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
         """Return a description of the GPUs that a run needs, if this machine has fewer.
@@ -477,10 +479,10 @@ class _Resolver:
         asked = str(geometry.get("gpus_per_node", 1))  # `--config` passes a string
         return [f"{asked} GPUs (it has {self._here})"] if asked.isdecimal() and int(asked) > self._here else []
 
-    def layers(self, plan: str, name: str) -> tuple[Place, list[Layer]]:
+    def layers(self, plan: str, name: str) -> tuple[RunKey, list[Layer]]:
         """Return the run under which the results are, and the layers of its settings."""
         key = (plan, name)
-        self.left_out(plan)  # called before the run is open, since it calls `layers`, too
+        self.skipped_runs(plan)  # called before the run is open, since it calls `layers`, too
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of them")
@@ -490,7 +492,7 @@ class _Resolver:
             self._open.pop()
         return self._layers[key]
 
-    def _collect(self, plan_name: str, name: str) -> tuple[Place, list[Layer]]:
+    def _collect(self, plan_name: str, name: str) -> tuple[RunKey, list[Layer]]:
         plan, here = self.workflow.plans[plan_name], f"plans.{plan_name}"
         if plan.study not in self.files:
             raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
@@ -501,7 +503,7 @@ class _Resolver:
             if len(last) > 1:
                 raise UserError(f"configuration: {where}: 'use' excludes all other keys; remove them")
             return self.layers(*self._reference(f"{where}.use", last["use"], plan))
-        left_out = self.left_out(plan_name)  # a skipped rung does not affect the later rungs
+        left_out = self.skipped_runs(plan_name)  # a skipped rung does not affect the later rungs
         before = [run for run in plan.runs if run == name or run not in left_out]
         before = before[: before.index(name)] if plan.kind == "ladder" else []
         layers = self.layers(plan_name, before[-1])[1] if before else self._base(plan_name, plan)
@@ -579,7 +581,7 @@ class _Resolver:
                         "program.command, or leave it out"
                     )
 
-    def _reference(self, where: str, text: Any, plan: Plan) -> Place:
+    def _reference(self, where: str, text: Any, plan: Plan) -> RunKey:
         target, _, run = str(text).partition(".")
         other, what = self.workflow.plans.get(target), ""
         if other is None:

@@ -57,7 +57,7 @@ class Limits(Strict):
         return ":".join(f"{name}={value:g}" for name, value in self)
 
     @classmethod
-    def told(cls) -> Limits | None:
+    def from_environment(cls) -> Limits | None:
         """Return the limits from the environment; None if the watchdog is off."""
         text = os.environ.get(WATCHDOG, "")
         if text == "off":

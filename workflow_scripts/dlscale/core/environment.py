@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import brief
-from dlscale.core.machine import answer, nvml, text_of
+from dlscale.core.machine import command_output, nvml, text_of
 from dlscale.core.process import Image
 from dlscale.core.record import Record, Time
 from dlscale.core.redact import is_secret_name, redact
@@ -125,13 +125,15 @@ def git_state() -> dict[str, Any] | None:
     off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).resolve().parent), *off]
     # An installed package may lie inside the checkout of another project.
-    if answer([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:
+    if command_output([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:
         return None
-    commit = answer([*git, "rev-parse", "HEAD"], 10)
-    filters = answer([*git, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$"], 10)
+    commit = command_output([*git, "rev-parse", "HEAD"], 10)
+    filters = command_output(
+        [*git, "config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$"], 10
+    )
     for name in (filters or "").splitlines():
         git += ["-c", f"{name}={'false' if name.endswith('.required') else ''}"]
-    status = answer([*git, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"], 10)
+    status = command_output([*git, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"], 10)
     return None if commit is None or status is None else {"commit": commit.strip(), "dirty": bool(status.strip())}
 
 

@@ -27,7 +27,7 @@ TORN = "the file may be incomplete or damaged; fetch or make it again"
 
 
 @contextlib.contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds (atomic write).
 
     `path` may be a file or a folder. If the block raises, the temporary one is removed and `path` stays. Missing space
@@ -49,7 +49,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # h5py reports a failed write as either
         remove(temporary)
-        raise explained(error, path) from error
+        raise translate_error(error, path) from error
     except BaseException:
         remove(temporary)
         raise
@@ -75,7 +75,7 @@ def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
                 remove(left)
 
 
-class Forgiving(io.FileIO):
+class DeferredErrorFile(io.FileIO):
     """A new file that defers write errors, for libraries that crash on them.
 
     HDF5 does so when it closes a file.
@@ -133,7 +133,7 @@ PROBLEMS = {
 }
 
 
-def explained(error: Exception, path: str | os.PathLike[str]) -> Exception:
+def translate_error(error: Exception, path: str | os.PathLike[str]) -> Exception:
     """Return a `UserError` for a full disk, a read-only folder or a missing file.
 
     Return other errors unchanged.
@@ -167,7 +167,7 @@ def save_png(figure: Any, path: Path, dpi: int) -> None:
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=dpi, format="png")
     picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         picture.save(temporary, format="PNG", optimize=True)
 
 
@@ -191,7 +191,7 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path` atomically."""
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -246,7 +246,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise explained(error, path) from error
+        raise translate_error(error, path) from error
 
 
 def irregular(path: str | os.PathLike[str], expected: str = "a file") -> UserError:

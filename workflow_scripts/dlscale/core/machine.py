@@ -110,7 +110,7 @@ def adopt_orphans(adopt: bool = True) -> None:
     ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def answer(words: list[str], seconds: float = 60.0) -> str | None:
+def command_output(words: list[str], seconds: float = 60.0) -> str | None:
     """Return a command's output; None if it is missing, fails, or takes longer than `seconds`."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout

@@ -16,7 +16,7 @@ from typing import NamedTuple, TextIO
 
 from dlscale.core import interrupt
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, open_regular
+from dlscale.core.files import open_regular, translate_error
 
 # ---- launcher -----------------------------------------------------------------------------------------
 
@@ -98,11 +98,11 @@ def redirect(log: Path) -> TextIO:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.is_file():
-            log.unlink()  # truncating would also empty the copy that `go_on` keeps as a hard link
-        # Append mode, since `go_on` may make the file longer.
+            log.unlink()  # truncating would also empty the copy that `keep_log` keeps as a hard link
+        # Append mode, since `keep_log` may make the file longer.
         file = open(log, "a", buffering=1, encoding="utf-8", opener=open_regular)  # noqa: SIM115 - it stays open
     except OSError as error:
-        raise explained(error, log) from error
+        raise translate_error(error, log) from error
     _log = log
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(file.fileno(), 1)
@@ -110,7 +110,7 @@ def redirect(log: Path) -> TextIO:
     return terminal
 
 
-def go_on(kept: Path, resumed: bool) -> None:
+def keep_log(kept: Path, resumed: bool) -> None:
     """Keep this process's log under a second name, `kept`.
 
     Snakemake removes a job's log before each try. If `resumed`, the lines of earlier tries in `kept` are first put in
@@ -143,7 +143,7 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / name, "a+", errors="replace", opener=open_regular)  # noqa: SIM115 - closed below, with the lock
     except OSError as error:
-        raise explained(error, folder) from error
+        raise translate_error(error, folder) from error
     with file:
         try:
             # A POSIX lock is not inherited by forked children, such as loader workers that outlive a killed parent.

@@ -30,7 +30,7 @@ SUFFIX = ".doing"
 file: Path | None = None
 
 
-class Doing(Record):
+class StageStatus(Record):
     """Progress of a running stage, written to a file next to its log."""
 
     what: str
@@ -48,12 +48,12 @@ class Doing(Record):
 
 
 @contextlib.contextmanager
-def told(log: str | os.PathLike[str] | None) -> Iterator[None]:
+def status_file(log: str | os.PathLike[str] | None) -> Iterator[None]:
     """Keep a progress file next to `log` during the block; without a log, do nothing."""
     global file
     file = Path(f"{log}{SUFFIX}") if log else None
     try:
-        tell(Doing(what="starting"))
+        write_status(StageStatus(what="starting"))
         yield
     finally:
         if file:
@@ -69,7 +69,7 @@ def place() -> str:
     return socket.gethostname()
 
 
-def tell(doing: Doing) -> None:
+def write_status(doing: StageStatus) -> None:
     """Write this process's progress to its file; write errors are ignored."""
     if file:
         with contextlib.suppress(UserError, OSError):
@@ -119,8 +119,8 @@ class Progress:
         shown += [f"{name} {number(value)}" for name, value in values.items()]
         shown += [f"{duration(left)} left"] if (left := self.left) else []
         logging.info("%s: %d%s %s, %s", self.what, self.done, share, self.unit, ", ".join(shown))
-        tell(
-            Doing(
+        write_status(
+            StageStatus(
                 what=self.what,
                 part=self.part,
                 done=self.done,
@@ -169,7 +169,7 @@ class Job(NamedTuple):
     starting: float | None  #: Time for starting Python and for the stage's imports, s; None if unknown.
 
 
-def took(benchmark: str | Path) -> float | None:
+def job_seconds(benchmark: str | Path) -> float | None:
     """Return the duration of a job from Snakemake's benchmark file, s.
 
     Return None if it is missing or damaged.
@@ -189,7 +189,7 @@ def jobs(results: Path, since: float) -> list[Job]:
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:
             continue
-        relative, seconds = path.relative_to(folder), took(path)
+        relative, seconds = path.relative_to(folder), job_seconds(path)
         log = results / "logs" / relative.with_suffix(".log")
         try:
             started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # by try

@@ -80,7 +80,7 @@ def _packages() -> dict[str, Path]:
 
 
 @dataclass(frozen=True)
-class StudyPlace:
+class StudyModule:
     """Name, module and file of a study."""
 
     name: str
@@ -100,21 +100,21 @@ class StudyPlace:
         return self.file.parents[self.file.name == "__init__.py"]
 
 
-_added: dict[str, StudyPlace] = {}
+_added: dict[str, StudyModule] = {}
 
 
-def studies() -> dict[str, StudyPlace]:
+def studies() -> dict[str, StudyModule]:
     """Return all studies by name."""
     return {**_shipped(), **_added}
 
 
 @functools.cache
-def _shipped() -> dict[str, StudyPlace]:
+def _shipped() -> dict[str, StudyModule]:
     modules = {
         file.parent.name: f"dlscale.studies.{file.parent.name}.study" for file in PACKAGE.glob("studies/*/study.py")
     }
     modules |= _table("STUDIES")
-    return {name: StudyPlace(name, modules[name], _file(modules[name])) for name in sorted(modules)}
+    return {name: StudyModule(name, modules[name], _file(modules[name])) for name in sorted(modules)}
 
 
 def _file(module: str) -> Path:
@@ -140,7 +140,7 @@ def add(name: str, path: str | Path) -> None:
     module = (file.parent if file.name == "__init__.py" else file).stem
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
         raise UserError(f"{where}: {path}: Python cannot import a module called '{module}'; rename it")
-    study = StudyPlace(name, module, file)
+    study = StudyModule(name, module, file)
     if not study.yaml.is_file():
         raise UserError(f"{where}: {study.yaml}: no such file; write the study's settings to this YAML file")
     _added[name] = study
@@ -149,7 +149,7 @@ def add(name: str, path: str | Path) -> None:
     source(module)  # refuses a module that exists twice, since only one of them would be imported
 
 
-def added() -> dict[str, StudyPlace]:
+def added() -> dict[str, StudyModule]:
     """Return the outside studies by name."""
     return dict(_added)
 

@@ -54,11 +54,11 @@ Repeats = Annotated[int, Field(ge=0, le=100_000)]
 #: Whole number of either sign.
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 #: Largest seed that PyTorch accepts.
-MOST_SEED = 2**63 - 1
-Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
+MAX_SEED = 2**63 - 1
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 #: Maximum number of runs of a plan; Snakemake keeps their jobs in memory.
-MOST_RUNS = 10_000
+MAX_RUNS = 10_000
 
 
 class Strict(BaseModel):

@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, cut, nearest
-from dlscale.core.files import explained, no_pipe, write_text
+from dlscale.core.files import no_pipe, translate_error, write_text
 from dlscale.core.schema import BOUNDS, NAME, NAME_IN_WORDS, key_paths
 from dlscale.core.text import many
 
@@ -137,7 +137,7 @@ def read_yaml(path: str | Path) -> Raw:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:
-        raise explained(error, path) from error
+        raise translate_error(error, path) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}, line {line}: not in UTF-8; save the file in this encoding") from None

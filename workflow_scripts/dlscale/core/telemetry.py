@@ -19,7 +19,7 @@ from typing import Any
 
 from dlscale.core import board
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, no_pipe
+from dlscale.core.files import no_pipe, translate_error
 
 #: Module of the sampling process; a stage does not import it.
 SAMPLER = "dlscale.measure.telemetry"
@@ -243,7 +243,7 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
         path.unlink(missing_ok=True)  # the sampler of a killed stage may still write to the old file
         file = open(path, "ab", buffering=0)  # noqa: SIM115 - as standard output
     except OSError as error:
-        raise explained(error, path) from error
+        raise translate_error(error, path) from error
     words = map(str, (root, ranks, gpus))
     # A separate process group, since Ctrl-C could end the sampler with a traceback before it ignores the signal.
     with file:

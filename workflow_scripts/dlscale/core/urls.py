@@ -130,7 +130,7 @@ def exchanged(text: str, addresses: Mapping[str, str]) -> str:
     return text
 
 
-def whole(url: str) -> str:
+def full_url(url: str) -> str:
     """Return the full address of a redacted one."""
     found: str = json.loads(os.environ.get(VARIABLE, "{}")).get(url, url)
     parts = split(found)

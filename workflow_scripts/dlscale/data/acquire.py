@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> None:
     with Progress(f"acquiring {raw.name}", None, "bytes" if fetched else "steps") as progress:
         if fetched:
             sha256 = getattr(dataset.source, "sha256", {}).get(file_name(raw.origin))
-            digest = download(urls.whole(raw.origin), out, sha256=sha256, progress=progress.update)
+            digest = download(urls.full_url(raw.origin), out, sha256=sha256, progress=progress.update)
             logging.info("%s: SHA-256 %s, expected %s, from %s", out, digest, sha256, urls.hidden(raw.origin))
         else:
             acquire = parts.needed(dataset, acquirer or "", "acquire")

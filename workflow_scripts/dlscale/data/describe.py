@@ -10,7 +10,7 @@ import numpy as np
 
 from dlscale.config.dataset import SPLITS, DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import reading, sha256, stamp, whole
+from dlscale.core.files import atomic_write, reading, sha256, stamp
 from dlscale.core.progress import tracked
 from dlscale.data import parts, reads, staging, store
 from dlscale.data.manifest import FieldInfo, File, Manifest
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
         manifest = describe_own(dataset, folder)
     check_disjoint(manifest)
     complete = parts.role(dataset, "describe", "complete")
-    with whole(args.stats) as stats:
+    with atomic_write(args.stats) as stats:
         stats.mkdir()
         if complete is not None:
             with reads.only_named(dataset.kind, [folder, *args.source]):

@@ -17,7 +17,7 @@ import numpy as np
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import whole
+from dlscale.core.files import atomic_write
 from dlscale.core.progress import Progress
 from dlscale.data import parts, reads, store
 from dlscale.data.source import Source, check_structure
@@ -52,7 +52,7 @@ def preprocess(dataset: DatasetSettings, args: argparse.Namespace) -> None:
                 "`pieces`"
             )
         block = max(1, store.MEMORY // source.bytes_per_row)
-        with whole(args.out) as out:
+        with atomic_write(args.out) as out:
             write_piece(source, out, start, stop, block, args.part)
 
 
@@ -91,7 +91,7 @@ def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | P
     """Join the pieces of a part, in order, into its file, in the stored type and layout."""
     pieces = [store.open_file(path) for path in paths]
     # Each chunk is written once, completely: HDF5's chunk cache (8 MB per dataset by default) would only take memory.
-    with whole(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
+    with atomic_write(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(out))
         for name in pieces[0].attrs["others"]:

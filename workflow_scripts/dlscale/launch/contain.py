@@ -1,7 +1,7 @@
 """Run a container engine's client, and leave nothing behind: `python -m dlscale.launch.contain ENGINE ...`.
 
 This process forwards signals to the container, returns its exit status and removes it, by the container's name. If this
-process is killed, the container's standard input ends, and then the stage in it (`hold_on`).
+process is killed, the container's standard input ends, and then the stage in it (`exit_with_stdin`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(command: list[str]) -> int:
             ask("rm", "--force", called)
 
 
-def hold_on() -> None:
+def exit_with_stdin() -> None:
     """End this process when its standard input ends: then the process that started its container is gone."""
 
     def watch() -> None:

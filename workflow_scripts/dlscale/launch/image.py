@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
-from dlscale.core.machine import answer
+from dlscale.core.machine import command_output
 from dlscale.core.process import Image
 from dlscale.launch.launcher import LOCAL
 
@@ -26,11 +26,11 @@ def identity(engine: str, image: str) -> str | None:
     if engine == "apptainer":
         return sha256(image) if Path(image).is_file() else None
     inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
-    words = (answer(["shifterimg", "lookup", image] if engine == "shifter" else inspect) or "").split()
+    words = (command_output(["shifterimg", "lookup", image] if engine == "shifter" else inspect) or "").split()
     return words[-1] if words else None
 
 
-def inherited(engine: str, image: str, first: bool) -> str:
+def image_identity(engine: str, image: str, first: bool) -> str:
     """Return the image's identity, or "" if the image is not here.
 
     The first process of a workflow determines it, and passes it on to the processes of jobs.
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
 def migrated(image: str) -> bool:
     """Return whether podman-hpc lists the image as migrated."""
     words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
-    return f"{image if ':' in image else image + ':latest'} true" in (answer(words) or "").splitlines()
+    return f"{image if ':' in image else image + ':latest'} true" in (command_output(words) or "").splitlines()
 
 
 def _run(words: list[str]) -> None:

@@ -15,7 +15,7 @@ from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
-from dlscale.core.machine import HOST_SUFFIX, LOCAL_DISK, STEPS, WATCHDOG, answer
+from dlscale.core.machine import HOST_SUFFIX, LOCAL_DISK, STEPS, WATCHDOG, command_output
 from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
@@ -37,7 +37,7 @@ SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
 
 @dataclass(frozen=True)
-class Place:
+class ContainerMounts:
     """Folders that a container mounts, and the owner of its files; paths are absolute, and equal inside."""
 
     folder: str  #: Working folder.
@@ -60,7 +60,7 @@ def sources(site: Site) -> Path:
     return link.parent
 
 
-def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[str]:
+def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None) -> list[str]:
     """Return the command that starts `dlscale`, once or with a process per device, without the stage's arguments.
 
     `site` must be resolved. Stages that need no device have no geometry.
@@ -68,7 +68,7 @@ def launch(site: Site, place: Place, geometry: Geometry | None = None) -> list[s
     # On full nodes, local rank i takes the i-th GPU of the site's order. On part of one, the scheduler selects GPUs.
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
     ordered = whole and bool(site.gpu)
-    site = _told(site, geometry, ordered)
+    site = _stage_environment(site, geometry, ordered)
     container = _contain(site, place, gpu=geometry is not None)
     python = _python(site)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
@@ -97,7 +97,7 @@ def _python(site: Site) -> list[str]:
 TORCHRUN = ["torchrun", "--standalone", "--no-python"]
 
 #: Shell command that sets torchrun's variables in a task of srun or mpirun, and runs the program.
-RANKED = (
+TORCHRUN_VARIABLES = (
     " ".join(
         [
             "export",
@@ -115,13 +115,13 @@ FOLDER = "{folder}"
 
 #: Shell script in an external program's container: adds the hook to PYTHONPATH, and ends the program when standard
 #: input ends.
-HELD = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
+PROGRAM_SHELL = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
 exec 3<&0 </dev/null
 ((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
 exec "$@" 3<&-"""
 
 
-def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[str]]:
+def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[str], list[str]]:
     """Return the command of an external program's stage, and the words before the program's own command.
 
     Stage and program run in the same container, if any. The stage runs outside of one if the program has its own image,
@@ -130,7 +130,7 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
     program, geometry = run.program, run.geometry
     assert program is not None
     several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
-    site = _told(site, geometry, ordered=False)
+    site = _stage_environment(site, geometry, ordered=False)
     if site.engine not in ("none", "shifter"):  # external programs write into their own folder
         own = outside([program.folder], place.folder, *filter(None, [place.results]))
         site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
@@ -154,7 +154,7 @@ def launch_program(site: Site, place: Place, run: Run) -> tuple[list[str], list[
             if site.starter == "srun"
             else _mpirun(site, geometry)
         )
-        start += ["sh", "-c", RANKED, "sh"]
+        start += ["sh", "-c", TORCHRUN_VARIABLES, "sh"]
     return outer, [*start, *container]
 
 
@@ -176,7 +176,7 @@ def _meet(geometry: Geometry) -> list[str]:
     return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
 
 
-def _told(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
+def _stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     """Return the site with the environment of its stages, and with mounts of the folders named there."""
     environment, mounts = dict[str, str | None](), dict[str, str]()
     if geometry:
@@ -215,7 +215,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
         slurm.check(site.scheduler, geometry, where)
 
 
-def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None) -> list[str]:
+def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | None = None) -> list[str]:
     """Return the words that start a process in a container, or without one, in the site's environment.
 
     `program` is the external program that the container runs, if any.
@@ -233,7 +233,7 @@ def _contain(site: Site, place: Place, gpu: bool, program: Program | None = None
     unset = _env({name: None for name, value in given.items() if value is None})
     folders = {path: path for path in (place.folder, place.results) if path}
     here = FOLDER if program else place.folder
-    held = ["sh", "-c", HELD, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
+    held = ["sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
     if site.engine == "shifter":
         # A Shifter container sees the site's file systems, and the environment. Modules of the site set their variables
         # last, so `env` sets ours inside. The image's HOME would hide ~/.netrc and the caches of programs.
@@ -290,7 +290,7 @@ def _env(environment: Mapping[str, str | None]) -> list[str]:
     return ["env", *unset, *assigned] if environment else []
 
 
-def _engine_options(site: Site, place: Place, gpu: bool) -> list[str]:
+def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
     owner = f"--user={place.uid}:{place.gid}"
     if site.engine == "docker":
         return ["--pull=never", "--no-healthcheck", owner, *(["--gpus=all"] if gpu else [])]
@@ -338,7 +338,7 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
         return f"not for image {image}"
     # Docker without its daemon is common, and podman-hpc without USER or its tools.
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
-        return f"{engine} {' '.join(question)} fails" if answer([command, *question], 30) is None else None
+        return f"{engine} {' '.join(question)} fails" if command_output([command, *question], 30) is None else None
     return None
 
 

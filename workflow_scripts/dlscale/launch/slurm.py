@@ -14,7 +14,7 @@ from typing import Any
 from dlscale.config.run import Geometry
 from dlscale.config.site import Job, Nodes, Qos, Scheduler
 from dlscale.core.errors import UserError
-from dlscale.core.machine import answer
+from dlscale.core.machine import command_output
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
@@ -175,7 +175,7 @@ def left_running(folder: str) -> list[str] | None:
     """Return number, purpose and state of each queued job of a workflow in `folder`; None if squeue fails."""
     if not shutil.which("squeue"):  # no Slurm here, no jobs
         return []
-    listed = answer(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
+    listed = command_output(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
     if listed is None:
         return None
     jobs = [line.split("|", 3) for line in listed.splitlines() if line.count("|") >= 3]

@@ -15,7 +15,7 @@ from dlscale.core.files import write_text
 from dlscale.core.metrics import LossInfo, Metric
 from dlscale.core.record import Number, Record
 from dlscale.core.text import number, unit
-from dlscale.train.around import entered
+from dlscale.train.around import run_context
 from dlscale.train.build import open_session
 from dlscale.train.provenance import Provenance
 from dlscale.train.validation import naive_means, validate
@@ -85,8 +85,8 @@ def evaluate(
     record = path / "provenance.json"
     if threads is None and record.exists():
         threads = Provenance.read(record).device.threads
-    run = alone(run)
-    with entered(run, manifest, device, (split,)) as (world, _), contextlib.ExitStack() as stack:
+    run = single_device_run(run)
+    with run_context(run, manifest, device, (split,)) as (world, _), contextlib.ExitStack() as stack:
         session = open_session(run, manifest, world, threads)
         load_weights(session.step.weights, file)
         loader = session.loader(split)
@@ -106,7 +106,7 @@ def evaluate(
     )
 
 
-def alone(run: RunCore) -> RunCore:
+def single_device_run(run: RunCore) -> RunCore:
     """Return the run for one device, with the batch of one device, without compilation and CUDA graphs.
 
     These would take longer than they save here.

@@ -19,7 +19,7 @@ from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
-from dlscale.core.files import whole
+from dlscale.core.files import atomic_write
 from dlscale.core.text import escape_formula
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, overhead
 from dlscale.measure.profilers.lines import LineProfiler
@@ -30,7 +30,7 @@ from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
 from dlscale.train import memory
-from dlscale.train.around import entered, is_exhaustion
+from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch
 
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     if wrong := [rank for rank in settings.ranks if rank >= ranks]:
         raise UserError(f"profile.ranks: {wrong[0]}: this run has {ranks} processes, numbered from 0; name others")
     with (
-        entered(run, args.manifest, args.device) as (world, _),
+        run_context(run, args.manifest, args.device) as (world, _),
         _folder(Path(args.out), world) as folder,
     ):
         found = dict[str, Found]()
@@ -154,7 +154,7 @@ def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[Pro
 def _folder(out: Path, world: World) -> Iterator[Path]:
     """Yield a temporary folder for the files of all ranks; rename it to `out` when all ranks have finished."""
     with contextlib.ExitStack() as stack:
-        mine = stack.enter_context(whole(out)) if world.main else None
+        mine = stack.enter_context(atomic_write(out)) if world.main else None
         if mine is not None:
             mine.mkdir()
         folder = world.gather(mine)[0]

@@ -391,10 +391,12 @@ PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
 #: Edges of the square matrices; a size is skipped if one product would take more than a quarter of the time.
 EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of the copied buffer, per GPU or for all CPU threads together: much larger than caches. LEAST: minimum bytes
-#: per thread. PIECE: bytes of a single copy of a thread.
+#: Bytes of the copied buffer, per GPU or for all CPU threads together: much larger than caches.
 BUFFER = {"cpu": 2**28, "cuda": 2**30}
-LEAST, PIECE = 2**24, 2**23
+#: Minimum bytes of the copied buffer per thread.
+MIN_COPY_BYTES = 2**24
+#: Bytes of a single copy of a thread.
+PIECE = 2**23
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
@@ -460,7 +462,7 @@ def _best_product(dtype: torch.dtype, device: torch.device) -> float:
 def copy_rate(device: torch.device) -> float:
     """Measure the bytes/s read and written by copies, on a GPU or on all threads of this process."""
     if device.type == "cpu":
-        return _at_once(partial(_own_copies, max(LEAST, BUFFER["cpu"] // _threads())))
+        return _at_once(partial(_own_copies, max(MIN_COPY_BYTES, BUFFER["cpu"] // _threads())))
     source, target = (torch.ones(BUFFER["cuda"], dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * BUFFER["cuda"] / best_of(partial(target.copy_, source), device, COPY_SECONDS)
 

@@ -24,7 +24,7 @@ from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.measure import processes
 
 SECONDS = 1.0  #: Seconds between two samples.
-LEAST = 0.1  #: Minimum seconds of the last sample: Linux counts processor time in steps of 0.01 s.
+MIN_LAST_SECONDS = 0.1  #: Minimum seconds of the last sample: Linux counts processor time in steps of 0.01 s.
 #: Bit of `nvmlClocksEventReasons` (nvml.h) → cause of reduced clocks. Intended causes are left out: an idle GPU (0x1),
 #: clocks set by a user (0x2, 0x100), synchronised GPUs (0x10).
 REASONS = {
@@ -107,7 +107,7 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
     while not ended:
         wait = SECONDS - (time.monotonic() - start) % SECONDS
         if ended := bool(select.select([0], [], [], wait)[0]):
-            time.sleep(max(0.0, LEAST - (time.monotonic() - start) % SECONDS))
+            time.sleep(max(0.0, MIN_LAST_SECONDS - (time.monotonic() - start) % SECONDS))
         if os.getppid() != parent:  # the stage was killed; its children may keep the pipe open
             return
         os.write(1, telemetry.line(node.sample()).encode())

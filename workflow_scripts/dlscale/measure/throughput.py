@@ -32,12 +32,12 @@ from dlscale.data.manifest import Manifest
 from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Beside, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
-from dlscale.measure.turns import Ended, Timed, Turns
+from dlscale.measure.turns import TimedRunSettings, TurnFailed, Turns
 from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
-from dlscale.train.around import entered, verify
+from dlscale.train.around import run_context, verify
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
@@ -54,14 +54,16 @@ def main(args: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         turns = None
         if args.beside:  # before any computation, since the timed processes are forks of this one
-            own = Timed(args.config, args.manifest, args.device, args.threads)
+            own = TimedRunSettings(args.config, args.manifest, args.device, args.threads)
             first = replace(own, config=args.beside, manifest=args.beside_manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
-        world, links = stack.enter_context(entered(run, args.manifest, args.device))
+        world, links = stack.enter_context(run_context(run, args.manifest, args.device))
         if args.beside and args.beside_manifest != args.manifest:
             verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
-        results = results.model_copy(update={"links": links, "beside": turns and beside(run.throughput, turns, args)})
+        results = results.model_copy(
+            update={"links": links, "beside": turns and time_paired_runs(run.throughput, turns, args)}
+        )
         if world.main:
             out = Path(args.out)
             modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
@@ -71,14 +73,14 @@ def main(args: argparse.Namespace) -> None:
             write_text(out, results.text() + "\n")
 
 
-def beside(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
+def time_paired_runs(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
     """Return the paired timing with the plan's first run; if it fails, log the reason and return None."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # free this process's memory for the two timed runs
     try:
         rounds = turns.rounds(settings.beside, settings.error)
-    except Ended as ended:
+    except TurnFailed as ended:
         logging.warning("no paired timing with the plan's first run: %s", ended)
         return None
     found = Beside(compute=compute_digest(load_run(args.beside, "throughput").model_dump(mode="json")), openings=rounds)

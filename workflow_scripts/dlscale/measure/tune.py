@@ -31,7 +31,7 @@ from dlscale.core.settings import nested, validate
 from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.measure.window import training_batches
 from dlscale.parallel.world import World, synchronize
-from dlscale.train.around import entered, is_exhaustion
+from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.loop import Hook, run_steps
 
@@ -57,7 +57,7 @@ FIRST_WARM_UP = 12
 def main(args: argparse.Namespace) -> None:
     """Tune the run in `args.config` on the data of `args.manifest`; write the results into `args.out`."""
     run = load_run(args.config, "tune")
-    with entered(run, args.manifest, args.device) as (world, _):
+    with run_context(run, args.manifest, args.device) as (world, _):
         found = tune(run, args.manifest, world, args.threads).model_copy(update={"run": args.run})
         if world.main:
             write(found, args, run.study)

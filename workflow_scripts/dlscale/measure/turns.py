@@ -36,11 +36,12 @@ TURN = 0.25
 OPENINGS = 4
 
 #: Minimum rounds of an opening before it may end early.
-LEAST = 8
+MIN_ROUNDS = 8
 
-#: ROUGH: multiple of the requested error; above it an opening is prolonged. LONGER: its longest duration, as a multiple
-#: of the planned one.
-ROUGH, LONGER = 3, 3
+#: Multiple of the requested error above which an opening is prolonged.
+MAX_ERROR_RATIO = 3
+#: Longest duration of an opening, as a multiple of the planned one.
+MAX_DURATION_RATIO = 3
 
 #: Timeout of an opening or a turn, seconds. Steps are shorter: the stage has timed some before.
 PATIENCE = 600.0
@@ -50,7 +51,7 @@ Round = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRunSettings:
     """A run to be timed."""
 
     config: str  #: Path of its `config.yaml`, or settings as JSON.
@@ -59,18 +60,18 @@ class Timed:
     threads: int | None  #: CPU threads.
 
 
-class Ended(Exception):
+class TurnFailed(Exception):
     """A timed run could not be opened, or ended early."""
 
 
-class Player(Protocol):
+class TimedRun(Protocol):
     """A timed run between its turns: of a study, or an external program."""
 
     def send(self, message: Any) -> None:
         """Send a message, such as the request to open the run."""
 
     def receive(self) -> float:
-        """Wait for an answer: opened and warmed up, or samples/s; raise `Ended` if the run failed."""
+        """Wait for an answer: opened and warmed up, or samples/s; raise `TurnFailed` if the run failed."""
 
     def stop(self) -> None:
         """Pause the run and all processes that it has started."""
@@ -85,10 +86,10 @@ class Player(Protocol):
 class Turns:
     """The processes of both runs. Create it before the stage computes anything, since they are forks."""
 
-    def __init__(self, own: Timed, first: Timed) -> None:
+    def __init__(self, own: TimedRunSettings, first: TimedRunSettings) -> None:
         # The run that was created and opened first was found to be 1 % slower, so the order alternates.
         self._couples = [
-            (_player(own), _player(first)) if number % 2 else (_player(first), _player(own))[::-1]
+            (_timed_run(own), _timed_run(first)) if number % 2 else (_timed_run(first), _timed_run(own))[::-1]
             for number in range(OPENINGS)
         ]
 
@@ -112,7 +113,7 @@ class Turns:
 
         Raises
         ------
-        Ended
+        TurnFailed
             One of the runs cannot be timed; the message has the reason.
         """
         found: list[list[Round]] = []
@@ -128,7 +129,7 @@ class Turns:
         return found
 
 
-def _open(couple: Sequence[Player], order: tuple[int, int]) -> float:
+def _open(couple: Sequence[TimedRun], order: tuple[int, int]) -> float:
     """Open both runs in this order, pause them, and return the seconds."""
     start = time.monotonic()
     for number in order:
@@ -140,7 +141,7 @@ def _open(couple: Sequence[Player], order: tuple[int, int]) -> float:
     return time.monotonic() - start
 
 
-def _rounds(couple: Sequence[Player], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
+def _rounds(couple: Sequence[TimedRun], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
     """Time both runs alternately, and end them."""
     found: list[Round] = []
     start = time.monotonic()
@@ -157,14 +158,14 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
     """Return whether an opening may end."""
     reach = interval([math.log(own / first) for own, first in rounds])[1]
     if passed < seconds:
-        return len(rounds) >= LEAST and reach <= error
-    return reach <= ROUGH * error or passed >= LONGER * seconds
+        return len(rounds) >= MIN_ROUNDS and reach <= error
+    return reach <= MAX_ERROR_RATIO * error or passed >= MAX_DURATION_RATIO * seconds
 
 
-def _player(timed: Timed) -> Player:
+def _timed_run(timed: TimedRunSettings) -> TimedRun:
     """Start the process of a run, which waits to be opened."""
     if read_settings(timed.config)[0].get("program"):
-        found: Player = registry.load("dlscale.extensions.programs.turns").Program(timed)
+        found: TimedRun = registry.load("dlscale.extensions.programs.turns").Program(timed)
         return found
     return _Study(timed)
 
@@ -172,7 +173,7 @@ def _player(timed: Timed) -> Player:
 class _Study:
     """A run of a study in its own process group, so that all its processes can be paused together."""
 
-    def __init__(self, timed: Timed) -> None:
+    def __init__(self, timed: TimedRunSettings) -> None:
         # A fork, as for loaders: modules are already imported, and no CUDA context or thread pool exists yet.
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
@@ -189,14 +190,14 @@ class _Study:
 
     def receive(self) -> float:
         if not self._pipe.poll(PATIENCE):  # a loader hangs, or a user stopped the process
-            raise Ended(f"process {self._group} of a run did not answer for {PATIENCE:.0f} s")
+            raise TurnFailed(f"process {self._group} of a run did not answer for {PATIENCE:.0f} s")
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
-            raise Ended(f"the process of a run ended with status {self._process.exitcode}") from None
+            raise TurnFailed(f"the process of a run ended with status {self._process.exitcode}") from None
         if isinstance(answer, str):
-            raise Ended(answer)
+            raise TurnFailed(answer)
         return float(answer)
 
     def stop(self) -> None:
@@ -218,7 +219,7 @@ class _Study:
         self._pipe.close()
 
 
-def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> None:
+def _play(pipe: Connection, others: Connection, timed: TimedRunSettings, parent: int) -> None:
     """Wait for a request, open the run, and send the samples/s of each turn; send a failure as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -237,7 +238,7 @@ def _play(pipe: Connection, others: Connection, timed: Timed, parent: int) -> No
             pipe.send(brief(error))
 
 
-def _rates(timed: Timed) -> Iterator[float]:
+def _rates(timed: TimedRunSettings) -> Iterator[float]:
     """Yield 0 once the run is open and warmed up, then the samples/s of each turn."""
     run = load_run(timed.config, "throughput")
     with join(run.processes, timed.device) as world:

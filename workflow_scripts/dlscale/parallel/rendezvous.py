@@ -49,7 +49,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
         return
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
-    limits = Limits.told()
+    limits = Limits.from_environment()
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         store=_meet(geometry, rank),
@@ -74,12 +74,12 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
                     logging.info("an exchange failed: %s", brief(cause))
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    lost = f"{watchdog.culprit(cause)}. This process ends, too"
+                    lost = f"{watchdog.describe_lost_rank(cause)}. This process ends, too"
                     if kind == "cuda":  # kernels that wait for other ranks would never end
                         end(lost, LOST)
                     raise PeerLost(lost) from cause
                 if isinstance(error, Exception):
-                    watchdog.tell(error)
+                    watchdog.report_failure(error)
                     failed = True
                 raise
     finally:

@@ -53,7 +53,7 @@ class Link(NamedTuple):
     beta: float  #: s/byte
 
 
-class Wrong(NamedTuple):
+class BadResult(NamedTuple):
     """Wrong result of a collective operation on one rank."""
 
     what: str  #: Operation, its size and its group.
@@ -175,7 +175,7 @@ def operations(
     yield "broadcast", got, right[:1], ranks[:1]
 
 
-def collected(world: World, group: Group) -> list[Wrong]:
+def collected(world: World, group: Group) -> list[BadResult]:
     """Run each collective operation over a group, with few and many numbers; return wrong results."""
     wrong = []
     for count in (FEW, MANY):
@@ -187,14 +187,14 @@ def collected(world: World, group: Group) -> list[Wrong]:
             at = int((got != right).flatten().nonzero()[0])
             example = f"number {at} is {float(got.flatten()[at]):g}, expected {float(right.flatten()[at]):g}"
             what = f"{name} of {count:,} numbers over {group.name}"
-            wrong.append(Wrong(what, group.ranks, tuple(senders[row] for row in rows), example))
+            wrong.append(BadResult(what, group.ranks, tuple(senders[row] for row in rows), example))
     return wrong
 
 
-def verdict(hosts: Sequence[str], reports: Sequence[Sequence[Wrong]]) -> str:
+def verdict(hosts: Sequence[str], reports: Sequence[Sequence[BadResult]]) -> str:
     """Return the message that names the processes with wrong values, from the reports of all ranks."""
     seen, first = next((rank, report[0]) for rank, report in enumerate(reports) if report)
-    culprits = at_fault(reports)
+    culprits = suspect_ranks(reports)
     bad = sorted({hosts[rank] for rank in culprits})
     return (
         f"the self-test of collective operations found wrong values: {named(culprits, hosts)} took part in "
@@ -204,7 +204,7 @@ def verdict(hosts: Sequence[str], reports: Sequence[Sequence[Wrong]]) -> str:
     )
 
 
-def at_fault(reports: Sequence[Sequence[Wrong]]) -> list[int]:
+def suspect_ranks(reports: Sequence[Sequence[BadResult]]) -> list[int]:
     """Return the ranks that took part in the most wrong messages, or else in the most wrong sums.
 
     A rank that received a wrong sum counts twice: other ranks may have received the right sum of the same numbers.

@@ -72,7 +72,7 @@ class Shard:
             tensor = parts.redistribute(placements=[Replicate()]).to_local()
         return tensor
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def slice_like(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the same shard of another full tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, offset, size)

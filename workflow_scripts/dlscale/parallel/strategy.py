@@ -181,7 +181,7 @@ class Sharded(Strategy):
             self._root.set_requires_gradient_sync(True)
 
 
-class Copied(nn.Module):
+class DataParallelNetwork(nn.Module):
     """A network that one process copies to several GPUs, each for its part of a batch (DataParallel)."""
 
     def __init__(self, network: Any, devices: list[int]) -> None:
@@ -208,7 +208,7 @@ class _Each(nn.Module):
         return self.network.predict(x) if y is None else self.network.losses(x, y)
 
 
-class Copies(Strategy):
+class DataParallelStrategy(Strategy):
     """`DataParallel`: one process for all GPUs of a node, or for one CPU."""
 
     def __init__(self, world: World, gpus: int) -> None:
@@ -224,7 +224,7 @@ class Copies(Strategy):
                 f"geometry.gpus_per_node: this run asks for {self._gpus} GPUs, but PyTorch sees {there} here. "
                 "Request as many GPUs, or lower this key"
             )
-        self.wrapped = Copied(network, list(range(self._gpus)))
+        self.wrapped = DataParallelNetwork(network, list(range(self._gpus)))
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         predict: Callable[[torch.Tensor], torch.Tensor] = self.wrapped.predict  # type: ignore[assignment]
@@ -235,7 +235,7 @@ def strategy_of(run: RunCore, world: World) -> Strategy:
     """Return the strategy of a run on these ranks."""
     parallel = run.parallel
     if isinstance(parallel, DP):
-        return Copies(world, run.geometry.gpus_per_node)
+        return DataParallelStrategy(world, run.geometry.gpus_per_node)
     copies = world.mesh.ranks.shape[1] if world.mesh else world.data_size
     if isinstance(parallel, FSDP):
         return Sharded(world, parallel) if copies > 1 else Strategy(world)

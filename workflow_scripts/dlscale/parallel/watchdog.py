@@ -31,8 +31,10 @@ from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
-LONGER = 10.0  #: Multiple of the longest recent range of steps that a range may take, if more than `Limits.stuck`.
-WINDOW = 200  #: Number of recent ranges of steps that `LONGER` considers.
+MAX_RANGE_RATIO = (
+    10.0  #: Multiple of the longest recent range of steps that a range may take, if more than `Limits.stuck`.
+)
+WINDOW = 200  #: Number of recent ranges of steps that `MAX_RANGE_RATIO` considers.
 GRACE = 1800.0  #: Seconds allowed without progress during opening, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
@@ -49,7 +51,7 @@ ENDED = "its process is gone: killed, or ended by itself"
 UNSEEN = "killed or stopped, or its node is gone, or it runs code that holds Python's lock"
 
 
-class Sign(NamedTuple):
+class Heartbeat(NamedTuple):
     """Heartbeat of a rank."""
 
     number: int = 0
@@ -120,8 +122,8 @@ class Watchdog:
         self._known = (
             range(size) if rank == 0 else sorted({0, 1, *self._mates})
         )  #: ranks from which this rank reads heartbeats
-        self._seen, self._quiet = [Sign()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since then
-        self._sign = Sign(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
+        self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since then
+        self._sign = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds without an answer of the store
         self._named: list[int] = []  #: ranks that the log has named
         self._closed = threading.Event()
@@ -139,12 +141,12 @@ class Watchdog:
         for thread in self._threads:
             thread.join(ANSWER)
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks why this rank ends."""
         with contextlib.suppress(Exception):
             self._show(failed=f"{type(error).__name__}: {brief(error)}")
 
-    def culprit(self, error: BaseException, seconds: float = 8.0) -> str:
+    def describe_lost_rank(self, error: BaseException, seconds: float = 8.0) -> str:
         """Return a text that names the lost rank after a failed exchange; wait for it up to `seconds`."""
         self._known = range(self.size)
         until = time.monotonic() + seconds
@@ -168,7 +170,7 @@ class Watchdog:
         known = list(self._known)
         keys = [f"sign-{rank}" for rank in known]
         for rank, text in zip(known, self._store.multi_get(keys), strict=True) if self._store.check(keys) else ():
-            sign = Sign(*json.loads(text))
+            sign = Heartbeat(*json.loads(text))
             self._quiet[rank] = self._quiet[rank] + BEAT if sign == self._seen[rank] else 0.0
             self._seen[rank] = sign
 
@@ -255,7 +257,7 @@ class Watchdog:
     def _limit(self, ranks: Iterable[int]) -> float:
         """Return the seconds that these ranks may spend in their current ranges: the longest limit."""
         seconds = {
-            ranges.STEPS: max(self.limits.stuck, LONGER * max(seen.longest for seen in self._seen)),
+            ranges.STEPS: max(self.limits.stuck, MAX_RANGE_RATIO * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
             ranges.REHEARSAL: REHEARSAL,
             ranges.OPENING: GRACE,

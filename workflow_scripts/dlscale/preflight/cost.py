@@ -27,7 +27,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
 from dlscale.core.paths import Results
-from dlscale.core.progress import took
+from dlscale.core.progress import job_seconds
 from dlscale.core.stages import STAGES, turns_seconds
 from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
@@ -309,7 +309,7 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
         busy = (BUSY - 1) * turns_seconds(work.run) if work.run and stage == "throughput" else 0.0
     seconds = known.seconds if known.basis in ("measured", "settings") else None
     if seconds is None and benchmark:
-        seconds, busy = took(benchmark), 0.0
+        seconds, busy = job_seconds(benchmark), 0.0
     if seconds is not None:
         return Expected(seconds, busy=busy)
     return Expected(_demand(work, results, 0.0)[1] if work else 0.0, untimed=1)
@@ -493,7 +493,7 @@ def _hours(value: float, mark: str) -> str:
     return f"{mark if value else ''}{value:,.2f}"
 
 
-def over(rows: Sequence[Row], budget: Budget) -> str | None:
+def budget_message(rows: Sequence[Row], budget: Budget) -> str | None:
     """Return a message if the estimate exceeds a cap of the budget, else None."""
     caps = budget.model_dump(exclude_none=True)
     exceeded = {kind: hours for kind in WORDS if (hours := total(rows, kind)) > caps.get(kind, math.inf)}
@@ -519,6 +519,6 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError("this site has no scheduler, so nothing is charged. Name a site, such as --profile perlmutter")
     rows = price(works(configuration, plans), workflow.site.scheduler, Path(workflow.results))
     print("\n".join(lines(rows)))
-    if message := over(rows, workflow.budget):
+    if message := budget_message(rows, workflow.budget):
         raise UserError(message)
     return 0

@@ -30,7 +30,7 @@ from dlscale.core.text import many
 from dlscale.launch import image as images
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import probe
-from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, probe_script, said
+from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, command_output, probe_script
 
 #: Program that prints the versions of its environment as one line of JSON. One process, since importing torch takes
 #: seconds.
@@ -74,7 +74,7 @@ print(json.dumps(facts))
 Facts = dict[str, Any]
 
 #: Oldest supported versions, as in pyproject.toml. Early builds of a version, such as 2.11.0a0, count as that version.
-LEAST = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
+MIN_VERSIONS = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
 #: Seconds for which `squeue` must list ended jobs: three times dlscale-init-seconds-before-status-checks.
 MIN_JOB_AGE = 120
 #: First and last cuDNN version whose 3D convolutions in bf16 return wrong values.
@@ -95,7 +95,7 @@ def probe_site(
     here = any(devices.glob("nvidia[0-9]*"))
     folder, sources = str(Path.cwd()), launcher.sources(site)
     data = launcher.outside([sources / "dlscale"], folder)
-    place = launcher.Place(folder, str(sources), os.getuid(), os.getgid(), data)
+    place = launcher.ContainerMounts(folder, str(sources), os.getuid(), os.getgid(), data)
     words = launcher.launch(site, place, Geometry() if here else None)
     found = probe_python([*words[: 1 - len(launcher.PYTHON)]], runs, profilers, on_gpus)
     if here and site.gpu and any(each.name == "CUDA" and ", 0 GPUs" in each.text for each in found):
@@ -133,7 +133,7 @@ def probe_python(
     """Check the versions of the interpreter that the command `python` starts."""
     try:
         # -P, as for stages: nothing is imported from the working folder. Importing torch from a cold disk is slow.
-        printed = said([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
+        printed = command_output([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or read the engine's message"
         return [Finding("python", "FAIL", f"cannot be started where the stages run: {error}", remedy)]
@@ -154,7 +154,7 @@ def environment(
         Whether the runs of the site use GPUs.
     """
     runs, findings = list(runs), list[Finding]()
-    for name, least in LEAST.items():
+    for name, least in MIN_VERSIONS.items():
         known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
         remedy = "install dlscale's requirements there (pip install dlscale), or rebuild the image"
         numbers = re.match(r"\d+(\.\d+)*", known)
@@ -231,7 +231,7 @@ def probe_slurm() -> Finding:
     if not shutil.which("sbatch"):
         return Finding("Slurm", "FAIL", "sbatch: no such command here", "run this on a login node of the site")
     try:
-        text = " ".join(said(["scontrol", "ping"]).split())
+        text = " ".join(command_output(["scontrol", "ping"]).split())
     except FailedError as error:
         return Finding("Slurm", "FAIL", str(error), remedy)
     return Finding(
@@ -241,7 +241,7 @@ def probe_slurm() -> Finding:
 
 def probe_queue() -> Finding:
     """Check that `squeue` lists ended jobs for as long as Snakemake's Slurm plugin needs."""
-    found = re.search(r"^MinJobAge\s*=\s*(\d+)", said(["scontrol", "show", "config"]), re.MULTILINE)
+    found = re.search(r"^MinJobAge\s*=\s*(\d+)", command_output(["scontrol", "show", "config"]), re.MULTILINE)
     if not found:
         return Finding("MinJobAge", "warn", "not in the output of `scontrol show config`", "ask the site's staff")
     if (age := int(found[1])) < MIN_JOB_AGE:
@@ -253,7 +253,7 @@ def probe_queue() -> Finding:
 
 def probe_partition(scheduler: Scheduler) -> Finding:
     """Warn of a default partition: Snakemake's Slurm plugin requests it for jobs without a partition."""
-    partitions = said(["sinfo", "-aho", "%P"]).split()
+    partitions = command_output(["sinfo", "-aho", "%P"]).split()
     default = next((name.removesuffix("*") for name in partitions if name.endswith("*")), None)
     named = all(nodes.partition for nodes in (scheduler.cpu_nodes, scheduler.gpu_nodes))
     if named or default is None:
@@ -270,7 +270,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
     requests = [slurm.request(scheduler, stage, geometry) for stage, geometry in jobs]
     wanted = {(each["slurm_account"], each.get("qos") or "") for each in requests if each.get("slurm_account")}
     try:
-        listed = said(["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account,qos"])
+        listed = command_output(["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account,qos"])
     except FailedError as error:
         if "accounting_storage" not in str(error):
             raise
@@ -295,7 +295,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 def probe_nodes(kind: Nodes, most: int) -> Finding:
     """Check that Slurm has `most` nodes like those in the site's settings; else jobs would wait forever."""
     # Each group of nodes: features, CPUs, generic resources, number of nodes, memory (MB).
-    text = said(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
+    text = command_output(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
     constraint = kind.constraint or ""
     features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
     asks = kind.cpus, kind.gpus, kind.memory_mb or 0
@@ -363,7 +363,7 @@ def check(
     space: Probe = ("space", functools.partial(probe.probe_space, results))
     if configuration is None:
         here = functools.partial(probe_python, [sys.executable], [])
-        return probe.ask([("environment", here), space])
+        return probe.run_probes([("environment", here), space])
     workflow = configuration.workflow
     scheduler = workflow.site.scheduler
     named = [
@@ -396,7 +396,7 @@ def check(
         samples = [run.samples for run in runs if run.dataset == name]
         look = functools.partial(probe.probe_data, name, workflow.datasets[name], results, samples)
         probes.append((f"data {name}", look))
-    return [*probe_scripts(configuration, plans), *probe.ask([*probes, ("quota", probe.probe_quota), space])]
+    return [*probe_scripts(configuration, plans), *probe.run_probes([*probes, ("quota", probe.probe_quota), space])]
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:

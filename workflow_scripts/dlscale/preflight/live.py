@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.core.progress import SUFFIX, Doing, took
+from dlscale.core.progress import SUFFIX, StageStatus, job_seconds
 from dlscale.core.text import duration, many, number, percent
 from dlscale.preflight import cost
 from dlscale.preflight.status import Row, alive, left_words, progress_of, read
@@ -42,7 +42,7 @@ class CallProgress:
     began: float
     jobs: list[Job] = field(default_factory=list)
     done: dict[Job, float] = field(default_factory=dict)  #: Finished job → duration, seconds.
-    running: dict[Job, tuple[float, Doing]] = field(default_factory=dict)  #: Running job → begin, and status.
+    running: dict[Job, tuple[float, StageStatus]] = field(default_factory=dict)  #: Running job → begin, and status.
     failed: int = 0  #: Number of jobs that failed and were not restarted.
 
     def look(self, now: float) -> None:
@@ -51,7 +51,7 @@ class CallProgress:
             benchmark = Path(job.benchmark)
             since, _ = self.running.pop(job, (now, None))
             if benchmark.exists() and benchmark.stat().st_mtime >= self.began:
-                self.done[job] = took(benchmark) or job.seconds
+                self.done[job] = job_seconds(benchmark) or job.seconds
             elif (doing := read(Path(f"{job.log}{SUFFIX}"))) and alive(doing):
                 self.running[job] = since, doing
 

@@ -31,7 +31,7 @@ LIMIT = 20.0
 #: Timeout of a check, which may run several commands, s.
 PROBE_LIMIT = 3 * LIMIT
 #: Free bytes below which a check fails, and below which it warns.
-LEAST, LITTLE = 0.5e9, 20e9
+FAIL_FREE_BYTES, WARN_FREE_BYTES = 0.5e9, 20e9
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _started(probe: Callable[[], Finding | list[Finding]]) -> Future[Finding | l
     return future
 
 
-def ask(probes: list[Probe]) -> list[Finding]:
+def run_probes(probes: list[Probe]) -> list[Finding]:
     """Run all checks at once and return their findings in order; never raise or hang."""
     answers = [(name, _started(probe)) for name, probe in probes]
     end = time.monotonic() + PROBE_LIMIT
@@ -93,7 +93,7 @@ def ask(probes: list[Probe]) -> list[Finding]:
     return findings
 
 
-def said(words: list[str], limit: float = LIMIT) -> str:
+def command_output(words: list[str], limit: float = LIMIT) -> str:
     """Return the output of a command; `limit` is its timeout, s."""
     try:
         done = subprocess.run(
@@ -197,8 +197,8 @@ def probe_space(folder: Path) -> Finding:
     """Check the free disk space for a folder, which may not exist yet."""
     folder = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())
     usage = shutil.disk_usage(folder)
-    little = usage.free < LITTLE or usage.free < usage.total / 10
-    status: Status = "FAIL" if usage.free < LEAST else "warn" if little else "ok"
+    little = usage.free < WARN_FREE_BYTES or usage.free < usage.total / 10
+    status: Status = "FAIL" if usage.free < FAIL_FREE_BYTES else "warn" if little else "ok"
     text = f"{size(usage.free, ' ')} of {size(usage.total, ' ')} free at {folder}"
     return Finding("space", status, text, "free some space, or set `results` to a folder on a larger disk")
 
@@ -209,7 +209,7 @@ def probe_quota() -> Finding:
     The table has a row for each file system; cells with `%` are used fractions.
     """
     used = {}
-    for line in said(["showquota"]).splitlines():
+    for line in command_output(["showquota"]).splitlines():
         name, *cells = line.strip(" |").split("|")
         if shares := [float(share) for cell in cells for share in re.findall(r"([\d.]+) ?%", cell)]:
             used[name.strip()] = max(shares)

@@ -122,7 +122,7 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
     if what == "study":
         return Target(word, plans=tuple(studies(configuration)[name]))
     if not configuration.plans[name]:
-        lacking = "; ".join(f"{run}: {what}" for run, what in configuration.left_out[name].items())
+        lacking = "; ".join(f"{run}: {what}" for run, what in configuration.skipped_runs[name].items())
         raise UserError(f"{word}: every run of the plan needs something that this machine lacks ({lacking})")
     return Target(word, plans=(name,))
 
@@ -218,7 +218,7 @@ def is_whole(word: str) -> bool:
     return typed(word)[0].partition(".")[0] in Workflow.model_fields
 
 
-def placed(word: str, plans: Sequence[str]) -> Raw:
+def nest_setting(word: str, plans: Sequence[str]) -> Raw:
     """Return a setting as nested configuration, at its full key or in the settings of the named plans."""
     key, value = typed(word)
     if is_whole(word):
@@ -234,11 +234,11 @@ def placed(word: str, plans: Sequence[str]) -> Raw:
 def configured(call: Typed) -> tuple[Configuration, list[Target], Raw]:
     """Return the validated configuration, the targets, and the settings of the command line."""
     files = [*(["config.yaml"] if Path("config.yaml").is_file() else []), *call.files]
-    whole = [placed(word, ()) for word in call.settings if is_whole(word)]
+    whole = [nest_setting(word, ()) for word in call.settings if is_whole(word)]
     configuration = load_files(*files, site=call.profile, over=whole)
     asked = [typed_target(word, configuration) for word in call.targets]
     plans = list(dict.fromkeys(plan for target in asked for plan in target.plans))
-    layers = [placed(word, plans) for word in call.settings]
+    layers = [nest_setting(word, plans) for word in call.settings]
     if len(whole) < len(layers):
         configuration = load_files(*files, site=call.profile, over=layers)
     return configuration, asked, functools.reduce(merge, layers, Raw())
@@ -258,7 +258,7 @@ def site_words(profile: str | None) -> list[str]:
     return ["--default-resources", f"site={profile!r}"]
 
 
-def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
+def dry_run(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
     """Make a dry run with the profile and settings of `args`; return exit status, output, and result or None."""
     command = [sys.executable, "-P", "-m", "snakemake", "--dry-run", *site_words(args.profile)]
     for option in ("configfile", "config"):
@@ -278,8 +278,8 @@ def ask(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
         return done.returncode, said, None if done.returncode else read_json(answer)
 
 
-def answer(reasons: Any) -> bool:
-    """Write the result of a dry run for `ask`; return False if no process waits for it."""
+def write_reply(reasons: Any) -> bool:
+    """Write the result of a dry run for `dry_run`; return False if no process waits for it."""
     if ASKED in os.environ:
         write_json(os.environ[ASKED], reasons)
     return ASKED in os.environ

@@ -26,7 +26,7 @@ from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.paths import Results
 from dlscale.core.process import INTERRUPTED
-from dlscale.core.progress import LINE_SECONDS, SUFFIX, Doing, place
+from dlscale.core.progress import LINE_SECONDS, SUFFIX, StageStatus, place
 from dlscale.core.stages import DATA_STAGES, STAGES
 from dlscale.core.text import NONE, aligned, duration, number, percent
 from dlscale.launch import slurm
@@ -51,7 +51,7 @@ class Row:
     name: str
     stage: str
     state: State
-    doing: Doing | None = None  #: Status of a running stage.
+    doing: StageStatus | None = None  #: Status of a running stage.
     epoch: Epoch | None = None  #: Last epoch of a training.
     error: str | None = None  #: Last message of a stage that failed.
 
@@ -111,14 +111,14 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
     return Row(f"{plan}.{run}", stage, state, doing, epoch, error)
 
 
-def read(file: Path) -> Doing | None:
+def read(file: Path) -> StageStatus | None:
     """Return a stage's status; None without a status file."""
     with contextlib.suppress(UserError):  # absent, or just deleted
-        return Doing.read(file)
+        return StageStatus.read(file)
     return None
 
 
-def alive(doing: Doing) -> bool:
+def alive(doing: StageStatus) -> bool:
     """Return whether a stage's process runs.
 
     On this machine its process number decides, on other machines the age of its status.

@@ -22,11 +22,11 @@ from dlscale.core.files import write_json
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many, shorten
-from dlscale.preflight.run import ask, typed_target
+from dlscale.preflight.run import dry_run, typed_target
 from dlscale.preflight.status import last_word
 
 #: Settings, modules or names listed in a line; further ones are only counted.
-MOST = 4
+MAX_NAMES = 4
 #: Function from a digest of sources to the digests of its modules, by name; None for an unknown digest.
 Sources = Callable[[str], Mapping[str, str] | None]
 
@@ -63,11 +63,11 @@ def _in_order(rules: Iterable[str]) -> list[str]:
     return sorted(rules, key=lambda rule: (_order(rule), rule))
 
 
-def found(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
+def format_reasons(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
     """Return a line for each reason with its jobs, a line on dependent jobs, and a line on replaced results."""
     jobs, told, follow = list(jobs), dict[tuple[str, str], dict[str, set[str]]](), Counter[str]()
     for job in jobs:
-        if not (reason := explained(job, sources)):
+        if not (reason := explain_job(job, sources)):
             follow[job.rule] += 1
             continue
         group, name = place(job.rule, job.wildcards)
@@ -108,7 +108,7 @@ def replaced(jobs: Iterable[Waiting]) -> str:
     return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
 
 
-def lost(
+def missing_results(
     results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str], given: Sequence[str] = ()
 ) -> list[str]:
     """Return a line for each run (`PLAN/RUN`) and dataset with missing files that no job would make.
@@ -132,7 +132,7 @@ def _gone(names: Sequence[str]) -> str:
     return f"{_some(names)} {'is' if len(names) == 1 else 'are'} gone"
 
 
-def explained(job: Waiting, sources: Sources) -> str:
+def explain_job(job: Waiting, sources: Sources) -> str:
     """Return the reasons of a job; empty if it only depends on other jobs."""
     reasons = ["interrupted" if job.interrupted else "forced"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
@@ -151,7 +151,7 @@ def explained(job: Waiting, sources: Sources) -> str:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sources) -> list[str]:
     """Return a text for each difference between a job's parameters before and now."""
     own = _settings(before.get("settings"), now.get("settings"))
-    changed = [*own[:MOST], *([f"{many(len(own) - MOST, 'more setting')}"] if len(own) > MOST else [])]
+    changed = [*own[:MAX_NAMES], *([f"{many(len(own) - MAX_NAMES, 'more setting')}"] if len(own) > MAX_NAMES else [])]
     if before.get("sources") != now.get("sources"):
         one, other = (sources(each.get("sources", "")) for each in (before, now))
         names = sorted({name for name, _ in {*(one or {}).items()} ^ {*(other or {}).items()}})
@@ -175,7 +175,7 @@ def _settings(before: Any, now: Any) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
+    return ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
 
 
 def _value(value: Any) -> str:
@@ -238,7 +238,7 @@ def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]], digest: st
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the jobs that Snakemake would run for `args.targets`, with reasons; return its exit status."""
     names = [typed_target(word, configuration).name for word in args.targets] if configuration else args.targets
-    status, said, found = ask(names, args)
+    status, said, found = dry_run(names, args)
     if status:
         print(said, file=sys.stderr)
     elif args.json:

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dlscale.core.files import whole, write_text
+from dlscale.core.files import atomic_write, write_text
 from dlscale.core.text import escape_formula
 from dlscale.measure.records import MODES
 
@@ -114,7 +114,7 @@ class Chart:
         spec = json.dumps({**self.of(runs), "width": 360, "config": CONFIG})
         spec = re.sub(r"var\(--(\w+)\)", lambda name: light().get(name[1], name[0]), spec)
         write_text(folder / f"{self.name}.svg", vl_convert.vegalite_to_svg(spec))
-        with whole(folder / f"{self.name}.pdf") as temporary:
+        with atomic_write(folder / f"{self.name}.pdf") as temporary:
             temporary.write_bytes(vl_convert.vegalite_to_pdf(spec))
         table = pd.DataFrame(self.rows).rename(columns=self.titles).rename(columns=escape_formula).map(escape_formula)
         write_text(folder / f"{self.name}.csv", table.to_csv(index=False, lineterminator="\n"))
@@ -165,7 +165,7 @@ def _facts(facts: Mapping[str, str]) -> list[View]:
     return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
 
 
-def _told(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
+def _tooltip(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
     """Return the tooltip of a mark: fields with their titles."""
     numbers = {key for row in rows for key, value in row.items() if isinstance(value, float)}
     digits = {key: {"format": ",.4~g"} for key in numbers}
@@ -231,7 +231,7 @@ def lines(
         "color": {**pair, "scale": _scale({key: colour for key, (colour, _) in looks.items()})},
         "shape": {**pair, "scale": _scale({key: shape for key, (_, shape) in looks.items()})},
         "opacity": chosen,
-        "tooltip": _told(kept, {key: words for key, words in shown.items() if key in there}),
+        "tooltip": _tooltip(kept, {key: words for key, words in shown.items() if key in there}),
     }
     if doubling:
         encoding["x"] |= {
@@ -330,7 +330,7 @@ def bars(
     ends = {"x": axis, "x2": {"field": "to"}}
     encoding = {
         **place,
-        "tooltip": _told(kept, {"run": "run", by: by, **shown, **({"settings": "settings"} if facts else {})}),
+        "tooltip": _tooltip(kept, {"run": "run", by: by, **shown, **({"settings": "settings"} if facts else {})}),
     }
     legend = {"color": {"field": by, "type": "nominal", "scale": _scale({part: colours[part] for part in parts})}}
     layer: list[View] = [
@@ -384,7 +384,7 @@ def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], show
     encoding |= {
         "color": {**pair, "scale": _scale({run: colour for run, (colour, _) in looks.items()})},
         "opacity": {"condition": {"param": "chosen", "value": 0.8}, "value": 0.08},
-        "tooltip": _told(kept, {"run": "run", **shown}),
+        "tooltip": _tooltip(kept, {"run": "run", **shown}),
     }
     params = [
         {"name": "chosen", "select": {"type": "point", "fields": ["run"]}, "bind": "legend"},

@@ -144,8 +144,9 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "environment": environment_changes(before, after),
         "devices": f"{names[0]} and {names[1]}" if elsewhere else None,
         "busy": [
-            f"{'other programs' if run.foreign_load else 'own jobs'} used {text.percent(run.crowd)} of the cores"
-            if run.crowd
+            f"{'other programs' if run.foreign_load else 'own jobs'} used {text.percent(run.foreign_cpu_fraction)} of "
+            "the cores"
+            if run.foreign_cpu_fraction
             else None
             for run in (before, after)
         ],

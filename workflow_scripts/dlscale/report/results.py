@@ -44,13 +44,13 @@ RECORDS = {
 LOSSES = "program.jsonl"
 
 #: Minimum fraction of the time, or of the cores, that is reported: equal measurements differ by as much.
-LEAST = 0.1
+MIN_FRACTION = 0.1
 
 #: Bound or ratio that noise or a busy machine hides.
 UNKNOWN = "not known"
 
 #: Minimum duration of a measurement of CPU time, seconds; the system counts in hundredths.
-LEAST_SECONDS = 0.2
+MIN_SECONDS = 0.2
 
 #: Minimum fraction of busy cores at which other programs disturb a run.
 CROWDED = 0.8
@@ -236,13 +236,13 @@ class RunResult:
         return "GPU-hours" if self.device.kind == "cuda" else "device-hours"
 
     @cached_property
-    def crowd(self) -> float:
-        return crowd(self.throughput, self.telemetry.get("train", []))
+    def foreign_cpu_fraction(self) -> float:
+        return foreign_cpu_fraction(self.throughput, self.telemetry.get("train", []))
 
     @cached_property
     def foreign_load(self) -> float:
-        """Part of `crowd` that jobs of the same call did not cause."""
-        return crowd(self.throughput, self.telemetry.get("train", []), own_jobs=False)
+        """Part of `foreign_cpu_fraction` that jobs of the same call did not cause."""
+        return foreign_cpu_fraction(self.throughput, self.telemetry.get("train", []), own_jobs=False)
 
 
 def environment_changes(before: RunResult, after: RunResult) -> list[str]:
@@ -424,7 +424,7 @@ class Reached:
     joules: float | None = None
 
 
-def asked(run: RunResult) -> tuple[Metric, float] | None:
+def target_of(run: RunResult) -> tuple[Metric, float] | None:
     """Return a run's target, a metric and its value; None without one, or if the metric is unknown."""
     wanted = run.setting("training.target")
     described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
@@ -434,11 +434,11 @@ def asked(run: RunResult) -> tuple[Metric, float] | None:
 
 def reached(run: RunResult) -> Reached | None:
     """Return the outcome of a run's target; None without one."""
-    wanted = asked(run)
-    return took(run, *wanted) if wanted and run.epochs else None
+    wanted = target_of(run)
+    return cost_to_reach(run, *wanted) if wanted and run.epochs else None
 
 
-def took(run: RunResult, metric: Metric, value: float) -> Reached:
+def cost_to_reach(run: RunResult, metric: Metric, value: float) -> Reached:
     """Return the cost of a training until a metric reached a value."""
     epoch, best = metric.first(run.epochs, value), metric.best(run.epochs)
     nearest = metric.of(best) if best else None
@@ -457,7 +457,9 @@ def took(run: RunResult, metric: Metric, value: float) -> Reached:
 # ---- other programs ----------------------------------------------------------------------------------
 
 
-def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]], own_jobs: bool = True) -> float:
+def foreign_cpu_fraction(
+    throughput: Throughput | None, training: Sequence[Sequence[Sample]], own_jobs: bool = True
+) -> float:
     """Return the fraction of the cores that other programs kept busy while a run was timed, or else trained.
 
     It is 0 within the error and, for a training, if cores were idle. Without `own_jobs`, jobs of the same call do not
@@ -473,21 +475,21 @@ def crowd(throughput: Throughput | None, training: Sequence[Sequence[Sample]], o
             if s.cpu is not None and s.cpu_others is not None
         ]
         seconds = sum(each for each, _, _ in known)
-        if seconds >= LEAST_SECONDS:
+        if seconds >= MIN_SECONDS:
             used, others = (sum(each[0] * each[column] for each in known) / seconds for column in (1, 2))
-            shares.append(others if others >= LEAST and used >= CROWDED else 0.0)
+            shares.append(others if others >= MIN_FRACTION and used >= CROWDED else 0.0)
     return max(shares, default=0.0)
 
 
 def _beside_trials(usages: Sequence[Usage]) -> float:
-    known = [usage for usage in usages if usage.seconds >= LEAST_SECONDS]
+    known = [usage for usage in usages if usage.seconds >= MIN_SECONDS]
     if not known:
         return 0.0
-    busy = sum(others(usage) * usage.seconds for usage in known) / sum(usage.seconds for usage in known)
-    return min(busy / known[0].cores, 1.0) if busy >= max(0.25, LEAST * known[0].cores) else 0.0
+    busy = sum(foreign_cores(usage) * usage.seconds for usage in known) / sum(usage.seconds for usage in known)
+    return min(busy / known[0].cores, 1.0) if busy >= max(0.25, MIN_FRACTION * known[0].cores) else 0.0
 
 
-def others(usage: Usage) -> float:
+def foreign_cores(usage: Usage) -> float:
     """Return the cores that other programs kept busy."""
     return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
 

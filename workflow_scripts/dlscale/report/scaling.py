@@ -15,7 +15,16 @@ from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
 from dlscale.report.charts import MODE_COLOURS, SHAPES, Chart, View, lines
 from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
-from dlscale.report.results import LEAST, UNKNOWN, PlanResult, Reached, RunResult, asked, by_settings, took
+from dlscale.report.results import (
+    MIN_FRACTION,
+    UNKNOWN,
+    PlanResult,
+    Reached,
+    RunResult,
+    by_settings,
+    cost_to_reach,
+    target_of,
+)
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
 #: Order of the modes in this section.
@@ -39,7 +48,7 @@ class Headline:
     @property
     def is_known(self) -> bool:
         """Whether both runs had a quiet machine, and noise is less than half of the efficiency."""
-        quiet = not (self.point.run.crowd or self.point.base.crowd)
+        quiet = not (self.point.run.foreign_cpu_fraction or self.point.base.foreign_cpu_fraction)
         return quiet and self.efficiency.noise < self.efficiency.value / 2
 
     @property
@@ -48,12 +57,16 @@ class Headline:
         return percent(self.efficiency.value) if self.is_known else UNKNOWN
 
     @property
-    def around(self) -> str:
+    def interval_text(self) -> str:
         """Noise, or the reason why the efficiency is not known."""
         if self.is_known:
             same = abs(1 - self.efficiency.value) <= self.efficiency.noise
-            return self.efficiency.around + ", equal to the ideal within noise" * same
-        return "busy machine" if self.point.run.crowd or self.point.base.crowd else "too few or too noisy trials"
+            return self.efficiency.interval_text + ", equal to the ideal within noise" * same
+        return (
+            "busy machine"
+            if self.point.run.foreign_cpu_fraction or self.point.base.foreign_cpu_fraction
+            else "too few or too noisy trials"
+        )
 
     @property
     def place(self) -> str:
@@ -64,7 +77,7 @@ class Headline:
     def communication(self) -> Ratio | None:
         """Fraction of a step of FULL for communication; None within noise, or if it is not known."""
         found = self.point.communication("FULL") if self.is_known else None
-        return found if found and found.value >= LEAST and found.value > found.noise else None
+        return found if found and found.value >= MIN_FRACTION and found.value > found.noise else None
 
 
 def headline(plan: PlanResult) -> Headline | None:
@@ -81,10 +94,10 @@ def glance(plan: PlanResult) -> str | None:
     if (found := headline(plan)) is None:
         return None
     if not found.is_known:
-        return f"the efficiency on {found.place} is not known: {found.around}"
-    told = f"efficiency {found.ratio} {found.around} on {found.place}"
+        return f"the efficiency on {found.place} is not known: {found.interval_text}"
+    told = f"efficiency {found.ratio} {found.interval_text} on {found.place}"
     if share := found.communication:
-        return f"{told}; communication takes {percent(share.value)} {share.around} of a step"
+        return f"{told}; communication takes {percent(share.value)} {share.interval_text} of a step"
     return f"{told}; communication is within noise" if found.point.communication("FULL") else told
 
 
@@ -254,7 +267,7 @@ def _rate(point: Point, mode: str) -> Cell:
 
 
 def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
-    notes = [ratio.around] if ratio and ratio.noise else []
+    notes = [ratio.interval_text] if ratio and ratio.noise else []
     notes += [f"published: {published.shown(figure)}, {figure.source}" for figure in figures[-1:]]
     return cell(ratio and ratio.value, percent, "; ".join(notes))
 
@@ -264,7 +277,7 @@ def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
 
 def aim(plan: PlanResult) -> tuple[Metric, float] | None:
     """Return the goal for comparing trainings: their target, or the lowest validation loss that all reach."""
-    wanted = [asked(run) for run in plan.trained]
+    wanted = [target_of(run) for run in plan.trained]
     if wanted and wanted[0] and wanted.count(wanted[0]) == len(wanted):
         return wanted[0]
     finite = [loss for run in plan.trained if (loss := run.best_valid_loss) is not None]
@@ -278,7 +291,7 @@ def convergence(plan: PlanResult) -> Section | None:
         return None
     (metric, value), found = compared, by_settings(plan.trained)
     firsts, several = [runs[0] for _, runs in found], [runs for _, runs in found]
-    reached = [[each for run in runs if (each := took(run, metric, value)).epoch] for runs in several]
+    reached = [[each for run in runs if (each := cost_to_reach(run, metric, value)).epoch] for runs in several]
     target = metric.aim(value)
 
     def spent(of: Callable[[Reached], float | None], shown: Callable[[float], str] = number) -> list[Cell]:
@@ -306,7 +319,7 @@ def convergence(plan: PlanResult) -> Section | None:
     if plan.record.grams_per_kwh is not None:
         words = partial(grams, per_kwh=plan.record.grams_per_kwh)
         columns.append((f"To {target}", "CO₂", spent(lambda each: each.joules, words)))
-    which = "the target" if compared == asked(plan.trained[0]) else "the lowest value that all of them reach"
+    which = "the target" if compared == target_of(plan.trained[0]) else "the lowest value that all of them reach"
     return Section(
         "Convergence",
         f"The same training with larger and larger batches. The goal is {target}, {which}. Its cost is counted from "

@@ -45,7 +45,7 @@ from dlscale.report.results import (
     without_seed,
 )
 from dlscale.report.speedup import Group, SpeedUp, SpeedUps
-from dlscale.report.verdict import bound, disturbance, of
+from dlscale.report.verdict import bound, disturbance, judge_run
 
 #: Maximum number of runs, or of metrics, in a card.
 CARD = 6
@@ -202,7 +202,7 @@ def speed(plan: PlanResult) -> View | None:
         "range": (min(rates), max(rates)) if len(rates) > 1 else None,
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
-        "known": len(groups) == 1 or not any(run.crowd for group in groups for run in group.runs),
+        "known": len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs),
         "efficiency": _efficiency(plan),
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if first in group.runs), first.called),
@@ -228,7 +228,7 @@ def _efficiency(plan: PlanResult) -> View | None:
     found = scaling.headline(plan) if plan.record.kind == "weak_scaling" else None
     if found is None:
         return None
-    own = {key: getattr(found, key) for key in ("ratio", "around", "place", "is_known")}
+    own = {key: getattr(found, key) for key in ("ratio", "interval_text", "place", "is_known")}
     return {**own, "run": found.point.run.called, "speed": found.point.run.speed}
 
 
@@ -245,13 +245,13 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
         return None
     scaled = scaling.headline(plan)
     run = scaled.point.run if scaled else min(found[0].runs, key=slowness)
-    judged, program = of(run), run.throughput is not None and run.throughput.outside is not None
+    judged, program = judge_run(run), run.throughput is not None and run.throughput.outside is not None
     if judged.bound is None and not program:
         return None
     if scaled and judged.bound and (lost := scaled.communication):
         why = (
-            f"Averaging gradients takes {text.percent(lost.value)} {lost.around} of a step, compared with the same run "
-            "without averaging."
+            f"Averaging gradients takes {text.percent(lost.value)} {lost.interval_text} of a step, compared with the "
+            "same run without averaging."
         )
         judged = replace(judged, bound=replace(judged.bound, what="communication", key="both", why=why))
     means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
@@ -434,7 +434,7 @@ def _per_sample(run: RunResult, row: Row, name: str) -> str:
 
 
 def _gain(found: SpeedUp | None) -> Cell:
-    return cell(found and found.ratio, _times, found.around if found and found.error else "")
+    return cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
 
 
 def _times(ratio: float) -> str:
@@ -574,7 +574,7 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
             {
                 "run": run.called,
                 "id": plan.anchor(run),
-                "verdict": of(run),
+                "verdict": judge_run(run),
                 "modes": run.throughput is not None and run.throughput.outside is None,
             }
             for run in measured
@@ -681,7 +681,7 @@ def tuned_winner(plan: PlanResult) -> View | None:
         return None
     changes, duel = run.tuning.changes, run.tuning.duel
     won = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "the run's own setting"
-    ratio = duel and {"ratio": duel.ratio, "around": f"± {text.number((duel.high - duel.low) / 2, 2)}"}
+    ratio = duel and {"ratio": duel.ratio, "interval_text": f"± {text.number((duel.high - duel.low) / 2, 2)}"}
     speeds = [rates[0 if changes else 1] for rates in duel.rates] if duel else []
     return {
         "settings": won,

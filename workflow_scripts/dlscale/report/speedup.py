@@ -23,7 +23,7 @@ from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
 from dlscale.report.results import PlanResult, RunResult
 
 #: Minimum difference of two separately measured speeds that counts: logarithm of the ratio 1.05.
-APART = math.log1p(0.05)
+MIN_LOG_DIFFERENCE = math.log1p(0.05)
 
 #: Minimum difference by paired timing that counts, logarithm of a ratio. In 15 measurements of equal runs, the ratio
 #: had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
@@ -55,7 +55,7 @@ class SpeedUp:
         return abs(self.log) <= self.error
 
     @property
-    def around(self) -> str:
+    def interval_text(self) -> str:
         if not math.isfinite(self.error):
             return "(single trials, no interval)"
         if self.high - self.ratio > 2 * (self.ratio - self.low):  # asymmetric: "±" would include excluded values
@@ -64,7 +64,7 @@ class SpeedUp:
 
     @property
     def words(self) -> str:
-        return f"{number(self.ratio)}× {self.around}"
+        return f"{number(self.ratio)}× {self.interval_text}"
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
@@ -88,7 +88,7 @@ def spread_of(run: RunResult, looks: int = 1) -> float:
     return reach(statistics.stdev(speeds) / statistics.fmean(speeds), len(speeds), looks) if speeds[1:] else math.inf
 
 
-def between(before: Trials, after: Trials, floor: float = APART) -> SpeedUp:
+def between(before: Trials, after: Trials, floor: float = MIN_LOG_DIFFERENCE) -> SpeedUp:
     """Return the ratio of two separately measured rates; equal rates may differ by `floor`, a logarithm."""
     return SpeedUp(math.log(after.mean / before.mean), math.hypot(spread(before), spread(after), floor))
 
@@ -98,7 +98,9 @@ def _is_comparable(run: RunResult, other: RunResult) -> bool:
     return (run.throughput is None) == (other.throughput is None) and run.unit == other.unit
 
 
-def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks: int = 1) -> SpeedUp | None:
+def measured_apart(
+    run: RunResult, other: RunResult, floor: float = MIN_LOG_DIFFERENCE, looks: int = 1
+) -> SpeedUp | None:
     """Return the ratio of two separately measured speeds; None if unknown or not comparable."""
     if not (run.speed and other.speed and _is_comparable(run, other)):
         return None
@@ -109,7 +111,7 @@ def measured_apart(run: RunResult, other: RunResult, floor: float = APART, looks
 # ---- paired timing -----------------------------------------------------------------------------------
 
 
-def by_turns(
+def paired_ratio(
     own: Beside | None, its: Beside | None, opening: tuple[float, int], floor: float = 0.0, looks: int = 1
 ) -> SpeedUp:
     """Return the ratio of two runs' speeds by paired timing.
@@ -134,7 +136,7 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
         return None
-    return by_turns(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
+    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +181,8 @@ class SpeedUps:
 
     @cached_property
     def apart(self) -> float:
-        """Greatest log ratio of equal work, measured separately; at least `APART`."""
-        return max([APART, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
+        """Greatest log ratio of equal work, measured separately; at least `MIN_LOG_DIFFERENCE`."""
+        return max([MIN_LOG_DIFFERENCE, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
 
     def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
         """Return the ratio of two runs by paired timing, with each other or with a common third; None without it.
@@ -196,7 +198,7 @@ class SpeedUps:
             found = [*straight, *third, *back]
         elif run is self.first:
             found = [*back, *third, *straight]
-        return by_turns(*found[0], self._opening, floor, looks) if found else None
+        return paired_ratio(*found[0], self._opening, floor, looks) if found else None
 
     def _alike(self) -> Iterator[tuple[RunResult, RunResult]]:
         every = itertools.combinations_with_replacement(self.runs, 2)
@@ -251,7 +253,7 @@ class Ratio:
     noise: float
 
     @property
-    def around(self) -> str:
+    def interval_text(self) -> str:
         return f"± {percent(self.noise)}" if math.isfinite(self.noise) else "(single trials, no interval)"
 
 
@@ -292,7 +294,7 @@ class Point:
     def communication(self, mode: str) -> Ratio | None:
         """Return the fraction of a step spent on communication: 1 - time of the twin / time."""
         twin = self.twin if self.twin and self.twin.unit == self.run.unit else None
-        return _share(self.run.trials(mode), twin.trials(mode) if twin else None, APART)
+        return _share(self.run.trials(mode), twin.trials(mode) if twin else None, MIN_LOG_DIFFERENCE)
 
     @property
     def alone(self) -> Ratio | None:

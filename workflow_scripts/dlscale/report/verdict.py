@@ -1,7 +1,7 @@
 """Judge a run: what limits its speed, and whether other programs disturbed the measurement.
 
-`dlscale explain RUN` and the page show this verdict. Each function in `LOOKS` looks for one cause. It returns a finding
-with its evidence, or None if the cause is absent or was not measured.
+`dlscale explain RUN` and the page show this verdict. Each function in `DETECTORS` looks for one cause. It returns a
+finding with its evidence, or None if the cause is absent or was not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profilers import Activity, Profile
 from dlscale.measure.records import MODES, SAMPLE_RATE, Outside, Throughput, Trials, Usage
-from dlscale.report.results import LEAST, LEAST_SECONDS, UNKNOWN, RunResult, crowd, others, read_run, setting
+from dlscale.report.results import (
+    MIN_FRACTION,
+    MIN_SECONDS,
+    UNKNOWN,
+    RunResult,
+    foreign_cores,
+    foreign_cpu_fraction,
+    read_run,
+    setting,
+)
 from dlscale.report.speedup import between, spread
 
 if TYPE_CHECKING:
@@ -48,7 +57,7 @@ WINDOWS, SLOWER = 3, 0.2
 TINY = 4e-3
 
 #: Fraction by which FULL may exceed the slower of IO and SYNTHETIC by chance: the three are timed at different times.
-ABOVE = 0.1
+MAX_EXCESS_FRACTION = 0.1
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,9 @@ def bound(throughput: Throughput | None) -> Bound | None:
     serial = 1 / (1 / io + 1 / synthetic)  # loading and computing take turns: no overlap
     loading = None
     reaches = f"{percent(share)} of the slower rate"
-    if full - slower.mean > max(ABOVE * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))):
+    if full - slower.mean > max(
+        MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
+    ):
         what, key, reaches = UNKNOWN, "both", f"{number(full)}, more than noise explains"
         advice = (
             "Training cannot be faster than the slower of the two: the machine was disturbed, so all three rates are "
@@ -140,7 +151,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
 
     `call` is the shell command that starts the workflow.
     """
-    busy = {run: run.crowd for run in runs if run.crowd}
+    busy = {run: run.foreign_cpu_fraction for run in runs if run.foreign_cpu_fraction}
     foreign = {run: run.foreign_load for run in runs if run.foreign_load}
     if not busy:
         return None
@@ -264,7 +275,7 @@ class Verdict:
     rung: str = ""  #: Settings of that remedy, as YAML; empty if the remedy is not a setting.
 
 
-def of(run: RunResult) -> Verdict:
+def judge_run(run: RunResult) -> Verdict:
     """Judge a run of a plan by its records.
 
     The telemetry is that of its first node during the throughput stage, or else during training.
@@ -275,8 +286,8 @@ def of(run: RunResult) -> Verdict:
 
 def verdict(evidence: Evidence) -> Verdict:
     """Judge a run by its measurements."""
-    every = [finding for look in LOOKS if (finding := look(evidence))]
-    found = [finding for finding in every if finding.share is None or finding.share >= LEAST]
+    every = [finding for look in DETECTORS if (finding := look(evidence))]
+    found = [finding for finding in every if finding.share is None or finding.share >= MIN_FRACTION]
     # Other programs come first: they make all other findings uncertain. Then swapping: it looks like slow loading.
     # Findings without a cost come last.
     first = {"neighbour": 0, "swapping": 1}
@@ -348,7 +359,9 @@ def overlap(evidence: Evidence) -> Finding | None:
     if not found or found.loading is None:
         return None
     share, turns = min(found.loading, 1 - found.share), evidence.setting("loader.workers") == 0
-    if share < 2 * LEAST and not turns:  # the rates are measured at different times: FULL may have met a slow moment
+    if (
+        share < 2 * MIN_FRACTION and not turns
+    ):  # the rates are measured at different times: FULL may have met a slow moment
         return None
     why = "no worker loads while the model computes" if turns else "the two do not overlap"
     return Finding(
@@ -401,7 +414,7 @@ def _slow_process(program: Outside, cuda: bool) -> Finding | None:
         slowest = max(shares)
         rank = shares.index(slowest)
         usual = statistics.median([share for number_, share in enumerate(shares) if number_ != rank])
-        if slowest - usual >= 2 * LEAST and usual < 0.75 * slowest:
+        if slowest - usual >= 2 * MIN_FRACTION and usual < 0.75 * slowest:
             cores = "" if shares is program.rank_waiting else " (100 % is one core)"
             return Finding(
                 "straggler",
@@ -489,7 +502,7 @@ def sync(evidence: Evidence) -> Finding | None:
         waited, (idle, for_data) = activity.sync_seconds / seconds, evidence.idle
         # Only idle time of the device counts, without its wait for data.
         share = idle - max(for_data, evidence.loading)
-        if min(waited, share) < LEAST or (not items and (activity.syncs or 0) < 1):
+        if min(waited, share) < MIN_FRACTION or (not items and (activity.syncs or 0) < 1):
             return None
         why = (
             f"The host waits for the device {number(activity.syncs or items)} times per step, for {percent(waited)} of "
@@ -558,7 +571,7 @@ def copies(evidence: Evidence) -> Finding | None:
 
 def neighbour(evidence: Evidence) -> Finding | None:
     """Find other programs on the run's cores."""
-    share = crowd(evidence.throughput, [])
+    share = foreign_cpu_fraction(evidence.throughput, [])
     usage = _usage(evidence, "FULL") or _usage(evidence, "IO") or _usage(evidence, "SYNTHETIC")
     if not (share and usage):
         return None
@@ -599,7 +612,7 @@ def throttled(evidence: Evidence) -> Finding | None:
 def waiting(evidence: Evidence) -> Finding | None:
     """Find an external program that waits for batches: slow storage, few workers, or expensive loading."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
-    if not (program and program.waiting and program.waiting >= 2 * LEAST) or (usage and _crowded_out(usage)):
+    if not (program and program.waiting and program.waiting >= 2 * MIN_FRACTION) or (usage and _crowded_out(usage)):
         return None
     why = f"It waits for data for {percent(program.waiting)} of each step"
     busy = usage.cpu_seconds / usage.seconds if usage else 0.0
@@ -676,7 +689,7 @@ def idle(evidence: Evidence) -> Finding | None:
 def besides(evidence: Evidence) -> Finding | None:
     """Find an external program that spends much time outside its training steps."""
     program = evidence.outside
-    if not program or program.training > 1 - 2 * LEAST:
+    if not program or program.training > 1 - 2 * MIN_FRACTION:
         return None
     share = 1 - program.training
     unseen = " A log does not show the wait for data; `dlscale.timed` does." if program.way == "log" else ""
@@ -712,10 +725,10 @@ def slowing(evidence: Evidence) -> Finding | None:
 def threads(evidence: Evidence) -> Finding | None:
     """Find an external program with more threads than cores."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
-    if not (program and program.queued and usage) or evidence.cuda or others(usage) > 0.25:
+    if not (program and program.queued and usage) or evidence.cuda or foreign_cores(usage) > 0.25:
         return None
     busy = usage.cpu_seconds / usage.seconds
-    if program.queued < QUEUED or busy < 0.8 * usage.cores or (program.waiting or 0.0) >= 2 * LEAST:
+    if program.queued < QUEUED or busy < 0.8 * usage.cores or (program.waiting or 0.0) >= 2 * MIN_FRACTION:
         return None
     return Finding(
         "threads",
@@ -756,7 +769,7 @@ def stalled(evidence: Evidence) -> Finding | None:
     )
 
 
-LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+DETECTORS: tuple[Callable[[Evidence], Finding | None], ...] = (
     loading,
     overlap,
     straggler,
@@ -855,13 +868,13 @@ def _crowded_out(usage: Usage) -> bool:
     Its own speed is unknown then.
     """
     spare = usage.cores - usage.cores_cpu_seconds / usage.seconds
-    return others(usage) > 0.25 and spare < max(0.5, LEAST * usage.cores)
+    return foreign_cores(usage) > 0.25 and spare < max(0.5, MIN_FRACTION * usage.cores)
 
 
 def _usage(evidence: Evidence, mode: str) -> Usage | None:
     trials = evidence.trials(mode)
     usage = trials.usage if trials else None
-    return usage if usage and usage.seconds >= LEAST_SECONDS else None
+    return usage if usage and usage.seconds >= MIN_SECONDS else None
 
 
 # ---- dlscale explain ---------------------------------------------------------------------------------
@@ -877,7 +890,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
                 f"{run.folder}: neither throughput nor a profile was measured yet; run its plan, with "
                 "`throughput` or `profile` in its `measure`"
             )
-        found[name] = of(run)
+        found[name] = judge_run(run)
     if args.json:
         print(json.dumps({name: asdict(each) for name, each in found.items()}, indent=2))
     else:
@@ -890,10 +903,10 @@ def lines(name: str, found: Verdict) -> list[str]:
     said = ""
     if found.bound:
         said = ": its limit is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
-    return [f"{name}{said}", *told(found)]
+    return [f"{name}{said}", *format_findings(found)]
 
 
-def told(found: Verdict) -> list[str]:
+def format_findings(found: Verdict) -> list[str]:
     """Format the reason, the findings and the next step as lines of text."""
     text = _wrapped(found.bound.why) if found.bound else []
     for finding in found.findings:

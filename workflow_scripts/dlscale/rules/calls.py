@@ -143,7 +143,7 @@ class Call:
         table = cost.price(works, scheduler, self.results) if scheduler else []
         findings = self.findings(works)
         problems += [str(finding) for finding in findings if finding.status == "FAIL"]
-        problems += filter(None, [cost.over(table, self.configuration.workflow.budget)])
+        problems += filter(None, [cost.budget_message(table, self.configuration.workflow.budget)])
         warnings = [] if scheduler else [str(finding) for finding in findings if finding.status == "warn"]
         self.tell(*(["", *cost.lines(table)] if table else []))
         self.tell("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
@@ -160,7 +160,7 @@ class Call:
         works = self.works(waiting)
         self.check(works, files)
         table = cost.price(works, self.site.scheduler, self.results) if self.site.scheduler else []
-        if problem := cost.over(table, self.configuration.workflow.budget):
+        if problem := cost.budget_message(table, self.configuration.workflow.budget):
             raise UserError(problem)
         findings = self.findings(works)
         self.tell(*map(str, findings))
@@ -170,12 +170,12 @@ class Call:
 
     # ---- results -------------------------------------------------------------------------------------
 
-    def lost(self, making: Collection[str] = ()) -> list[str]:
+    def missing_results(self, making: Collection[str] = ()) -> list[str]:
         """Return a line for each missing result that no job would make."""
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.pages.datasets(self.plans), *self.datasets])
-        return why.lost(str(self.results), runs, datasets, making, self.context.call[1:])
+        return why.missing_results(str(self.results), runs, datasets, making, self.context.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
         """Print the paths of the requested pages; for part of a plan, the page of the plan."""

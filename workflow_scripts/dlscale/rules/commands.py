@@ -27,13 +27,13 @@ class Commands:
 
     context: Context
 
-    def place(self, paths: Iterable[str]) -> launcher.Place:
+    def place(self, paths: Iterable[str]) -> launcher.ContainerMounts:
         """Return the folders that a container mounts for a stage that reads `paths`."""
         folder, results = str(Path.cwd()), Path(self.context.paths.folder).absolute()
         # Commands have the results folder as typed, even through links; a link in the working folder is followed.
         results = results.resolve() if results.is_relative_to(folder) else results
         sources = launcher.sources(self.context.site)
-        return launcher.Place(
+        return launcher.ContainerMounts(
             folder=folder,
             sources=str(sources),
             uid=os.getuid(),

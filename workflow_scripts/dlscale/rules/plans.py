@@ -45,7 +45,7 @@ class Plans:
             "measure": plan.measure,
             "runs": runs,
             "sweep": self.sweep_settings(name) if plan.sweep else None,
-            "left_out": self.context.configuration.left_out[name],
+            "left_out": self.context.configuration.skipped_runs[name],
             "grams_per_kwh": self.context.configuration.workflow.site.grams_per_kwh,
             "published": [figure.model_dump(exclude_unset=True) for figure in study.published],
         }

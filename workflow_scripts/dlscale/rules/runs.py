@@ -97,7 +97,7 @@ class Runs:
     def settings(self, wildcards: Wildcards, input: Any) -> str:
         return self.programs.placed(self.context.run(wildcards)).model_dump_json()
 
-    def beside(self, wildcards: Wildcards) -> Run | None:
+    def paired_with(self, wildcards: Wildcards) -> Run | None:
         """Return the plan's first run if paired timing compares a run with it, else None.
 
         Both must have one process, and no image of an external program.
@@ -116,7 +116,7 @@ class Runs:
         return first if enough and alone and not contained else None
 
     def throughput_params(self, wildcards: Wildcards) -> Params:
-        first = self.beside(wildcards)
+        first = self.paired_with(wildcards)
         run = self.context.run(wildcards)
         params = self._params("throughput", run, first.loaders("throughput") if first else ())
         if first and bool(first.program) != bool(run.program):
@@ -126,13 +126,13 @@ class Runs:
 
     def first_data(self, wildcards: Wildcards) -> list[str]:
         """Return manifest and data of the run in paired timing, if its dataset is another one."""
-        first = self.beside(wildcards)
+        first = self.paired_with(wildcards)
         if not first or first.dataset == self.context.run(wildcards).dataset:
             return []
         return [self.context.paths.manifest(first.dataset), *self.datasets.samples(first.dataset)]
 
     def throughput_beside(self, wildcards: Wildcards, input: Any) -> list[str]:
-        first = self.beside(wildcards)
+        first = self.paired_with(wildcards)
         if not first:
             return []
         manifest = ["--beside-manifest", input.first[0]] if input.first else []
@@ -155,7 +155,7 @@ class Runs:
 
     def launch(self, wildcards: Wildcards, input: Any) -> list[str]:
         run = self.context.run(wildcards)
-        programs = [each.program.model_dump() for each in (run, self.beside(wildcards)) if each and each.program]
+        programs = [each.program.model_dump() for each in (run, self.paired_with(wildcards)) if each and each.program]
         if not run.program:
             return self.commands.start(input, run.processes, redact.has_marker(programs))
         return self.programs.launch(input, run, redact.has_marker(programs))[0]

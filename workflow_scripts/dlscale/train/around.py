@@ -59,14 +59,14 @@ _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unex
 
 
 @contextlib.contextmanager
-def entered(
+def run_context(
     run: RunCore, manifest: str | Path, device: str, splits: Sequence[str] = ("train", "valid")
 ) -> Iterator[tuple[World, Links | None]]:
     """Connect the ranks of a run, verify the files of its `splits`, and yield the ranks and their links.
 
     A failed allocation within this context becomes a message.
     """
-    with join(run.processes, device) as world, explained(run, manifest, world):
+    with join(run.processes, device) as world, translate_memory_errors(run, manifest, world):
         links = self_test(world, run.selftest)
         verify(Manifest.read(manifest), splits, world)
         yield world, links
@@ -92,7 +92,7 @@ def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
 
 
 @contextlib.contextmanager
-def explained(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
+def translate_memory_errors(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
     """Turn a failed allocation within this context, which includes the set-up, into a `UserError`."""
     free = available(world.device)
     try:

@@ -26,7 +26,7 @@ BACKENDS = {
 }
 
 #: Number of elements of the score matrices above which `math`, which stores all of them, is not tried.
-MOST_SCORES = 2**28
+MAX_SCORES = 2**28
 
 #: Context of the forward and the backward pass: recomputed activations choose their kernel again.
 Context = Callable[[], AbstractContextManager[object]]
@@ -84,7 +84,7 @@ def trial(
     """Return the time of a forward and backward pass with each usable kernel, seconds, shortest of `repeats`."""
     times: dict[str, float] = {}
     for name in BACKENDS:
-        if name == "math" and times and math.prod(shape[:3]) * shape[2] > MOST_SCORES:
+        if name == "math" and times and math.prod(shape[:3]) * shape[2] > MAX_SCORES:
             continue
         # A kernel may be missing, or memory too small for it. If no kernel works, the error of `math` is raised.
         with nullcontext() if name == "math" and not times else suppress(RuntimeError, ImportError):

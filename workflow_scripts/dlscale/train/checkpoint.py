@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, sha256, whole
+from dlscale.core.files import atomic_write, sha256, translate_error
 from dlscale.core.metrics import Epoch, Untrained
 from dlscale.core.record import Number, Record
 from dlscale.parallel.shards import Shard
@@ -154,7 +154,7 @@ class Checkpoints:
 
     def _write(self, record: CheckpointRecord, state: State) -> None:
         path, main = self._path(record.step), self._world.main
-        with whole(path) if main else contextlib.nullcontext() as temporary:
+        with atomic_write(path) if main else contextlib.nullcontext() as temporary:
             if temporary:
                 temporary.mkdir()
             folder = Path(self._background.gather(str(temporary))[0])
@@ -171,7 +171,7 @@ class Checkpoints:
                 )
             except CheckpointException as error:
                 cause = _cause(error)
-                raise explained(cause, path) if isinstance(cause, Exception) else cause from None
+                raise translate_error(cause, path) if isinstance(cause, Exception) else cause from None
             own = folder.glob(f"shard-{self._world.rank + 1:05d}-*")
             files = self._background.gather({file.name: sha256(file) for file in own})
             if main:

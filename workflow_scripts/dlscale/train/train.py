@@ -28,9 +28,9 @@ import torch
 from dlscale.config.run import Run, load_run
 from dlscale.core import ranges, registry
 from dlscale.core.errors import UserError
-from dlscale.core.files import save_png, whole, write_text
+from dlscale.core.files import atomic_write, save_png, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
-from dlscale.core.process import Image, go_on, only_writer
+from dlscale.core.process import Image, keep_log, only_writer
 from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
@@ -38,7 +38,7 @@ from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
 from dlscale.studies import figures
 from dlscale.train import provenance
-from dlscale.train.around import entered
+from dlscale.train.around import run_context
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.logs import RunLogs
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
             "parallel.sync: false: without averaged gradients each process would train a separate model; remove the "
             "key, or measure the run's throughput instead"
         )
-    with entered(run, args.manifest, args.device) as (world, links), contextlib.ExitStack() as stack:
+    with run_context(run, args.manifest, args.device) as (world, links), contextlib.ExitStack() as stack:
         session = open_session(run, args.manifest, world, args.threads)
         folder = Path(args.checkpoints) / run_fingerprint(run, session.manifest, args.sources)[:16]
         if world.main:
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
             checkpoints.tidy()
         world.barrier()
         trainer = stack.enter_context(training(run, session, checkpoints))
-        go_on(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
+        keep_log(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:
             _lead(run, session, trainer, Path(args.out), len(cores), links)
@@ -330,7 +330,7 @@ class _Shown:
 
 def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:
     # With a path, torch.save would store its temporary name in the file, and equal weights would give different bytes.
-    with whole(file) as path, open(path, "wb") as opened:
+    with atomic_write(file) as path, open(path, "wb") as opened:
         torch.save({key: value.cpu() for key, value in state.items()}, opened)
 
 

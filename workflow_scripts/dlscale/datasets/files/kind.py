@@ -13,7 +13,7 @@ from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, is_url
 
 #: Largest number of files that are examined when a configuration is read.
-MOST = 10_000
+MAX_FILES = 10_000
 
 
 class FileSource(Strict):
@@ -73,8 +73,8 @@ class Files(DatasetKind):
                 shown = not any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(path).parts)
                 if not path.is_dir() or (file.is_file() and shown):
                     found.append(str(file))
-                if len(found) > MOST:
-                    raise UserError(f"{path}: more than {MOST:,} files; name only files that affect the results")
+                if len(found) > MAX_FILES:
+                    raise UserError(f"{path}: more than {MAX_FILES:,} files; name only files that affect the results")
         return sorted(found)
 
     def available(self, samples: Any, rows: list[int]) -> int | None:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dlscale.config.places import check_plans, results_of
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
-from dlscale.core.files import sha256, whole
+from dlscale.core.files import atomic_write, sha256
 from dlscale.core.fingerprint import WORKFLOW
 from dlscale.core.paths import Results
 from dlscale.core.record import Record
@@ -118,11 +118,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     made = Crate(results, read_plan(record), Path(args.citation))
     made.fill()
     if args.zip:
-        with tempfile.TemporaryDirectory() as folder, whole(target := Path(args.zip)) as temporary:
+        with tempfile.TemporaryDirectory() as folder, atomic_write(target := Path(args.zip)) as temporary:
             made.write(Path(folder))
             _pack(Path(folder), temporary)
     else:
-        with whole(target := results / "crates" / name) as temporary:
+        with atomic_write(target := results / "crates" / name) as temporary:
             made.write(temporary)
     print(json.dumps({"crate": str(target)}) if args.json else f"Crate: {target.resolve()}")
     return 0

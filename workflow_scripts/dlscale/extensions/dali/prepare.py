@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import explained, remove, sha256, whole, write_json
+from dlscale.core.files import atomic_write, remove, sha256, translate_error, write_json
 from dlscale.core.process import turn
 from dlscale.core.progress import tracked
 from dlscale.core.text import size
@@ -54,7 +54,7 @@ def make_mirror(field: BoxField) -> None:
             with contextlib.suppress(UserError):
                 write_json(record, read_record(record) | {str(made.path): file_state(made.path, digest)})
     except OSError as error:
-        raise explained(error, made.path) from error
+        raise translate_error(error, made.path) from error
 
 
 def _is_known(path: Path, record: Path) -> bool:
@@ -73,7 +73,7 @@ def _write_mirror(made: mirrors.NpyMirror, field: BoxField) -> None:
             f"{size(free, ' ')} are free; {mirrors.INSTEAD}"
         )
     parts = mirrors.slabs(made, field)
-    with whole(made.path) as temporary, open(temporary, "wb") as out:
+    with atomic_write(made.path) as temporary, open(temporary, "wb") as out:
         mirrors.write(made, field, tracked(parts, f"making {made.path.name}", len(parts), "slabs"), out)
     logging.info("made %s (%s)", made.path, size(needed))
 

@@ -16,7 +16,7 @@ from dlscale.config.places import results_of
 from dlscale.core import registry
 from dlscale.core.board import events, is_restart, scalar
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.files import no_pipe, sha256, whole
+from dlscale.core.files import atomic_write, no_pipe, sha256
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten
 from dlscale.report.curves import Reference
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 POINTS = 2000
 
 #: Maximum number of points of a log, which are all in memory.
-MOST = 1_000_000
+MAX_LOG_POINTS = 1_000_000
 
 #: Maximum distance of an event's time from 1970, seconds; other events are left out.
 FARTHEST = 1e15
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     percent = frozenset[str]() if args.tag else log.percent
     curves, dropped, from_zero = read(files, tags, percent, epochs=args.counts == "epoch")
     place = results_of(configuration) / "references" / args.name
-    with whole(place) as new:
+    with atomic_write(place) as new:
         new.mkdir()
         for file in files:
             settings["files"][file.name] = sha256(shutil.copyfile(file, new / file.name))
@@ -159,8 +159,10 @@ def read(
                 dropped[tags[tag]][REPEATED] += event.step in points
                 points[event.step] = event.wall_time, number / 100 if tag in percent else number
                 count += 1
-            if count > MOST:
-                raise UserError(f"{files[0]}: a log of more than {MOST} points; name fewer tags: --tag 'THEIRS=OURS'")
+            if count > MAX_LOG_POINTS:
+                raise UserError(
+                    f"{files[0]}: a log of more than {MAX_LOG_POINTS} points; name fewer tags: --tag 'THEIRS=OURS'"
+                )
         for tag, points in new.items():
             earlier = found.setdefault(tag, {})
             # A single point is from a second writer, for example of a last evaluation.

@@ -32,10 +32,10 @@ import torch
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.machine import answer, let_threads_wait
+from dlscale.core.machine import command_output, let_threads_wait
 from dlscale.core.process import MEET
 from dlscale.core.ranges import RANGES, marking
-from dlscale.launch.contain import hold_on
+from dlscale.launch.contain import exit_with_stdin
 from dlscale.measure.profilers import Found, ProfiledTool, overhead
 from dlscale.measure.profilers.trace import summarise
 from dlscale.measure.window import Window
@@ -114,7 +114,7 @@ def main() -> None:
     """Make the steps that the only argument on the command line describes, as JSON."""
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    hold_on()  # end when the stage does, which has the other end of standard input
+    exit_with_stdin()  # end when the stage does, which has the other end of standard input
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     profiled(**json.loads(sys.argv[1]))
 
@@ -297,7 +297,7 @@ def _export(tool: str, kept: Path, database: Path) -> str:
 
 def nsys_version(tool: str) -> str:
     """Return the version of an nsys, such as 2025.3.1; empty if it prints none."""
-    version = re.search(r"\d+(\.\d+)+", answer([tool, "--version"]) or "")
+    version = re.search(r"\d+(\.\d+)+", command_output([tool, "--version"]) or "")
     return version.group() if version else ""
 
 

@@ -52,7 +52,7 @@ from dlscale.train.provenance import Provenance
 
 #: Numeric options, and their greatest value.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
-MOST = 1e15
+MAX_VALUE = 1e15
 #: Settings in which runs that are fitted together may differ.
 FREE = "geometry", "batch_size"
 
@@ -280,9 +280,9 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     for flag in NUMBERS:
         given = getattr(args, flag)
         for value in given if isinstance(given, list) else [given]:
-            if value is not None and not 0 < value <= MOST:
+            if value is not None and not 0 < value <= MAX_VALUE:
                 got = shorten(str(value), 20)
-                raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MOST:.0e}")
+                raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MAX_VALUE:.0e}")
     measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(measured, args)
     if not rows:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from dlscale.core.files import whole
+from dlscale.core.files import atomic_write
 from dlscale.extensions.programs.revision import fetch
 
 
 def main(args: argparse.Namespace) -> None:
     """Fetch `args.revision` of `args.repository` into `args.out`."""
-    with whole(args.out) as folder:
+    with atomic_write(args.out) as folder:
         fetch(args.repository, args.revision, folder, f"program.repository {args.repository}")

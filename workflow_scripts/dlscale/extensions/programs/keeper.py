@@ -25,7 +25,7 @@ GRACE = 5.0
 LOOK = 1.0
 
 
-class Kept:
+class KeptProgram:
     """A running program and its keeper."""
 
     def __init__(

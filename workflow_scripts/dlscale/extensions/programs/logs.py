@@ -43,7 +43,7 @@ MAX_BACKWARD = 0.1
 MIN_GROWTH = 0.05
 
 #: Longer units, by their seconds, that are recognised and refused; minimum fraction of a run that such times cover.
-LONGER, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
+REFUSED_UNITS, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
 
 #: Keys of the step number in JSON lines; the first that exists counts.
 STEP_KEYS = ("step", "global_step", "iteration", "iter", "current_steps")
@@ -319,7 +319,7 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
 def _other_clock(times: Sequence[float], lasted: float) -> str:
     """Return a message that guesses the meaning of times that grow too little for a run of `lasted` seconds."""
     growth, latest = max(times) - min(times), max(times)
-    for unit, name in LONGER.items():
+    for unit, name in REFUSED_UNITS.items():
         if MIN_COVERED * lasted <= growth * unit and latest * unit <= lasted + SKEW_SECONDS:
             return f"seems to be in {name}"
     # As durations of steps their sum would be longer than the run.

@@ -16,7 +16,7 @@ from dlscale.config.places import MEASURED, results_of
 from dlscale.config.records import PlanRecord, RunReference
 from dlscale.core import machine, telemetry
 from dlscale.core.errors import UserError, cut
-from dlscale.core.files import explained, remove, write_text
+from dlscale.core.files import remove, translate_error, write_text
 from dlscale.core.noise import interval
 from dlscale.core.paths import Results
 from dlscale.core.redact import redact
@@ -38,8 +38,8 @@ from dlscale.extensions.programs.window import PROFILED
 from dlscale.measure.records import Throughput
 from dlscale.report import report
 from dlscale.report.results import PlanResult, RunResult, read_alone
-from dlscale.report.verdict import Verdict, of
-from dlscale.report.verdict import told as told_of
+from dlscale.report.verdict import Verdict, judge_run
+from dlscale.report.verdict import format_findings as told_of
 
 #: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             run = run_command(
                 *(args.command, steps, pattern),
                 environment=more,
-                beside=profilers.beside if profilers else None,
+                beside=profilers.sample_stacks if profilers else None,
                 warn=not args.steps,
             )
     except BaseException:
@@ -85,14 +85,14 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     # From here on an error changes neither the exit status nor the records that exist.
     try:
         _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
-        apart = profilers.apart if profilers else []
+        apart = profilers.excluded_spans if profilers else []
         throughput, processes = measured(own["command"], steps, rows, run, reading, apart)
         throughput.write(folder / "throughput.json")
         geometry = {"gpus_per_node": throughput.nranks}
         _write_settings(folder, own, batch_size=throughput.batch_size, geometry=geometry)
-        say("\n".join(lines(folder, throughput, of(read_alone(folder)))))
+        say("\n".join(lines(folder, throughput, judge_run(read_alone(folder)))))
         if profilers:
-            say("\n".join(module.lines(profilers.told(processes, throughput))))
+            say("\n".join(module.lines(profilers.write_profile(processes, throughput))))
         remove(steps)
     except Exception as error:
         # The record of a long run is kept even if it has no steps.
@@ -110,7 +110,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 def _complain(error: Exception, known: str = "") -> None:
     """Print the message of an error, followed by `known`: kept or missing results."""
-    mistake = explained(error, "") if isinstance(error, OSError) else error
+    mistake = translate_error(error, "") if isinstance(error, OSError) else error
     said = str(mistake) if isinstance(mistake, UserError) else redact(f"a defect of dlscale: {error!r:.300}")
     say(f"dlscale measure: {said}{known}")
 

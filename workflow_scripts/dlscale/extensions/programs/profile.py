@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlscale.core.machine import answer
+from dlscale.core.machine import command_output
 from dlscale.core.text import aligned, percent
 from dlscale.extensions.programs.steps import SETTLING, Process, Span
 from dlscale.extensions.programs.window import FIRST, STEPS
@@ -71,7 +71,7 @@ class Profilers:
         self._spy: subprocess.Popen[str] | None = None
 
     @contextlib.contextmanager
-    def beside(self, program: int) -> Iterator[None]:
+    def sample_stacks(self, program: int) -> Iterator[None]:
         """Sample a process and its descendants with py-spy during the block, when it is time."""
         if not self._tool:
             self._problem = MISSING
@@ -119,7 +119,7 @@ class Profilers:
         return seconds > (LATE if any(self._steps.glob("torch.*.there")) else EARLY)
 
     @property
-    def apart(self) -> list[Span]:
+    def excluded_spans(self) -> list[Span]:
         """Spans in which profilers were at work."""
         known = [(each["begin"], each["end"]) for each in self._windows() if "begin" in each]
         return [*known, *([self._span] if self._span else [])]
@@ -130,7 +130,7 @@ class Profilers:
 
     # ---- results ---------------------------------------------------------------------------------------
 
-    def told(self, processes: Sequence[Process], throughput: Throughput) -> Profile:
+    def write_profile(self, processes: Sequence[Process], throughput: Throughput) -> Profile:
         """Write the profilers' results into the run's folder `profile`, and return the record."""
         found, plain = [self._by_torch(processes), self._by_spy(processes)], list[float]()
         for window in self._windows():
@@ -175,7 +175,7 @@ class Profilers:
     def _by_spy(self, processes: Sequence[Process]) -> Found:
         if self._problem or not self._span:
             return ProfiledTool(name="py-spy", problem=self._problem), []
-        version = re.search(r"\d+(\.\d+)+", answer([self._tool, "--version"]) or "")
+        version = re.search(r"\d+(\.\d+)+", command_output([self._tool, "--version"]) or "")
         stacks, picture = read_stacks(self._stacks), self._stacks.with_suffix(".svg")
         first = next((process.steps for process in processes), [])
         begin, end = self._span

@@ -25,7 +25,7 @@ from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import read_text, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
-from dlscale.core.process import go_on
+from dlscale.core.process import keep_log
 from dlscale.core.text import duration
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
         (folder / CURVES).unlink(missing_ok=True)
     begun = known.stat().st_mtime
     kept = folder / f"{keep.name}.log"
-    go_on(kept, resumed)
+    keep_log(kept, resumed)
     program = RunProgram(run, args.start, keep, steps, resumed)
     ended = program.go()
     # Slurm also signals a job's processes directly. After a signal a program may save, and end with status 0.

@@ -17,7 +17,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import make_folder
 from dlscale.core.machine import given
-from dlscale.core.progress import Doing, tell
+from dlscale.core.progress import StageStatus, write_status
 from dlscale.core.redact import restore
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
@@ -78,7 +78,7 @@ class RunProgram:
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
         """Run the program to its end, or until `enough` is true for the number of rates that it printed."""
-        tell(Doing(what="the program runs"))
+        write_status(StageStatus(what="the program runs"))
         warn_of_lost_hook(self.words, self._reading())
         return run_command(
             *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),

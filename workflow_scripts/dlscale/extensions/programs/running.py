@@ -31,7 +31,7 @@ from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
-from dlscale.extensions.programs.keeper import Kept
+from dlscale.extensions.programs.keeper import KeptProgram
 from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
 from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
@@ -175,7 +175,7 @@ def run_command(
     with contextlib.closing(finder) if finder else contextlib.nullcontext(), _reaping():
         waits, begin, start = _waits(), time.time(), time.perf_counter()
         try:
-            process = Kept(command, folder, watched(steps, environment, contained), pipe)
+            process = KeptProgram(command, folder, watched(steps, environment, contained), pipe)
         except OSError as error:
             missing = error.errno == errno.ENOENT
             # If the file exists, its interpreter is missing.
@@ -301,7 +301,7 @@ def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> Non
         say(f"dlscale measure: skipped {many(finder.missed, 'line')} that the program printed too fast to be searched")
 
 
-def _wait(process: Kept, enough: Callable[[], bool]) -> bool:
+def _wait(process: KeptProgram, enough: Callable[[], bool]) -> bool:
     """Wait until a program ends, or end it when it has made enough steps; return whether it was ended."""
     while process.poll() is None:
         if enough():
@@ -326,7 +326,7 @@ def _reaping() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forwarding(process: Kept) -> Iterator[list[int]]:
+def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
     """Forward signals to the program and list them; kill it if it runs `GRACE` seconds after SIGTERM."""
     passed = list[int]()
     killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
@@ -486,7 +486,7 @@ def _measured(
         avg_iter_throughput=found.rates,
         mean=mean,
         std=statistics.stdev(found.rates) if len(found.rates) > 1 else 0.0,
-        rank_throughput=found.of_ranks,
+        rank_throughput=found.rank_rates,
         usage=_usage(nodes[0], found.begin, found.end, apart) if nodes else None,
     )
     throughput = Throughput(
@@ -554,20 +554,20 @@ def _pace_by(
         begin, printed = run.begin, run.printed
         if several and (own := seen.printed_in(printed, several[0], processes[0])):
             (begin, _), trainings, printed = *several, own
-        come_to = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
+        compute_pace = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
         found = logs.logged(reading.log, start, run.begin + run.seconds)
-        come_to = partial(seen.pace_of_log, max(found, key=len, default=[]), reading.batch_size)
+        compute_pace = partial(seen.pace_of_log, max(found, key=len, default=[]), reading.batch_size)
         trainings = len([training for training in found if len(training) > 2])
     else:
-        come_to = partial(seen.pace, processes, reading.batch_size)
+        compute_pace = partial(seen.pace, processes, reading.batch_size)
         trainings = several[1] if several else 1
-    if pace := come_to(apart=apart):
+    if pace := compute_pace(apart=apart):
         if way == "rate" and trainings > 1:
             pace = replace(pace, first_step=run.printed[0][0])
         return pace, False, trainings
-    if apart and (pace := come_to()):
+    if apart and (pace := compute_pace()):
         return pace, True, trainings
     raise Unseen(_unseen(way, reading, steps, run, processes))
 
@@ -592,8 +592,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     if processes:
         count = max(len(process.steps) for process in processes)
         return (
-            f"the program made {many(count, 'step')}, too few for a rate: at least {seen.FEWEST} are warm-up. Let it "
-            "make more"
+            f"the program made {many(count, 'step')}, too few for a rate: at least {seen.MIN_WARM_UP_STEPS} are "
+            "warm-up. Let it make more"
         )
     if not folder.exists():
         return "the program removed the results folder, into which its steps are written"

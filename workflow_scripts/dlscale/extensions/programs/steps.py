@@ -22,7 +22,7 @@ from dlscale.core.noise import interval
 WAYS = ("timed", "seen")
 
 #: Warm-up: fraction of the steps, and its minimum and maximum, steps.
-WARM_UP, FEWEST, MOST = 0.1, 2, 50
+WARM_UP, MIN_WARM_UP_STEPS, MAX_WARM_UP_STEPS = 0.1, 2, 50
 
 #: Number of windows of steps; each gives a rate.
 WINDOWS = 10
@@ -89,7 +89,7 @@ class Pace:
     batch_size: int | None  #: Samples per step over all processes.
     rates: list[float]  #: Rate of each window.
     seconds: list[float]  #: Length of each window in the first process.
-    of_ranks: list[float]  #: Mean rate of each process.
+    rank_rates: list[float]  #: Mean rate of each process.
     waiting: float | None  #: Fraction of the time in which processes waited for batches; None if unknown.
     training: float  #: Fraction of the time from `begin` to `end`, without gaps, that the counted steps take.
     waits_of_ranks: list[float] = field(default_factory=list)  #: `waiting` of each process.
@@ -278,7 +278,7 @@ def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: boo
         waited = 0.0 if ahead else min(sum(batch[2] for batch in within), end - before)
         alone = all(batch[1] in training and (batch[3] or not sized) for batch in within) and end > before
         found.append(_Step(end - before, waited, end, until - since) if alone else None)
-    skipped = min(max(math.ceil(WARM_UP * len(found)), FEWEST), MOST)
+    skipped = min(max(math.ceil(WARM_UP * len(found)), MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS)
     steps = [step for step in found[skipped:] if step]
     if not steps:
         return []
@@ -289,7 +289,7 @@ def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: boo
 def trainings(process: Process) -> list[Span]:
     """Return the spans of successive trainings: each optimiser stepped in one of them only."""
     spans = merged(list(process.optimizers.values()))
-    return [span for span in spans if _count(process, span) > FEWEST]
+    return [span for span in spans if _count(process, span) > MIN_WARM_UP_STEPS]
 
 
 def _count(process: Process, span: Span) -> int:
@@ -337,18 +337,18 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
     if not each or min(map(len, each)) < 2:
         return None
-    whole = sum(_of_most(*one) for one in zip(processes, iterators, sizes, strict=True))
+    whole = sum(_usual_samples(*one) for one in zip(processes, iterators, sizes, strict=True))
     if not known:
         sizes = [(batch_size or 1) / len(each)] * len(each)
     windows = max(1, min(WINDOWS, min(map(len, each)) // 3))
-    rates, seconds, of_ranks = [0.0] * windows, list[float](), list[float]()
+    rates, seconds, rank_rates = [0.0] * windows, list[float](), list[float]()
     for kept, size in zip(each, sizes, strict=True):
         edges = [len(kept) * number // windows for number in range(windows + 1)]
         lengths = [sum(step.seconds for step in kept[a:b]) for a, b in itertools.pairwise(edges)]
         parts = [size * (b - a) for a, b in itertools.pairwise(edges)]
         rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
         seconds = seconds or lengths
-        of_ranks.append(sum(parts) / sum(lengths))
+        rank_rates.append(sum(parts) / sum(lengths))
     begin, end = each[0][0].end - each[0][0].seconds, each[0][-1].end
     lasted = [sum(step.seconds for step in kept) for kept in each]
     waited = [sum(step.waited for step in kept) for kept in each]
@@ -362,7 +362,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         batch_size=whole if known else batch_size,
         rates=rates,
         seconds=seconds,
-        of_ranks=of_ranks,
+        rank_rates=rank_rates,
         gradients=processes[0].gradients,
         waiting=sum(waited) / sum(lasted) if all(iterators) and not any(ahead) else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
@@ -403,7 +403,7 @@ def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
     return False
 
 
-def _of_most(process: Process, training: set[str], mean: float) -> int:
+def _usual_samples(process: Process, training: set[str], mean: float) -> int:
     """Return the samples of most steps: the last step of an epoch may have fewer."""
     sizes = [samples for _, iterator, _, samples in process.batches if iterator in training and samples]
     usual = statistics.mode(sizes or [0])
@@ -469,7 +469,7 @@ def pace_of_rates(
         batch_size=batch_size,
         rates=[amount / seconds for seconds, amount in windows],
         seconds=[seconds for seconds, _ in windows],
-        of_ranks=[],
+        rank_rates=[],
         waiting=None,
         training=1.0,
     )
@@ -550,7 +550,7 @@ def pace_of_log(
         batch_size=batch_size,
         rates=[share * steps / seconds for seconds, steps in windows],
         seconds=[seconds for seconds, _ in windows],
-        of_ranks=[],
+        rank_rates=[],
         waiting=None,
         training=lasted / max(points[-1][0] - points[1][0] - _within(points[1][0], points[-1][0], apart), 1e-9),
     )

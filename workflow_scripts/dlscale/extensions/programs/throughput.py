@@ -20,7 +20,7 @@ from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.measure.records import Beside
-from dlscale.measure.turns import Ended, Timed, Turns
+from dlscale.measure.turns import TimedRunSettings, TurnFailed, Turns
 
 
 def main(args: argparse.Namespace) -> None:
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         turns = None
         if args.beside:
-            own = Timed(args.config, args.manifest, args.device, args.threads)
+            own = TimedRunSettings(args.config, args.manifest, args.device, args.threads)
             first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
         place = Path(stack.enter_context(temporary_folder(".program", out.parent)))
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
         if turns:
             try:
                 rounds = turns.rounds(run.throughput.beside, run.throughput.error)
-            except Ended as problem:
+            except TurnFailed as problem:
                 logging.warning("no paired timing with the plan's first run: %s", problem)
             else:
                 settings = load_run(args.beside, "throughput").model_dump(mode="json")

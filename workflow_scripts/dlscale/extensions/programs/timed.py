@@ -36,9 +36,9 @@ MAX_SAMPLES = 10**9
 #: Number of parts of a batch that are compared with the loader's batch size.
 MAX_PARTS = 32
 
-#: After MOST notes of a process, NOTED seconds of notes alternate with gaps, each GAP times as long as the time so far:
-#: the file then grows with the logarithm of the time.
-MOST, NOTED, GAP = 100_000, 1.0, 0.01
+#: After MAX_NOTES notes of a process, NOTED seconds of notes alternate with gaps, each GAP times as long as the time so
+#: far: the file then grows with the logarithm of the time.
+MAX_NOTES, NOTED, GAP = 100_000, 1.0, 0.01
 
 
 def variable(name: str) -> str:
@@ -139,7 +139,7 @@ class Log:
             notes, self._notes = self._notes, []
             self._count += len(notes)
             self._due = now + SECONDS
-            if self._count > MOST and now - self._since >= NOTED:
+            if self._count > MAX_NOTES and now - self._since >= NOTED:
                 self._until = self._since = now + GAP * (now - self._begin)
                 self._due = self._until + SECONDS
                 notes.append(f"g {now:.6f} {self._until:.6f}\n")
@@ -195,7 +195,7 @@ def rank(default: int = 0) -> int:
 LOG = Log("timed")
 
 
-def whole(samples: Any) -> int:
+def sample_count(samples: Any) -> int:
     """Return a number of samples, or 0 if it is not a positive whole number."""
     try:
         number = int(samples) if isinstance(samples, float) and samples.is_integer() else operator.index(samples)
@@ -207,7 +207,7 @@ def whole(samples: Any) -> int:
 def size_of(loader: Any) -> int:
     """Return the batch size that a loader states, or 0."""
     try:
-        return whole(loader.batch_size)
+        return sample_count(loader.batch_size)
     except Exception:
         return 0
 
@@ -228,7 +228,7 @@ def _length(part: Any) -> int:
     try:
         shape = getattr(part, "shape", None)
         if isinstance(shape, tuple):
-            return whole(shape[0]) if shape else 0
+            return sample_count(shape[0]) if shape else 0
         return len(part) if isinstance(part, (list, tuple)) else 0
     except Exception:  # of a nested tensor, for example
         return 0
@@ -243,7 +243,7 @@ def begun(samples: Any = 0) -> None:
     The time since `ended` counts as waiting for the step's batch.
     """
     now = clock()
-    LOG.batch(0, now - _ended if _ended else 0.0, whole(samples))
+    LOG.batch(0, now - _ended if _ended else 0.0, sample_count(samples))
 
 
 def ended() -> None:

@@ -14,7 +14,7 @@ from dlscale.core.progress import Progress
 from dlscale.extensions.programs.turns import Program
 from dlscale.measure.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
 from dlscale.measure.tune_records import Tried, Tuning
-from dlscale.measure.turns import Ended, Timed
+from dlscale.measure.turns import TimedRunSettings, TurnFailed
 
 
 def main(args: argparse.Namespace) -> None:
@@ -57,7 +57,9 @@ class _Trials:
     def __init__(
         self, args: argparse.Namespace, candidates: list[tuple[dict[str, Any], dict[str, Any]]], progress: Progress
     ) -> None:
-        self._timed = [Timed(json.dumps(run), args.manifest, args.device, args.threads) for _, run in candidates]
+        self._timed = [
+            TimedRunSettings(json.dumps(run), args.manifest, args.device, args.threads) for _, run in candidates
+        ]
         self._changes, self._progress = [changes for changes, _ in candidates], progress
         self._open = dict[int, Program]()
         self.problems: dict[int, str] = {}
@@ -84,7 +86,7 @@ class _Trials:
                 player.receive()
                 player.stop()
             rate = player.turn(seconds)
-        except Ended as ended:
+        except TurnFailed as ended:
             if player:
                 player.close()
             if number == 0:

@@ -16,13 +16,13 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.files import temporary_folder
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
-from dlscale.extensions.programs.keeper import Kept
+from dlscale.extensions.programs.keeper import KeptProgram
 from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import watched
-from dlscale.measure.turns import PATIENCE, TURN, Ended, Timed
+from dlscale.measure.turns import PATIENCE, TURN, TimedRunSettings, TurnFailed
 
 #: Warm-up steps before a program is timed, and minimum steps of a turn.
-WARM, LEAST = 10, 4
+WARM_UP_STEPS, MIN_TURN_STEPS = 10, 4
 
 #: Seconds between checks of its steps.
 LOOK = 0.02
@@ -31,9 +31,9 @@ LOOK = 0.02
 class Program:
     """A run's program in its own session."""
 
-    def __init__(self, timed: Timed) -> None:
+    def __init__(self, timed: TimedRunSettings) -> None:
         self._timed, self._folder = timed, temporary_folder("dlscale-program")
-        self._process: Kept | None = None
+        self._process: KeptProgram | None = None
         self._tail: seen.Tail | None = None
         self._size, self._rate = 1.0, 1.0  # samples per step, steps/s
         self._look = 0.0  # time of the next look at its log
@@ -46,26 +46,28 @@ class Program:
         try:
             program = RunProgram(load_run(self._timed.config, "throughput"), None, place / "out", place / "steps")
         except UserError as error:
-            raise Ended(brief(error)) from None
+            raise TurnFailed(brief(error)) from None
         if program.pattern:
-            raise Ended("a program's printed rates use its own clock, which does not stop when the program is stopped")
+            raise TurnFailed(
+                "a program's printed rates use its own clock, which does not stop when the program is stopped"
+            )
         self._program = program
         environment, nowhere = watched(program.steps, program.environment, quick=True), subprocess.DEVNULL
         try:
-            self._process = Kept(program.command, program.folder, environment, nowhere, nowhere, session=True)
+            self._process = KeptProgram(program.command, program.folder, environment, nowhere, nowhere, session=True)
         except OSError as error:
-            raise Ended(f"a program cannot be started: {error.strerror}") from None
+            raise TurnFailed(f"a program cannot be started: {error.strerror}") from None
 
     def receive(self) -> float:
         """Wait until the program has made its warm-up steps."""
         self._wait(self._warm)
-        ends = self._ends()[WARM:]
+        ends = self._ends()[WARM_UP_STEPS:]
         self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
         own = seen.pace([self._tail.process]) if self._tail else None
         delivered = (own and own.samples and own.batch_size) or 0
         size = max(delivered, self._program.batch_size or 0)
         if not size:
-            raise Ended("a program's samples per step are unknown; put {batch_size} into program.command")
+            raise TurnFailed("a program's samples per step are unknown; put {batch_size} into program.command")
         self._size = float(size)
         return 0.0
 
@@ -76,9 +78,9 @@ class Program:
             with contextlib.suppress(UserError):  # the log does not exist yet
                 before, self._logged = self._logged, logs.logged(self._program.log, self._program.log_start)
                 # Check twice: the hook writes its steps a moment after the program writes its log.
-                if max(map(len, before), default=0) > WARM:
-                    raise Ended("a program's steps are known only from its log, too late for paired timing")
-        return len(ends) > WARM and ends[-1] - ends[WARM] >= TURN
+                if max(map(len, before), default=0) > WARM_UP_STEPS:
+                    raise TurnFailed("a program's steps are known only from its log, too late for paired timing")
+        return len(ends) > WARM_UP_STEPS and ends[-1] - ends[WARM_UP_STEPS] >= TURN
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -89,23 +91,25 @@ class Program:
         The time is that from the end of the first step to the end of the last. A program that has ended is started once
         more.
         """
-        steps = max(LEAST, round(seconds * self._rate))
+        steps = max(MIN_TURN_STEPS, round(seconds * self._rate))
         for _ in range(2):
             begin = time.time()
             self._signal(signal.SIGCONT)
-            with contextlib.suppress(Ended):
+            with contextlib.suppress(TurnFailed):
                 self._wait(lambda since=begin: len(self._ends(since)) > steps)  # type: ignore[misc]
             ended = self._process is None or self._process.poll() is not None
             ends = self._ends(begin)
             if ended and (self._process is None or self._process.poll()):
-                raise Ended("a program failed during paired timing")
+                raise TurnFailed("a program failed during paired timing")
             if ended:
                 self.send("again")
                 self.receive()
             self.stop()
-            if len(ends) > LEAST:
+            if len(ends) > MIN_TURN_STEPS:
                 return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
-        raise Ended("a program ended before the paired timing, or made too few steps in it; let it make more steps")
+        raise TurnFailed(
+            "a program ended before the paired timing, or made too few steps in it; let it make more steps"
+        )
 
     def close(self) -> None:
         self._end()
@@ -135,9 +139,9 @@ class Program:
         end = time.monotonic() + PATIENCE
         while not done():
             if (status := self._process.poll()) is not None:
-                raise Ended(f"a program ended with status {status} during paired timing")
+                raise TurnFailed(f"a program ended with status {status} during paired timing")
             if time.monotonic() > end:
-                raise Ended(f"a program made too few steps in {PATIENCE:.0f} s")
+                raise TurnFailed(f"a program made too few steps in {PATIENCE:.0f} s")
             time.sleep(LOOK)
 
     def _signal(self, number: int) -> None:

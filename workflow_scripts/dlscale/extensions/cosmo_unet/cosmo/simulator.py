@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dlscale.core.files import whole
+from dlscale.core.files import atomic_write
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 
 Array = NDArray[np.float32]
@@ -55,7 +55,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     """
     source = dataset.source
     grid, box, key = source.grid, source.box_mpc_h, np.array([source.seed, raw.index], dtype=np.uint64)
-    with whole(out) as temporary, h5py.File(temporary, "w") as file:
+    with atomic_write(out) as temporary, h5py.File(temporary, "w") as file:
         file.attrs.update({"redshift": REDSHIFT, "grid": grid, "box_mpc_h": box, "seed": key[0], "index": key[1]})
         for name, (channels, units, _) in CHANNELS.items():
             written = file.create_dataset(name, (len(channels), grid, grid, grid), np.float32, track_times=False)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import Forgiving, whole
+from dlscale.core.files import DeferredErrorFile, atomic_write
 
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
@@ -187,7 +187,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     block = np.empty((chunk, len(VARIABLES), latitudes, longitudes), np.float32)
     states = trajectory(sphere, seed, year)
 
-    with whole(out) as temporary, Forgiving(temporary) as raw, h5netcdf.File(raw, "w") as file:
+    with atomic_write(out) as temporary, DeferredErrorFile(temporary) as raw, h5netcdf.File(raw, "w") as file:
         hours = when.astype(np.int64).astype(np.float64)
         file.attrs["title"] = "Simulated 6-hourly atmosphere in the manner of ERA5"
         variables = create_series(file, hours, latitude, longitude, VARIABLES, chunk)

@@ -13,7 +13,7 @@ import tenacity
 
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.files import Forgiving, whole
+from dlscale.core.files import DeferredErrorFile, atomic_write
 from dlscale.data.kind import RawFile
 from dlscale.data.store import MEMORY
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
@@ -50,7 +50,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     with contextlib.closing(_opened(raw.origin, remote, advice)) as store:
         variables, names = gridded(store, raw.origin, wanted_names(dataset))
         source = Era5Source(dataset, variables, names, raw.period, raw.name, advice)
-        with whole(out) as temporary, Forgiving(temporary) as file_, h5netcdf.File(file_, "w") as file:
+        with atomic_write(out) as temporary, DeferredErrorFile(temporary) as file_, h5netcdf.File(file_, "w") as file:
             field = source.fields[0]
             described = zip(field.channels, field.units, source.attributes["long_names"], strict=True)
             hours, grid = source.row_coordinates["time"], source.coordinates
@@ -77,7 +77,7 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
     try:
         with warnings.catch_warnings():  # e.g. that metadata are not consolidated
             warnings.simplefilter("ignore")
-            return open_xarray(urls.whole(origin) if remote else origin, "zarr", chunks=None, **options)
+            return open_xarray(urls.full_url(origin) if remote else origin, "zarr", chunks=None, **options)
     except Exception as error:  # a package for such addresses may be missing, too
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         raise UserError(

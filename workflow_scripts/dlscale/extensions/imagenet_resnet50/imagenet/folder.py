@@ -29,7 +29,7 @@ SUFFIXES = (
 #: Files and folders that operating systems add, ignored without a report.
 JUNK = re.compile(r"\._.*|\.ds_store|thumbs\.db|desktop\.ini|__macosx", re.IGNORECASE)
 #: Largest number of skipped files that a log names, per reason.
-MOST_NAMED = 1000
+MAX_NAMED_FILES = 1000
 REMEDY = "add images of this class, or remove its folder from both splits"
 
 #: A skipped file: reason, and path relative to the split's folder.
@@ -141,8 +141,8 @@ def _log_skipped(folder: Path, skipped: list[Skipped]) -> None:
         logging.warning("%s: %s", folder, _summary(skipped))
     for reason in dict.fromkeys(reason for reason, _ in skipped):
         names = [str(path) for its, path in skipped if its == reason]
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        logging.info("skipped, %s: %s%s", reason, ", ".join(names[:MOST_NAMED]), more)
+        more = f" and {len(names) - MAX_NAMED_FILES} more" if len(names) > MAX_NAMED_FILES else ""
+        logging.info("skipped, %s: %s%s", reason, ", ".join(names[:MAX_NAMED_FILES]), more)
 
 
 def _content(path: Path) -> bytes:
@@ -151,7 +151,7 @@ def _content(path: Path) -> bytes:
 
 
 @functools.lru_cache
-def looks(folder: str, shards: int) -> list[str]:
+def shard_digests(folder: str, shards: int) -> list[str]:
     """Return a digest of each shard of a split: its classes, and names, sizes and times of images."""
     split = Path(folder)
     names = class_names(split)

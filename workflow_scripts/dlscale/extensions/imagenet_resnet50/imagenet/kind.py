@@ -159,7 +159,7 @@ class Imagenet(DatasetKind):
         if pathlib.Path(raw.origin).exists():
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():
                 folder.check_classes(source.train, source.valid)
-            digest = folder.looks(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
+            digest = folder.shard_digests(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
         else:  # without a pack the stage reports the missing folder
             digest = folder.packed(made)
         return digest

@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from dlscale.core.errors import UserError, brief
-from dlscale.core.files import reading, whole
+from dlscale.core.files import atomic_write, reading
 from dlscale.data import store
 
 #: Formats that Pillow decodes itself. For other formats it may start another program (for EPS, Ghostscript).
@@ -119,10 +119,10 @@ def write_pack(
     """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
 
     HDF5 stores contiguous values only if their number is known; until then an unnamed temporary file holds them.
-    `files` is the digest of `folder.looks`.
+    `files` is the digest of `folder.shard_digests`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
-    with whole(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
+    with atomic_write(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
         for number, picture in enumerate(pictures):
             try:
                 values, size = _stored(picture.read(), form)

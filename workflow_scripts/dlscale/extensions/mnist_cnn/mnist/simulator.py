@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlscale.core.files import whole
+from dlscale.core.files import atomic_write
 
 SIZE = 28
 #: Ends (x0, y0, x1, y1) of the strokes a to g, in units of a digit's width and height.
@@ -60,6 +60,6 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
         values = images(count, source.seed, raw.index, progress)
     else:
         values = labels(count, source.seed, raw.index)
-    with whole(out) as temporary, open(temporary, "wb") as file:
+    with atomic_write(out) as temporary, open(temporary, "wb") as file:
         file.write(struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape))
         file.write(values.tobytes())
