@@ -123,5 +123,7 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
     stages = ("train", "throughput", "profile", "tune")
     made = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in stages}
     expected = {(run.plan, run.name) for run in runs if not run.rung}  # later rungs depend on results
-    lacking = {(plan, run) for plan, left_out in configuration.skipped_runs.items() for run in left_out}  # on this machine
+    lacking = {
+        (plan, run) for plan, left_out in configuration.skipped_runs.items() for run in left_out
+    }  # on this machine
     assert made - lacking == expected
