@@ -101,7 +101,7 @@ try:
         BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
     AS_CALLED = json.dumps([BASE, LAYERS], default=str)
     # The layers are merged over the profile's site; a section with another `kind` is replaced.
-    CONFIG = resolve.load(functools.reduce(resolve.merge, [resolve.placed(*layer) for layer in LAYERS], BASE))
+    CONFIG = resolve.load(functools.reduce(resolve.merge, [resolve.resolve_paths(*layer) for layer in LAYERS], BASE))
     urls.publish(CONFIG.secrets)
     ASKED = asked_targets()
     FETCHED = [name for name, dataset in CONFIG.workflow.datasets.items() if parts.fetched(dataset)]

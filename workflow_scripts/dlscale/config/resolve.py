@@ -126,7 +126,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
     for name, file in files.items():
         study = registry.added().get(name)
-        datasets = placed({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets
+        datasets = resolve_paths({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets
         datasets = hide(datasets, f"{written_in(name)}: datasets", secrets)
         absent = {plan for extension in file.plans_need.keys() - there for plan in file.plans_need[extension]}
         own = {"datasets": datasets, "plans": {plan: file.plans[plan] for plan in file.plans if plan not in absent}}
@@ -277,12 +277,12 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
     """Load a configuration: a site (`site_settings`), YAML files in order, then `over`; later values win."""
     raw = site_settings(site)
-    for settings in [*(placed(read_yaml(path), Path(path).parent) for path in paths), *over]:
+    for settings in [*(resolve_paths(read_yaml(path), Path(path).parent) for path in paths), *over]:
         merge(raw, settings)
     return load(raw)
 
 
-def placed(raw: Raw, folder: str | Path) -> Raw:
+def resolve_paths(raw: Raw, folder: str | Path) -> Raw:
     """Return a file's settings with its paths resolved from `folder`.
 
     These are the paths of studies, and the sources of datasets.

@@ -123,7 +123,7 @@ class Watchdog:
             range(size) if rank == 0 else sorted({0, 1, *self._mates})
         )  #: ranks from which this rank reads heartbeats
         self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since then
-        self._sign = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
+        self._heartbeat = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds without an answer of the store
         self._named: list[int] = []  #: ranks that the log has named
         self._closed = threading.Event()
@@ -162,8 +162,8 @@ class Watchdog:
     # ---- heartbeats ------------------------------------------------------------------------------
 
     def _show(self, **changes: Any) -> None:
-        self._sign = self._sign._replace(number=self._sign.number + 1, **changes)
-        self._store.set(f"sign-{self.rank}", json.dumps(self._sign))
+        self._heartbeat = self._heartbeat._replace(number=self._heartbeat.number + 1, **changes)
+        self._store.set(f"sign-{self.rank}", json.dumps(self._heartbeat))
 
     def _look(self) -> None:
         """Read the heartbeats of other ranks, once all exist: thousands of processes do not begin at once."""
@@ -184,7 +184,9 @@ class Watchdog:
                 place, age, steps = come, 0.0, True
             age, steps = age + BEAT, steps and kind == ranges.STEPS  # was one of steps all the time
             mates = {rank: self._seen[rank] for rank in self._mates}
-            sees = {str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._sign.place}
+            sees = {
+                str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
+            }
             at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
             try:
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees)
@@ -203,7 +205,7 @@ class Watchdog:
             )  # rank 0 may host the store: the other ranks read the verdict there first
             self._end(verdict)
         if self.rank < 2:
-            self._sign = self._sign._replace(verdict=self._verdict())
+            self._heartbeat = self._heartbeat._replace(verdict=self._verdict())
 
     def _await_answer(self) -> None:
         while not self._closed.wait(BEAT):
@@ -279,7 +281,7 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         if self._closed.is_set():
             return
-        for rank in [rank for rank, said in self._sign.sees.items() if said == STOPPED]:
+        for rank in [rank for rank, said in self._heartbeat.sees.items() if said == STOPPED]:
             with contextlib.suppress(OSError):
                 os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # a stopped process reacts to no other signal
         end(f"{verdict}. This process ends, too", LOST)

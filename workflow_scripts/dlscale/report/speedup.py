@@ -166,7 +166,7 @@ class SpeedUps:
             return None
         if run is other:
             return SpeedUp(0.0, 0.0)
-        return self._in_turns(run, other, self.floor, looks) or measured_apart(run, other, self.apart, looks)
+        return self._in_turns(run, other, self.floor, looks) or measured_apart(run, other, self.separate_floor, looks)
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
@@ -180,7 +180,7 @@ class SpeedUps:
         return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
-    def apart(self) -> float:
+    def separate_floor(self) -> float:
         """Greatest log ratio of equal work, measured separately; at least `MIN_LOG_DIFFERENCE`."""
         return max([MIN_LOG_DIFFERENCE, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
 

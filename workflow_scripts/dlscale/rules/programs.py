@@ -32,7 +32,7 @@ class Programs:
     context: Context
     commands: Commands
 
-    def placed(self, run: Run) -> Run:
+    def with_fetched_folder(self, run: Run) -> Run:
         """Return the run with its program's folder set to the fetched revision, if it names one."""
         if not (run.program and run.program.repository):
             return run
@@ -92,7 +92,7 @@ class Programs:
         ):
             remedy = f"get the program's files (git clone), or name their folder in {here}.program.folder"
             self.context.say(Finding(f"run {wildcards.run}", "FAIL", f"{program.folder}: no such folder", remedy))
-        placed = self.placed(run).program
+        placed = self.with_fetched_folder(run).program
         contained = self.context.site.engine != "none" or bool(program and program.image)
         if placed and here not in self.context.looked:
             found = probe_script(wildcards.run, f"{here}.program.command", placed, contained)
@@ -140,7 +140,7 @@ class Programs:
             else os.cpu_count() or 1
         )
         found = program.candidates(asked, cores)
-        return [[changes, self.placed(run).slice("throughput")] for changes, run in found]
+        return [[changes, self.with_fetched_folder(run).slice("throughput")] for changes, run in found]
 
     def tune_candidates(self, wildcards: Wildcards, input: Any) -> list[str]:
         found = self.candidates(wildcards)
@@ -152,7 +152,7 @@ class Programs:
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
         """Return the command of the stage of a run's program, and the words before the program's command."""
-        placed = self.placed(run)
+        placed = self.with_fetched_folder(run)
         assert placed.program
         place = self.commands.place([*paths, placed.program.folder])
         try:

@@ -95,7 +95,7 @@ class Runs:
         return self._params("tune", self.context.run(wildcards)) | {"candidates": self.programs.candidates(wildcards)}
 
     def settings(self, wildcards: Wildcards, input: Any) -> str:
-        return self.programs.placed(self.context.run(wildcards)).model_dump_json()
+        return self.programs.with_fetched_folder(self.context.run(wildcards)).model_dump_json()
 
     def paired_with(self, wildcards: Wildcards) -> Run | None:
         """Return the plan's first run if paired timing compares a run with it, else None.
@@ -136,7 +136,7 @@ class Runs:
         if not first:
             return []
         manifest = ["--beside-manifest", input.first[0]] if input.first else []
-        return ["--beside", json.dumps(self.programs.placed(first).slice("throughput")), *manifest]
+        return ["--beside", json.dumps(self.programs.with_fetched_folder(first).slice("throughput")), *manifest]
 
     def train_threads(self, wildcards: Wildcards) -> int:
         """Return the cores of a training job: all, unless its run sets a number and needs no GPU."""

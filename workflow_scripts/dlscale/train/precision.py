@@ -196,7 +196,7 @@ class Weights:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`; each device takes its part."""
         for name, each in self.shards().items():
-            each.tensor.copy_(each.of(state[name]))
+            each.tensor.copy_(each.slice_like(state[name]))
         self.distribute(frozen=True)
 
 
