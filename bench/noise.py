@@ -28,7 +28,8 @@ from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.files import write_json
 from dlscale.core.text import NONE
-from dlscale.report import compare, sections
+from dlscale.extensions.compare import compare
+from dlscale.report import sections
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import SpeedUp, SpeedUps
 

@@ -730,21 +730,21 @@ MUTATIONS = [
     # ---- report ----------------------------------------------------------------------------------
     Mutation(
         "compared_the_wrong_way",
-        "report/compare.py",
+        "extensions/compare/compare.py",
         "measured_apart(after, before, looks=looks)",
         "measured_apart(before, after, looks=looks)",
         "test_compare.py::test_two_results_are_compared_run_by_run",
     ),
     Mutation(
         "gate_never_fails",
-        "report/compare.py",
+        "extensions/compare/compare.py",
         "    return 1 if args.gate and slower else 0\n\n\ndef _print",
         "    return 0\n\n\ndef _print",
         "test_compare.py::test_what_is_slower_is_named",
     ),
     Mutation(
         "gate_of_gains",
-        "report/compare.py",
+        "extensions/compare/compare.py",
         "found.high < 1 for found",
         "found.low > 1 for found",
         "test_compare.py::test_what_is_slower_is_named",

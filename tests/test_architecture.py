@@ -102,7 +102,6 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
         "unet",
         "vit",
         "crops",
-        "pairs",
         *(kind for kind in KINDS if kind != "files"),  # «files» is also an everyday word
         *(word for name in STUDIES for word in name.split("_")),
     }

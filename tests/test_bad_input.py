@@ -24,7 +24,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.data import source as data_source
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import map_chunks
-from dlscale.report.compare import read_rows
+from dlscale.extensions.compare.compare import read_rows
 from dlscale.train.weight_files import read_weights
 from tests.conftest import stage
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years

@@ -15,7 +15,7 @@ from PIL import Image
 
 from dlscale.cli import main
 from dlscale.core.files import save_png
-from dlscale.extensions.history import history
+from dlscale.extensions.compare import history
 from dlscale.measure.records import Beside, Throughput, Trials
 from dlscale.parallel.records import Device
 from tests.test_environment import BEFORE

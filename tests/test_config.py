@@ -205,7 +205,11 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"plans": {"sound": {"from": "sond.first"}}}, "plans.sound.from", ("did you mean 'sound'?",)),
         ({"plans": {"sound": {"from": "weather.vit"}}}, "plans.sound.from", ("era5_vit", "cosmo_unet")),
         ({"plans": {"sound": {"runs": {"a": {"use": "sound.frist"}}}}}, "plans.sound.runs.a.use", ("'first'",)),
-        ({"plans": {"sound": {"runs": {"a": {"use": "sound.first", "seed": 1}}}}}, "plans.sound.runs.a", ("alone",)),
+        (
+            {"plans": {"sound": {"runs": {"a": {"use": "sound.first", "seed": 1}}}}},
+            "plans.sound.runs.a",
+            ("excludes all other keys",),
+        ),
         ({"plans": {"sound": {"runs": {"a": {"study": "era5_vit"}}}}}, "plans.sound.runs.a.study", ("one study",)),
         ({"plans": {"sound": {"runs": {"a": [1]}}}}, "plans.sound.runs.a", ("got [1]",)),
         ({"plans": {"sound": {"runs": {"a b": {}}}}}, "plans.sound.runs.a b", ("expected 1 to 64 letters",)),

@@ -25,7 +25,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.extensions.era5_vit.model import ViT
-from dlscale.measure.evaluate import single_device_run
+from dlscale.extensions.evaluate.evaluate import single_device_run
 from dlscale.parallel import shards
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.rendezvous import join

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from dlscale.extensions.compare.compare import Summary, _calls, compare, read_rows, short_names
 from dlscale.measure import profile
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
-from dlscale.report.compare import Summary, _calls, compare, read_rows, short_names
 from tests.conftest import stage
 from tests.nsys_databases import Recording
 

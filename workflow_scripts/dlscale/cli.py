@@ -34,7 +34,7 @@ from dlscale.core.machine import let_threads_wait, put_python_first, restore_cal
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.redact import redact, redact_programs
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
-from dlscale.core.stage import Stage, option, path
+from dlscale.core.stage import Stage, option
 from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.core.text import coloured
 from dlscale.launch.contain import exit_with_stdin
@@ -83,23 +83,6 @@ _OWN = {
         "Show what limits runs, how far they are from their device's limit, and what to try next.",
         (RUNS,),
     ),
-    "compare": Query(
-        "dlscale.report.compare",
-        "Compare two results folders, plans or runs: speed with its noise, loss, settings. Or compare two profiles.",
-        (
-            (
-                "results",
-                {
-                    "nargs": 2,
-                    "metavar": "RESULTS",
-                    "help": "results before and after: plans, runs (PLAN.RUN) or folders (./NAME)",
-                },
-            ),
-            option("--profiles", "compare the profiles of two runs, or reports of nsys", False, action="store_true"),
-            option("--force", "compare runs of different studies, too", False, action="store_true"),
-            option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
-        ),
-    ),
     "doctor": Query(
         "dlscale.preflight.doctor",
         "Check the requirements of the workflow before anything is submitted; exit with 1 if a check fails.",
@@ -109,19 +92,6 @@ _OWN = {
         "dlscale.preflight.cost",
         "Estimate the cost of runs without results: node-hours, GPU-hours, charge.",
         (PLANS,),
-    ),
-    "evaluate": Query(
-        "dlscale.measure.evaluate",
-        "Score the weights of trained runs on their validation or test data, without training.",
-        (
-            RUNS,
-            option("--weights", "weights to score: last, best, or a file", False, default="last", metavar="WHICH"),
-            option("--split", "split of the run's dataset", False, default="valid", choices=("valid", "test")),
-            option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
-            option("--threads", "CPU threads (default: as in training)", False, type=int, metavar="N"),
-            path("--manifest", "manifest.json of the dataset, if it is not in the results folder", required=False),
-            path("--out", "JSON file to write", required=False),
-        ),
     ),
     "new-study": Query(
         "dlscale.studies.new_study",
@@ -189,7 +159,8 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
 def _overview(texts: Mapping[str, str]) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = list[str]()
-    for title, names in {"every day": EVERYDAY, "more": [name for name in texts if name not in EVERYDAY]}.items():
+    everyday = [name for name in EVERYDAY if name in texts]
+    for title, names in {"every day": everyday, "more": [name for name in texts if name not in EVERYDAY]}.items():
         lines.append(coloured(f"{title}:", "bold", sys.stdout))
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)

@@ -16,8 +16,8 @@ from dlscale.config.places import results_of
 from dlscale.core import text
 from dlscale.core.errors import UserError
 from dlscale.core.files import save_png
+from dlscale.extensions.compare.compare import finished
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
-from dlscale.report.compare import finished
 from dlscale.report.figures import Cell, cell, show, table
 from dlscale.report.results import RunResult, environment_changes
 from dlscale.report.speedup import measured_apart, spread_of

@@ -1,0 +1,36 @@
+"""Extension: comparison of two results, and the history of all measurements."""
+
+from dlscale.core.commands import Query
+from dlscale.core.stage import option, path
+
+COMMANDS = {
+    "compare": Query(
+        "dlscale.extensions.compare.compare",
+        "Compare two results folders, plans or runs: speed with its noise, loss, settings. Or compare two profiles.",
+        (
+            (
+                "results",
+                {
+                    "nargs": 2,
+                    "metavar": "RESULTS",
+                    "help": "results before and after: plans, runs (PLAN.RUN) or folders (./NAME)",
+                },
+            ),
+            option("--profiles", "compare the profiles of two runs, or reports of nsys", False, action="store_true"),
+            option("--force", "compare runs of different studies, too", False, action="store_true"),
+            option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
+        ),
+    ),
+    "history": Query(
+        "dlscale.extensions.compare.history",
+        "Show the speed of each run at each of its measurements, over any number of results folders.",
+        (
+            (
+                "results",
+                {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders (default: the results folder here)"},
+            ),
+            option("--since", "first day of the measurements to show", False, metavar="YYYY-MM-DD"),
+            path("--out", "PNG file to write", required=False),
+        ),
+    ),
+}

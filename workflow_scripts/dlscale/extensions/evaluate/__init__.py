@@ -1,0 +1,1 @@
+"""Score the weights of trained runs."""
