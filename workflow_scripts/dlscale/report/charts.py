@@ -26,6 +26,8 @@ View = dict[str, Any]
 COLOURS = [f"var(--s{index})" for index in range(8)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
+#: Words of the page for the modes of a measurement; files keep the keys.
+MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
 INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
 
 #: Dash patterns of lines: lengths of dashes and gaps, pixels.

@@ -31,7 +31,7 @@ from dlscale.core.files import write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
-from dlscale.report.charts import CONFIG, View, library
+from dlscale.report.charts import CONFIG, MODE_NAMES, View, library
 from dlscale.report.curves import Reference
 from dlscale.report.figures import Table, cell, joules, table
 from dlscale.report.profiles import devices
@@ -130,6 +130,7 @@ def page(
         chart.write(place / "figures", [run for run in chosen if chosen[run]])
     return environment.from_string(template).render(
         title=title,
+        modes=MODE_NAMES,
         docs=docs,
         to_come=to_come,
         live=live,

@@ -13,7 +13,7 @@ from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
-from dlscale.report.charts import MODE_COLOURS, SHAPES, Chart, View, lines
+from dlscale.report.charts import MODE_COLOURS, MODE_NAMES, SHAPES, Chart, View, lines
 from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
 from dlscale.report.results import (
     MIN_FRACTION,
@@ -135,14 +135,14 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     charts = [
         lines(
             f"{plan}-scaling{'-' * bool(place)}{place or ''}",
-            f"{each.label}: training (FULL), computing (SYNTHETIC) and loading (IO). The ideal is dashed."
+            f"{each.label}: training, computing alone and loading alone. The ideal is dashed."
             + " Loading is not drawn: its rate is far above the other two."
             * (ORDER[-1] not in (modes := _drawn(each))),
             [row for mode in modes for row in _rates(each, mode)],
             axis,
             {"value": "throughput (samples/s)"},
             by="mode",
-            looks={mode: (MODE_COLOURS[mode], shape) for mode, shape in zip(modes, SHAPES, strict=False)},
+            looks={MODE_NAMES[mode]: (MODE_COLOURS[mode], shape) for mode, shape in zip(modes, SHAPES, strict=False)},
             dashes=["measured", "ideal"],
             doubling=True,
         )
@@ -166,7 +166,7 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
         for point in each.points
         if (found := point.efficiency("FULL"))
     ]
-    about = "Efficiency: rate of training (FULL) divided by the ideal. Vertical lines are 95 % intervals."
+    about = "Efficiency: rate of training divided by the ideal. Vertical lines are 95 % intervals."
     y = {"value": "efficiency of training (%)"}
     more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False, "levels": [(100.0, "ideal")]}
     return [*charts, lines(f"{plan}-scaled", about, reached, axis, y, **more)]
@@ -194,14 +194,14 @@ def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:
     y = {"value": "energy (J per sample)"}
     if factor is not None:
         y["grams"] = "CO₂ (g per million samples)"
-    about = "Energy per sample in training (FULL): of the GPUs, or of the nodes if they have none."
+    about = "Energy per sample in training: of the GPUs, or of the nodes if they have none."
     more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False}
     return [lines(f"{plan.name}-energy", about, rows, {"devices": "devices"}, y, **more)]
 
 
 def _rates(each: Series, mode: str) -> list[View]:
     return [
-        {"mode": mode, "what": what, "devices": point.devices, "value": rate}
+        {"mode": MODE_NAMES[mode], "what": what, "devices": point.devices, "value": rate}
         for point in each.points
         for what, rate in (("measured", point.rate(mode)), ("ideal", point.ideal(mode)))
     ]

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import statistics
 import struct
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
-from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, WORSE, Chart, View, bars
+from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
 from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
@@ -86,7 +87,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
     lacking: dict[str, list[str]] = {}
     for run, what in plan.record.left_out.items():
         lacking.setdefault(what, []).append(run)
-    return {
+    view = {
         "name": plan.name,
         "title": plan.title,
         "study": plan.record.study,
@@ -112,6 +113,30 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "sections": sections,
         "chosen": {name: name in first for name in names},
     }
+    return view | {"lead": lead(view)}
+
+
+def lead(card: View) -> str:
+    """Return the first lines of a plan's card: the gain, the limit, and the next thing to try."""
+    said, found, bound = list[str](), card["speed"], card["bound"]
+    if swept := card["swept"]:
+        said.append(f"“{swept['best']}” is the best of {swept['of']} trials.")
+    elif found and found["efficiency"]:
+        known = found["efficiency"]
+        said.append(f"Efficiency on {known['place']}: {known['ratio']} {known['interval_text']}.".replace(" .", "."))
+    elif found and not found["known"]:
+        said.append("The fastest run is not known: other programs were busy.")
+    elif found and found["gain"]:
+        said.append(f"“{found['fastest']}” trains {found['gain'].words} as fast as “{found['first']}”.")
+    elif found and found["of"] > 1:
+        said.append(f"No run trains significantly faster than “{found['first']}”.")
+    elif found:
+        said.append(f"“{found['fastest']}” trains at {text.number(found['speed'])} {found['unit']}.")
+    if bound and bound["bound"]:
+        said.append(f"It is limited by {bound['bound'].what}.")
+    if bound and bound["todo"]:
+        said.append(f"Try next: {re.split(r'(?<=[.;]) ', bound['todo'])[0].rstrip('.;')}.")
+    return " ".join(said)
 
 
 def environments(plan: PlanResult) -> list[str]:
@@ -583,9 +608,9 @@ def throughput(plan: PlanResult, page: Page) -> Section | None:
 
 
 def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) -> Chart:
-    """Return IO, SYNTHETIC and FULL of runs as bars, in one unit, with the standard deviation over the trials."""
+    """Return the rates of loading, computing and training as bars, with their standard deviations over the trials."""
     rows = [
-        {"run": run.called, "mode": mode, "from": 0.0, "to": trials.mean, "end": trials.mean + trials.std}
+        {"run": run.called, "mode": MODE_NAMES[mode], "from": 0.0, "to": trials.mean, "end": trials.mean + trials.std}
         | {"low": trials.mean - trials.std, "high": trials.mean + trials.std, "said": text.number(trials.mean)}
         | {
             "value": f"{text.number(trials.mean)} (standard deviation {text.number(trials.std, 2)})",
@@ -597,11 +622,12 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
     ]
     what = "Samples" if unit == SAMPLE_RATE else "Steps"
     words = (
-        f"{what} per second of each run: loading (IO), computing (SYNTHETIC) and training (FULL). Bars are means over "
-        "the trials; thin lines show one standard deviation to each side."
+        f"{what} per second of each run: loading alone, computing alone, and training. Bars are means over the trials; "
+        "thin lines show one standard deviation to each side."
     )
     shown = {"value": unit, "trials": "trials"}
-    more: View = {"colours": MODE_COLOURS, "by": "mode", "shown": shown, "facts": plan.facts}
+    colours = {MODE_NAMES[mode]: colour for mode, colour in MODE_COLOURS.items()}
+    more: View = {"colours": colours, "by": "mode", "shown": shown, "facts": plan.facts}
     name = f"{plan.name}-throughput" + "-steps" * (unit == STEP_RATE)
     return bars(name, words, rows, f"throughput ({unit})", **more)
 
