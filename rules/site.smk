@@ -14,7 +14,7 @@ except UserError as error:
 if workflow.is_main_process:
     tell(*REASONS)
 
-# Jobs beyond the limit of a QOS wait here: Slurm would refuse them.
+# Snakemake holds back jobs beyond the job limit of a QOS, which Slurm would refuse.
 for name, limit in slurm.job_limits(SITE.scheduler).items() if SITE.scheduler else ():
     workflow.register_resource(name, limit)
 

@@ -167,14 +167,14 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
     [
         (
             ("p", "nowhere"),
-            "nowhere: neither a run nor a folder of results, a plan or a run; no plan is called 'nowhere'",
+            "nowhere: not a run (PLAN.RUN), nor a folder of a run, a plan or results; no plan is called 'nowhere'",
         ),
         (("p.first", "p.frist"), "p.frist: no such run; expected PLAN.RUN, or a run's folder; there are: other.else"),
         (("p.first", "other.empty"), "other.empty: no stage of it is finished"),
         (("p", "other"), "no run of one is in the other; name plans with runs in common"),
         (("results", "elsewhere"), "no run of one is in the other; name plans with runs in common"),
-        (("p", "./p"), "./p: neither a run nor a folder of results"),
-        (("p", "empty"), "empty: neither a run nor a folder of results"),
+        (("p", "./p"), "./p: not a run (PLAN.RUN), nor a folder"),
+        (("p", "empty"), "empty: not a run (PLAN.RUN), nor a folder"),
     ],
 )
 def test_what_cannot_be_compared_is_one_message(

@@ -862,7 +862,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
-        "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. It is limited by loading and computing. Try next:",  # the lead
+        "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. It is limited by loading and computing. Try next:",
         "7.50× ± 0.64 Speed-up of run bf16 over baseline. Its own rate of training is 180 samples/s, loading and",
         "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # what bounds it
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00

@@ -268,7 +268,9 @@ def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
     reference = {"name": "a", "plan": "p", "run": "a", "measure": ["train"]}
     plan = PlanRecord(plan="p", study="mnist_cnn", measure=["train"], runs=[reference], published=figures)
     view = profiles.efficiency(PlanResult(plan, [published_job()]))
-    assert view and view.notes[0].startswith("Published for these runs, at full size: job: CPU efficiency 94.64 % (")
+    assert view and view.notes[0].startswith(
+        "Published values for these runs at full size: job: CPU efficiency 94.64 % ("
+    )
     headings = [heading for heading, _ in view.tables[0].columns]
     cells = dict(zip(headings, (cell.text for cell in view.tables[0].rows[0]), strict=True))
     assert cells["CPU efficiency"] == "95\u00a0%" and cells["memory efficiency"] == "17\u00a0%"

@@ -130,7 +130,7 @@ TCPTimeout=2
 ReturnToService=2
 KillWait=10
 OverTimeLimit=0
-MinJobAge=300
+MinJobAge=1800
 InactiveLimit=0
 
 {nodes}

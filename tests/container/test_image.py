@@ -112,7 +112,7 @@ def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> 
     """The host needs no Python: the mounted checkout's code runs, and nothing is installed."""
     words = ["ENGINE=podman", f"IMAGE={cpu_image}", "ARGS=--dry-run --quiet"]
     said = container_engine.run(["make", "-C", str(checkout), "demo", *words])
-    assert "cosmo_demo.{baseline" in said, "a dry run must list the jobs"
+    assert re.search(r"cosmo_demo\.\{?baseline", said), "a dry run must list the jobs"
     assert f"/dlscale in the container is {checkout}\n" in said
     assert not (checkout / ".venv").exists()
     assert container_engine("ps", "--all", "--quiet", "--filter=name=dlscale-demo") == ""

@@ -32,7 +32,7 @@ TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned""
 #: Folder of a study outside the package (made by `dlscale new-study`), next to the copy of the repository.
 OUTSIDE = "a study's place"
 
-#: A few steps for each profiler; the profile reports a missing one.
+#: A few steps for each profiler; the record names a missing profiler.
 PROFILE = {"tools": ["torch", "nsys", "lines"], "skip": 1, "steps": 2}
 
 #: Configuration of all workflow tests: three plans of two studies with four runs (and one reused); a tuned run; a

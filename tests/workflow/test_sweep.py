@@ -125,7 +125,7 @@ JOBS = [
 
 @pytest.mark.slow
 def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome], clone: Tree) -> None:
-    """The results folder's name needs quotes, and only a second file has the plan."""
+    """The printed command works, although the folder's name needs quotes and only `tuned.yaml` has the plan."""
     (job,) = [job for job in finished[1].jobs if job.rule == "tune"]
     words = shlex.split(job.command)
     given = {flag: words[words.index(flag) + 1] for flag in ("--call", "--run", "--out")}

@@ -468,9 +468,9 @@ class _Resolver:
         return self._skipped_runs[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return a description of the GPUs that a run needs, if this machine has fewer.
+        """Return a list with a description of the GPUs that a run needs, if this machine has some, but too few.
 
-        Return an empty list otherwise.
+        Return an empty list otherwise, also without GPUs or with a scheduler.
         """
         if not self._here:
             return []

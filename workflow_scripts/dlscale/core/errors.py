@@ -50,7 +50,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def of_another(file: Path) -> str:
-    """Return advice for an unknown name that has results in `file`.
+    """Return advice for a name that the configuration lacks, although its results exist in `file`.
 
     Return an empty string if the file does not exist.
     """

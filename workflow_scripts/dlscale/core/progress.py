@@ -214,7 +214,11 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
         return []
     elapsed, totals = until - since, {rule: sum(job.seconds for job in own) for rule, own in rules.items()}
     used = f" on {cores} cores; this call used {percent(min(1.0, busy / (cores * elapsed)))} of them" if cores else ""
-    beside = " Jobs ran in parallel, so their times add up to more." if sum(totals.values()) > 1.02 * elapsed else ""
+    beside = (
+        " Jobs ran in parallel, so their times add up to more than the elapsed time."
+        if sum(totals.values()) > 1.02 * elapsed
+        else ""
+    )
     width = max(map(len, rules))
     table = [f"  {'':<{width}}  jobs        time  of which starting"]
     for rule, own in sorted(rules.items(), key=lambda item: -totals[item[0]]):

@@ -34,7 +34,9 @@ _CODE = (".py", ".pyc", ".pyi", ".so")
 class _Guard:
     """Guard that checks each file that this process opens."""
 
-    active: _Guard | None = None  #: Guard that the only audit hook calls: Python cannot remove hooks.
+    active: _Guard | None = (
+        None  #: The current guard. A single audit hook calls it, because Python cannot remove hooks.
+    )
     hooked = False
 
     def __init__(self, named: Iterable[str | Path]) -> None:

@@ -41,7 +41,9 @@ def check_structure(paths: Sequence[Path]) -> None:
         return
     current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that it reads
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads: they do not use HDF5
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python warns about a fork with running threads; these do not use HDF5
         child = os.fork()
     if not child:
         _walk_and_exit(paths, current)

@@ -81,7 +81,7 @@ class Meter:
         self._begin, self._start = time.time(), time.perf_counter()
 
     def usage(self, world: World) -> Usage:
-        """Return the use since the start by all ranks on the node of rank 0; all ranks must call it."""
+        """Return the resource use on rank 0's node since the start, by ranks and by others; all ranks must call it."""
         from dlscale.measure.records import Usage
 
         seconds = time.perf_counter() - self._start

@@ -348,7 +348,8 @@ GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding"
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that one call of an operator reads and writes; views cost zero.
 
-    Each tensor counts once; a tensor that changes in place counts as read and written.
+    Each input counts as read once, each output as written once, and a tensor that changes in place as both. The
+    exceptions are `WRITE_ONLY` and `GATHER`.
     """
     name = func._overloadpacket.__name__
     arguments, returns = func._schema.arguments, func._schema.returns
@@ -386,7 +387,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 # ---- peaks of a device -----------------------------------------------------------------------------
 
-#: Seconds of measurement of products, and of copies.
+#: Time spent on measuring matrix products, by type of device, and on copies, seconds.
 PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
 #: Edges of the square matrices; a size is skipped if one product would take more than a quarter of the time.
@@ -442,8 +443,8 @@ def product_rate(dtype: torch.dtype, device: torch.device) -> float:
 def _best_product(dtype: torch.dtype, device: torch.device) -> float:
     """Return the highest FLOP/s of all products, cycling through the sizes.
 
-    The best rate so far predicts the time of a size. A slow first call, while threads and clocks speed up, skips a size
-    only for some cycles.
+    Sizes that would take too long at the best rate so far are skipped. They are tried again when that rate rises, for
+    example after a slow first call.
     """
     limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
     end = time.perf_counter() + limit

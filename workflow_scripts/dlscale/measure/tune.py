@@ -298,7 +298,7 @@ def tuned(found: Tuning, study: str) -> str:
         comments += [
             "To train with it, and compare its speed with the run's own setting:",
             f"  {found.command}",
-            f"To use it in another plan, add this file to --configfile, and to the plan: {{from: {found.plan}.tuned}}",
+            f"To use it in another plan, pass this file with --configfile, and write `from: {found.plan}.tuned` there.",
         ]
     content = yaml.safe_dump({"plans": plans} if plans else {}, sort_keys=False)
     return "".join(f"# {line}\n" for line in comments) + content

@@ -104,7 +104,7 @@ class ModelParallel:
             self._cut(model)
         self._exchange(model)
         self.draws = seed is not None
-        #: Random state of this device within the divided part, on the host.
+        #: State of this device's random generator inside the divided layers, as a tensor on the host.
         self.random_state = self._outside = torch.empty(0, dtype=torch.uint8)
         if seed is not None:
             self._draw_apart(model, device, seed)

@@ -123,7 +123,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     """Return the store through which the ranks meet.
 
     On one node it is a file or a port of the loopback interface. On several nodes the first rank listens only at
-    MASTER_ADDR; PyTorch would listen at all addresses.
+    MASTER_ADDR; PyTorch would listen at all addresses. A torchrun that was started by hand hosts the store itself.
     """
     stores: Any = dist  # PyTorch defines the stores at run time only
     if geometry.nodes == 1:

@@ -41,7 +41,7 @@ CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of 
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
 NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks, if more are allowed.
 
-#: Texts in the errors of libraries if another rank is gone.
+#: Phrases in libraries' error messages that indicate that another rank is gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
 
 #: States of a process, as seen by the ranks of its node.

@@ -36,7 +36,7 @@ DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 #: Units of time: minimum time to use the unit (s), its length (s), and its name.
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
-#: Ratio of the longest bar to the shortest above which their axis is logarithmic.
+#: Bars have a logarithmic axis if the longest is more than this many times the shortest.
 WIDEST = 50.0
 
 #: Widths of the first and the last line, pixels: a line that is drawn over an equal one leaves its edges visible.

@@ -346,7 +346,7 @@ def efficiency(plan: PlanResult) -> Section | None:
     return Section(
         "Job efficiency",
         tables=[table(columns, caption, f"Job efficiency of {plan.title}")],
-        notes=[f"Published for these runs, at full size: {' · '.join(known)}"] if known else [],
+        notes=[f"Published values for these runs at full size: {' · '.join(known)}"] if known else [],
     )
 
 

@@ -297,7 +297,7 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """Leading metric: the first with a baseline without learning, or else the first."""
+        """Leading metric: the first metric that has a baseline; if none has one, the first metric."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 

@@ -81,7 +81,7 @@ def spread(trials: Trials, looks: int = 1) -> float:
 
 
 def spread_of(run: RunResult, looks: int = 1) -> float:
-    """Return the relative half-width of the interval of a run's speed: of FULL, or of its training epochs."""
+    """Return the relative half-width of the 95 % interval of a run's speed, from its FULL trials or its epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
     speeds = [epoch.samples_per_second for epoch in run.timed[1:] if epoch.samples_per_second is not None]

@@ -32,7 +32,7 @@ from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World
 from dlscale.train.memory import available, predict, total
 
-#: Fraction of free memory that a predicted step may take, after `RESERVE` bytes are set aside, by device. Workspaces,
+#: Fraction, by type of device, of the free memory without `RESERVE` bytes that a predicted step may take. Workspaces,
 #: threads and unused blocks are not predicted; on a CPU they took up to 0.6 of the predicted memory.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
 RESERVE = {"cpu": 300_000_000, "cuda": 0}

@@ -64,7 +64,7 @@ class CheckpointRecord(Record):
     wall_time: float = 0.0  #: end of this epoch's steps, seconds since 1970-01-01 UTC; 0 if unfinished
     #: Settings that affect times but no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
-    untrained: Untrained | None = None  #: scores before the first step, in the first epoch
+    untrained: Untrained | None = None  #: scores before the first step; only in records of the first epoch
     places: dict[str, Any] = {}  #: devices of the training; random states are restored only on the same devices
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are stored separately; None: no best epoch is known

@@ -197,7 +197,7 @@ def finished(name: str, configuration: Configuration | None) -> dict[str, RunRes
     if not (plans := _plan_files(name, results)):
         known = [file.parent.name for file in results.glob("plans/[!.]*/plan.yaml")]
         raise UserError(
-            f"{name}: neither a run nor a folder of results, a plan or a run; {unknown('plan', name, known)}"
+            f"{name}: not a run (PLAN.RUN), nor a folder of a run, a plan or results; {unknown('plan', name, known)}"
         )
     found = {f"{file.parent.name}.{run.name}": run for file in plans for run in read_plan(file, lacking=lacking).runs}
     if not found:

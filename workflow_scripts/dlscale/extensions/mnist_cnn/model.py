@@ -1,6 +1,6 @@
 """The small convolutional network of PyTorch's MNIST example.
 
-Shape suffixes: B batch, C channels, H W the image, K classes.
+Shape suffixes: B batch, C channels, H height, W width, K classes.
 """
 
 from __future__ import annotations

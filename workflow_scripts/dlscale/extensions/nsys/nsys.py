@@ -335,7 +335,7 @@ TABLES = {
 }
 
 
-#: Names of the published programs' ranges, without step numbers, and dlscale's names.
+#: Range name in the published programs, without step number → dlscale's name.
 THEIRS = {"data copy in": "copy"}
 
 

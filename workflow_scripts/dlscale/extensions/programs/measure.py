@@ -82,7 +82,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         if not (steps.is_dir() and any(steps.iterdir())):  # the program did not start
             remove(folder)
         raise
-    # From here on an error changes neither the exit status nor the records that exist.
+    # From here on an error changes neither the exit status nor written records, except those of runs without steps.
     try:
         _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
         apart = profilers.excluded_spans if profilers else []
@@ -135,7 +135,7 @@ def _called(command: Sequence[str]) -> str:
 def _reserved(name: str, plan: Path) -> Path:
     """Make a new folder `name` in `plan`; add a number if it exists, to keep earlier results."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
-        raise UserError(f"--name: {name}: expected up to 40 lower-case letters, digits and underscores")
+        raise UserError(f"--name: {name}: expected 1 to 40 lower-case letters, digits and underscores, a letter first")
     plan.mkdir(parents=True, exist_ok=True)  # raises if the path is a file or a broken link
     for count in itertools.count(1):
         folder = plan / (name if count == 1 else f"{name}_{count}")

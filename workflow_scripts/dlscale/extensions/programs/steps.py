@@ -229,7 +229,7 @@ def _share(times: Sequence[float], steps: Sequence[float]) -> float:
 def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
     """Return the spans in which a process's steps do not count.
 
-    These are its gaps, and the profilers' spans, each extended by some steps after it.
+    These are its gaps, and each span of a profiler together with the `SETTLING` steps after it.
     """
     away = [*process.gaps]
     for begin, end in apart:

@@ -531,7 +531,7 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
 
 
 def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
-    """Raise `UserError` for variables in other units than `first`, or on another grid.
+    """Raise `UserError` unless all variables are on the grid of `first`, and those of a channel have one unit.
 
     Grids may differ by rounding and by full turns.
     """
