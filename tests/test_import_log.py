@@ -333,7 +333,7 @@ def flipped(content: bytes) -> bytes:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda file: file.write_bytes(b""), "holds no event; expected an event file"),
+    "empty": (lambda file: file.write_bytes(b""), "has no events; expected an event file"),
     "text": (
         lambda file: file.write_text("epoch 1: loss 0.5\n" * 9),
         "not an event file of TensorBoard (it begins with b'epoch 1: los'",
@@ -397,7 +397,7 @@ def test_plans_of_another_study_would_not_show_it(
 ) -> None:
     (tmp_path / "config.yaml").write_text("targets: [mnist_sweep]\n")
     assert bring(unet(tmp_path / "events.out.tfevents.1"), "--plans", "mnist_sweep") == 2
-    assert "--plans: mnist_sweep is of study mnist_cnn, not of cosmo_unet" in error_line(capfd)
+    assert "--plans: mnist_sweep is a plan of study mnist_cnn, not of cosmo_unet" in error_line(capfd)
 
 
 def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float, float]]:

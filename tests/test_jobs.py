@@ -496,7 +496,7 @@ def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
         found.context.say, found.context.keep_going = said.append, lambda: keep_going  # noqa: B023
         assert found.datasets.files(wildcards) == source["paths"]
         assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
-        assert f"{tmp_path}/many: more than 2 files; name those that decide" in said[0].text
+        assert f"{tmp_path}/many: more than 2 files; name only files that affect" in said[0].text
         sources = [Path(word) for word in found.datasets.prepared_sources(wildcards)[1:]]
         with pytest.raises(UserError, match="many: more than 2 files"):
             describe_prepared(found.context.datasets["d"], sources, tmp_path)

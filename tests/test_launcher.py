@@ -439,6 +439,8 @@ def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
 
     CPUs beyond a GPU's fraction of the node are charged.
     """
+    nodes = perlmutter.gpu_nodes.model_copy(update={"fixed_share": False})
+    perlmutter = perlmutter.model_copy(update={"gpu_nodes": nodes})
     own = Geometry(cpus=1, memory_mb=8192)
     assert slurm.words(slurm.request(perlmutter, "train", own)).split()[4:7] == [
         *("--cpus-per-task=1", "--gres=gpu:1", "--mem=8192")

@@ -769,7 +769,7 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, room=room, free=free: (free, room))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, own=own: own)
         assert direct_loader.becomes_resident("auto", needed, torch.device("cuda")) == fits
-        assert f"{'is held' if fits else 'is not held'} on the device" in caplog.messages[-1]
+        assert f"{'are kept' if fits else 'are not kept'} on the device" in caplog.messages[-1]
     assert direct_loader.becomes_resident("always", needed, torch.device("cuda"))
     assert not direct_loader.becomes_resident("never", needed, torch.device("cuda"))
     assert not direct_loader.becomes_resident("auto", needed, CPU)

@@ -105,7 +105,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "words"),
     [
-        ("silent", "nsys made no report: Something else.; see the log, and run the stage again"),
+        ("silent", "nsys made no report: Something else. See the log, and run the stage again"),
         ("fails", "the profiled process ended with status 3: ValueError: no such thing"),
         ("unread", "nsys.rank0.nsys-rep: nsys 2099.1.2 cannot export the report; see the log"),
     ],

@@ -247,7 +247,7 @@ def test_a_stated_batch_size_is_held_against_the_loaders(
     reading = running._with_delivered(running.Reading(stated, of_run), processes)
     warned = capfd.readouterr().err
     assert reading.batch_size == (counts or stated) and bool(warned) == (counts is not None)
-    assert not counts or ("delivered 64 samples a step" in warned and f"; {counts} counts" in warned)
+    assert not counts or ("delivered 64 samples per step" in warned and f"The rate uses {counts}" in warned)
 
 
 def test_rates_read_at_once_share_their_time() -> None:
@@ -1337,7 +1337,7 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
     ("words", "message"),
     [
         (["--batch-size", 0, "--", "true"], "--batch-size: 0: expected a whole number from 1"),
-        (["--name", "a/b", "--", "true"], "--name: a/b: expected up to 40 lower-case"),
+        (["--name", "a/b", "--", "true"], "--name: a/b: expected 1 to 40 lower-case"),
         (["--rate", "(", "--", "true"], "--rate: (: not a regular expression"),
         (["--steps", "none", "--", "true"], "log of steps none: no such file"),
         (["--steps", "/dev/zero", "--", "sleep", 60], "/dev/zero: a link, pipe or device; expected a file"),

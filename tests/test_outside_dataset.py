@@ -187,7 +187,7 @@ def test_files_of_other_fields_are_refused(module: str, tmp_path: Path, capfd: p
         file.attrs["fields"] = ["image", "label"]
     products = ["--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats"]
     assert stage("describe", "--config", tmp_path / "config.yaml", *products) == 2
-    words = "valid/all.h5: holds the fields image, mask, label, scalars, weight, expected image, label, as other files"
+    words = "valid/all.h5: holds the fields image, mask, label, scalars, weight, expected image, label, as in the other files"
     assert words in capfd.readouterr().err
 
 
@@ -411,7 +411,7 @@ def test_a_folder_with_relative_imports(tmp_path: Path) -> None:
             STUDY.format(kind="k").replace("[Kind()]", "[Kind]"),
             r"KINDS has the class Kind; write Kind\(\)",
         ),
-        ("taken", STUDY.format(kind="mnist"), "a kind of dataset called 'mnist' is there already"),
+        ("taken", STUDY.format(kind="mnist"), "a kind of dataset called 'mnist' already exists"),
     ],
 )
 def test_mistakes_in_a_study(tmp_path: Path, name: str, text: str, words: str) -> None:

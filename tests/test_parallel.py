@@ -212,7 +212,7 @@ def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 #: Messages and variables of a run on two nodes of four devices, and of a job with two tasks, one per node.
-FEW = r"geometry: this run asks for 8 processes \(2 nodes x 4\), and"
+FEW = r"geometry: this run asks for 8 processes \(2 nodes x 4\), but"
 TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 
 

@@ -513,7 +513,7 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
     [
         ({"attention": "efficient"}, "attention: efficient cannot compute .* or one of: flash, math"),
         ({"attention": "cudnn"}, "attention: cudnn cannot compute .* or one of: flash, math"),
-        ({"cuda_graph": True, "optimizer": {"fused": True}}, "cuda_graph: the device is a cpu"),
+        ({"cuda_graph": True, "optimizer": {"fused": True}}, "cuda_graph: the device is cpu"),
     ],
     ids=["efficient", "cudnn", "graph"],
 )

@@ -505,7 +505,7 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     priced = ["--price", 2, "--target-samples", 3600000]
     assert stage("predict", results / "plans/cosmo_unet/one", "--devices", 1, 8, *priced) == 0
     text = capsys.readouterr().out
-    assert "Fastest: 8 devices" in text and "at 2 a node-hour" in text and "Cheapest: " in text
+    assert "Fastest: 8 devices" in text and "at 2 per node-hour" in text and "Cheapest: " in text
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_with_sizes(
         monkeypatch.setattr(staging, "free_memory", lambda: 1000)
     else:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 800}))
-    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, and .* has room for 800 B; use loader"
+    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, but .* has only 800 B free; use loader"
     with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", place):
         pass
     assert files(disk) == []

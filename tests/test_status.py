@@ -422,7 +422,9 @@ def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
         "  configure     1       4.0 s",
     ]
     side = [*done, Job("train", 125.0, 25.0, None)]
-    assert progress.lines(side, 100.0, 130.0)[0].endswith("Jobs ran in parallel, so their times add up to more than the elapsed time.")
+    assert progress.lines(side, 100.0, 130.0)[0].endswith(
+        "Jobs ran in parallel, so their times add up to more than the elapsed time."
+    )
     assert progress.lines(done, 100.0, 130.0)[0] == "Where the time went: 30.0\u00a0s."
     assert progress.lines([], 100.0, 130.0, 2, 1.0) == []
 

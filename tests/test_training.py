@@ -803,7 +803,7 @@ def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"another training \(one\) or another step \(1\)\), nor from an earlier one"):
         loaded(other, w=w)
     (tmp_path / "one/step-00000001").rename(tmp_path / "one/step-00000002")
-    with pytest.raises(UserError, match=r"another step, 1\)"):
+    with pytest.raises(UserError, match=r"another step \(1\)"):
         loaded(one, w=w)
     assert one.steps() == [2] and other.steps() == [1]
 

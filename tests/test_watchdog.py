@@ -376,14 +376,16 @@ def test_the_verdict_on_silence() -> None:
     assert verdict(sees(watchdog.STOPPED), GOES_ON, silent={1: 26}) == stopped
     assert "process is gone" in verdict(sees(watchdog.ENDED), GOES_ON, silent={1: 26})
     assert not verdict(GOES_ON, GOES_ON, silent={1: 40}), "no rank can see the process"
-    assert "46 s of process 1 on nid1 (backward): killed or" in verdict(GOES_ON, GOES_ON, silent={1: 46})
+    assert "46 s from process 1 on nid1 (backward): killed or" in verdict(GOES_ON, GOES_ON, silent={1: 46})
     old = verdict(GOES_ON, GOES_ON, sees(watchdog.THERE), silent={1: 46, 2: 40})
     assert "process 1 on nid1" in old, "the rank that saw the process has been silent since"
     assert not verdict(sees(watchdog.THERE), GOES_ON, silent={1: 40})
     assert verdict(sees(watchdog.THERE), GOES_ON | {"failed": "no"}, silent={1: 26}) == "process 1 on nid1 ended: no"
     # The second rank judges the first one.
     assert not verdict(GOES_ON, sees(watchdog.THERE, 0), silent={0: 40}, rank=1)
-    assert "process 0 on nid0 (backward): it is" in verdict(GOES_ON, sees(watchdog.THERE, 0), silent={0: 46}, rank=1)
+    assert "process 0 on nid0 (backward): its process is running" in verdict(
+        GOES_ON, sees(watchdog.THERE, 0), silent={0: 46}, rank=1
+    )
     assert not verdict(at(100, "", OPENING, 1), sees(watchdog.THERE, 0), silent={0: 1000}, rank=1)
     assert not verdict(WAITS, BEHIND, rank=1), "the second rank judges no other rank"
 

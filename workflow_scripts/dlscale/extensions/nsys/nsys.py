@@ -88,7 +88,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
         if problem or not profiled or not tool:
             return ProfiledTool(name="nsys", problem=problem), []
         if not kept.exists():
-            problem = f"nsys made no report: {_last(said)}. See the log, and run the stage again"
+            problem = f"nsys made no report: {_last(said).rstrip('.')}. See the log, and run the stage again"
             return ProfiledTool(name="nsys", problem=problem), []
         found, rows = _read(tool, world.rank, kept, Path(scratch) / "database.sqlite")
         cost = overhead(*json.loads(times.read_text())) if times.exists() else None

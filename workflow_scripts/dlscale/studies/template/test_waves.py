@@ -1,4 +1,4 @@
-"""Tests of `waves` on a tiny dataset: the tests of any study, which skip missing features; add your own below."""
+"""Tests of `waves` on a tiny dataset. The tests of any study skip missing features; add your own below."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Data of the study in waves.py, made in memory.
 
-Changes of this file make the data again; changes of waves.py do not. Opening a file that `parts` does not name is an
-error: return a `RawFile` for it, and read `paths`.
+A change of this file makes the data again; a change of waves.py does not. Opening a file that
+`parts` does not name is an error: return a `RawFile` for it, and read `paths`.
 """
 
 from __future__ import annotations
