@@ -340,7 +340,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: " + 5000 * "1", "not valid YAML"),
         ("# a list\n- 1\n", "expected keys and values, got list"),
         ("", "got None"),
-        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1; leave one out"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1; remove one of the two"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' is already in line 1"),
         ("a: 1\nb: &b\n  c: [*b]\n", "line 2: not valid YAML: found unconstructable recursive node"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
@@ -359,7 +359,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     for encoded in (b"# two lines\ntitle: caf\xe9\n", "targets: [a]\n".encode("utf-16")):
         file.write_bytes(encoded)
-        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in this encoding$"):
+        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in UTF-8$"):
             config.load_files(file)
     file.write_bytes(b"\xef\xbb\xbftargets: [a]\n")
     assert read_yaml(file) == {"targets": ["a"]}, "a byte order mark is allowed"
@@ -1230,10 +1230,16 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (plan({"loader": {"workers": 3000}}), "loader.workers: got 3000; expected at most 512: each is a process"),
-        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024: no node has more cores"),
-        (plan({"throughput": {"seconds": 1e308}}), "seconds: got 1e+308; expected at most 604,800: a week of seconds"),
-        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30: larger numbers overflow"),
+        (
+            plan({"loader": {"workers": 3000}}),
+            "loader.workers: got 3000; expected at most 512 (a node starts a process or thread for each)",
+        ),
+        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024 (no node has more cores"),
+        (
+            plan({"throughput": {"seconds": 1e308}}),
+            "seconds: got 1e+308; expected at most 604,800 (the seconds of a week)",
+        ),
+        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30 (larger numbers overflow"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
         (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
         (plan({"precision": "y" * 5000}), "precision: got 'yyy"),
