@@ -244,10 +244,14 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "convolutions": (
         "cosmo_unet",
         {"geometry": {**TWO, "cp": 2}},
-        "geometry.cp: the model of study cosmo_unet does not support it",
+        "geometry.cp: the model of study cosmo_unet does not support this key",
     ),
     "one process": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"kind": "dp"}}, "use ddp or fsdp"),
-    "statistics": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"sync_batchnorm": True}}, "leave one out"),
+    "statistics": (
+        "era5_vit",
+        {"geometry": {**TWO, "tp": 2}, "parallel": {"sync_batchnorm": True}},
+        "cannot be combined",
+    ),
     "groups": ("era5_vit", {"geometry": TWO, "parallel": {**FSDP, "shard": 3}}, "shard 3: expected a divisor of 2"),
     "masters": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "precision": "bf16_master"}, "float32 weights itself"),
     "graphs": (
@@ -275,7 +279,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "reduce_dtype": "bf16"}},
         "without a second device for the same weights",
     ),
-    "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: with one device"),
+    "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: with a single device"),
     "offloaded sums": (
         "era5_vit",
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "cpu_offload": True}},
