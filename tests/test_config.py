@@ -550,7 +550,7 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
     one(
         message(**plan(runs={"c": two}), targets=["p"]),
         "targets",
-        "no run that this machine can do",
+        "no run that this machine supports",
         "2 GPUs (it has 1)",
     )
 
@@ -575,7 +575,7 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
     one(
         message(**plan(runs={"c": {"needs": ["compiler"]}}), targets=["p"]),
         "targets",
-        "no run that this machine can do",
+        "no run that this machine supports",
         "C++",
     )
     other = {"study": "cosmo_unet", "runs": {"d": {"use": "p.compiled"}, "e": {"use": "p.a"}}}
@@ -1132,10 +1132,10 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
     [
         ({"repeat": 0}, "plans.p.repeat: got 0; expected greater than or equal to 1"),
         ({"repeat": 2, "measure": ["throughput"]}, "repeat: the plan does not train; add train to measure"),
-        ({"repeat": 4, "runs": {"a": {"seed": 2**63 - 3}}}, "its seed is above 9223372036854775807"),
+        ({"repeat": 4, "runs": {"a": {"seed": 2**63 - 3}}}, "the seed is above 9223372036854775807"),
         (
             {"repeat": 2, "runs": {"a": {}, "a-seed1": {}}},
-            "repeat: no run can be called a-seed1: the name exists already",
+            "repeat: a repetition cannot be called a-seed1, because this run exists already",
         ),
         ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
         (
