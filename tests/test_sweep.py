@@ -213,7 +213,7 @@ def test_what_a_sweep_cannot_have() -> None:
         ({"measure": ["throughput"]}, "measure: a sweep ranks trained trials, so it needs the stage train; add train"),
         (
             {"sweep": {"method": "halving", **over}, "measure": ["train", "throughput"]},
-            "measure: successive halving only has the stage train .* in a separate plan",
+            "measure: successive halving only has the stage train, .* in a separate plan",
         ),
     ):
         with pytest.raises(UserError, match=message):
