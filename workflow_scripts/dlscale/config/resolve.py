@@ -58,9 +58,8 @@ class StudyFile(Strict):
     settings: dict[str, Any]
     datasets: dict[str, Any] = {}
     plans: dict[str, Any] = {}
-    plans_need: dict[
-        str, list[str]
-    ] = {}  #: Plans that are skipped if an extension is missing, by name of the extension.
+    #: Plans that are skipped if an extension is missing, by name of the extension.
+    plans_need: dict[str, list[str]] = {}
     published: list[Published] = []
     series: dict[Name, Series] = {}
 
@@ -555,7 +554,9 @@ class _Resolver:
         """Refuse stages that external programs do not support, and settings that the program does not get."""
         wrong = ""
         if not of_program(plan.stages(run)):
-            wrong = f"measure: a program only has the stages train and throughput; add a stage, or remove {run}"
+            wrong = (
+                f"measure: a program only has the stages train and throughput; add one of these stages, or remove {run}"
+            )
         elif (problem := program.check(found.run)) or (
             "tune" in plan.stages(run) and (problem := program.untuned(found.run))
         ):
