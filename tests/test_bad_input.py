@@ -354,7 +354,7 @@ def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
 def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
     """Text that is not valid JSON is refused, even if Python's reader accepts it."""
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete it and run its stage again"):
+    with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file and run its stage again"):
         read_json(tmp_path / "a.json")
 
 

@@ -244,10 +244,14 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "convolutions": (
         "cosmo_unet",
         {"geometry": {**TWO, "cp": 2}},
-        "geometry.cp: the model of study cosmo_unet does not support it",
+        "geometry.cp: the model of study cosmo_unet does not support this key",
     ),
     "one process": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"kind": "dp"}}, "use ddp or fsdp"),
-    "statistics": ("era5_vit", {"geometry": {**TWO, "tp": 2}, "parallel": {"sync_batchnorm": True}}, "leave one out"),
+    "statistics": (
+        "era5_vit",
+        {"geometry": {**TWO, "tp": 2}, "parallel": {"sync_batchnorm": True}},
+        "cannot be combined",
+    ),
     "groups": ("era5_vit", {"geometry": TWO, "parallel": {**FSDP, "shard": 3}}, "shard 3: expected a divisor of 2"),
     "masters": ("era5_vit", {"geometry": TWO, "parallel": FSDP, "precision": "bf16_master"}, "float32 weights itself"),
     "graphs": (
@@ -275,7 +279,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "reduce_dtype": "bf16"}},
         "without a second device for the same weights",
     ),
-    "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: with one device"),
+    "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: with a single device"),
     "offloaded sums": (
         "era5_vit",
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "cpu_offload": True}},
@@ -340,7 +344,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: " + 5000 * "1", "not valid YAML"),
         ("# a list\n- 1\n", "expected keys and values, got list"),
         ("", "got None"),
-        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1; leave one out"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1; remove one of the two"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' is already in line 1"),
         ("a: 1\nb: &b\n  c: [*b]\n", "line 2: not valid YAML: found unconstructable recursive node"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
@@ -359,7 +363,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     for encoded in (b"# two lines\ntitle: caf\xe9\n", "targets: [a]\n".encode("utf-16")):
         file.write_bytes(encoded)
-        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in this encoding$"):
+        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in UTF-8$"):
             config.load_files(file)
     file.write_bytes(b"\xef\xbb\xbftargets: [a]\n")
     assert read_yaml(file) == {"targets": ["a"]}, "a byte order mark is allowed"
@@ -546,7 +550,7 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
     one(
         message(**plan(runs={"c": two}), targets=["p"]),
         "targets",
-        "no run that this machine can do",
+        "no run that this machine supports",
         "2 GPUs (it has 1)",
     )
 
@@ -571,7 +575,7 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
     one(
         message(**plan(runs={"c": {"needs": ["compiler"]}}), targets=["p"]),
         "targets",
-        "no run that this machine can do",
+        "no run that this machine supports",
         "C++",
     )
     other = {"study": "cosmo_unet", "runs": {"d": {"use": "p.compiled"}, "e": {"use": "p.a"}}}
@@ -1128,10 +1132,10 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
     [
         ({"repeat": 0}, "plans.p.repeat: got 0; expected greater than or equal to 1"),
         ({"repeat": 2, "measure": ["throughput"]}, "repeat: the plan does not train; add train to measure"),
-        ({"repeat": 4, "runs": {"a": {"seed": 2**63 - 3}}}, "its seed is above 9223372036854775807"),
+        ({"repeat": 4, "runs": {"a": {"seed": 2**63 - 3}}}, "the seed is above 9223372036854775807"),
         (
             {"repeat": 2, "runs": {"a": {}, "a-seed1": {}}},
-            "repeat: no run can be called a-seed1: the name exists already",
+            "repeat: a repetition cannot be called a-seed1, because this run exists already",
         ),
         ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
         (
@@ -1230,10 +1234,16 @@ def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (plan({"loader": {"workers": 3000}}), "loader.workers: got 3000; expected at most 512: each is a process"),
-        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024: no node has more cores"),
-        (plan({"throughput": {"seconds": 1e308}}), "seconds: got 1e+308; expected at most 604,800: a week of seconds"),
-        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30: larger numbers overflow"),
+        (
+            plan({"loader": {"workers": 3000}}),
+            "loader.workers: got 3000; expected at most 512 (a node starts a process or thread for each)",
+        ),
+        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024 (no node has more cores"),
+        (
+            plan({"throughput": {"seconds": 1e308}}),
+            "seconds: got 1e+308; expected at most 604,800 (the seconds of a week)",
+        ),
+        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30 (larger numbers overflow"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
         (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
         (plan({"precision": "y" * 5000}), "precision: got 'yyy"),

@@ -341,7 +341,7 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
         (
             {"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2},
-            "sync_batchnorm and accumulation_steps: .*; leave one out",
+            "sync_batchnorm and accumulation_steps: .*; remove one of the two keys",
         ),
     ],
 )

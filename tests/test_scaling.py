@@ -141,7 +141,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"scaling": {**SCALING, "variants": {"a": {"parallel": {"sync": False}}}}},
             "scaling",
-            "variants: at least one must average gradients; add ddp: {}",
+            "variants: at least one variant must average gradients; add ddp: {}",
         ),
         ({"scaling": {**SCALING, "variants": {"a" * 60: {}}}}, "", "expected 1 to 64 letters"),
         ({"scaling": {**SCALING, "variants": {"a": 3}}}, "scaling.variants", "a: expected settings"),

@@ -275,7 +275,7 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
     assert "--configfile" not in str(refused.value)
     (results / "plans/mine").mkdir(parents=True)
     (results / "plans/mine/plan.yaml").touch()
-    with pytest.raises(UserError, match="made from another configuration: name its file with --configfile"):
+    with pytest.raises(UserError, match="made from another configuration; name its file with --configfile"):
         status.main(args, configuration(results))
 
 

@@ -427,8 +427,8 @@ def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
     assert stage("explain", "q.same") == 0
     capsys.readouterr()
     for name, said in (
-        ("p.s", "p.s has no results yet: snakemake plan_p\n"),
-        ("q.other", "q.other has no results yet: snakemake plan_p\n"),
+        ("p.s", "p.s has no results yet; start it with snakemake plan_p\n"),
+        ("q.other", "q.other has no results yet; start it with snakemake plan_p\n"),
         ("p", "p: no such run; expected PLAN.RUN, or a run's folder; there are: p.r\n"),
         ("p.t", "p.t: no such run; expected PLAN.RUN, or a run's folder; there are: p.r\n"),
     ):

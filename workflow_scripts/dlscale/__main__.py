@@ -1,15 +1,15 @@
-"""`python -m dlscale STAGE ...`."""
+"""Command line `python -m dlscale COMMAND ...`."""
 
 import os
 import sys
 
 
 def main() -> int:
-    """Run one stage in this process."""
+    """Run one command or stage in this process, and return its exit status."""
     from dlscale.core import interrupt
 
     name = f"dlscale {sys.argv[1]}" if sys.argv[1:] and not sys.argv[1].startswith("-") else "dlscale"
-    name = "" if "--log" in sys.argv else name  # a job prints nothing on Ctrl-C, since Snakemake does
+    name = "" if "--log" in sys.argv else name  # a job prints nothing on Ctrl-C, because Snakemake prints a message
     interrupt.end_at_once(name)
     import gc
 
@@ -17,11 +17,12 @@ def main() -> int:
     from dlscale.core import machine
 
     machine.GIVEN |= machine.first_environment()
-    # Child processes must not import from the working folder, either; external programs get the first environment.
+    # Like this process, child processes must not import from the working folder. External programs are the exception:
+    # they get the first environment.
     os.environ["PYTHONSAFEPATH"] = "1"
     status = cli.main()
     interrupt.end_at_once(name)
-    gc.freeze()  # saves the garbage collection at exit, which takes a second after importing PyTorch
+    gc.freeze()  # skips the garbage collection at exit, which takes a second if PyTorch was imported
     return status
 
 

@@ -1,6 +1,6 @@
-"""Command line: a thin subcommand for each stage and query.
+"""Command line with a thin subcommand for each stage and each query, a command for users.
 
-The module of a subcommand is imported only when it runs.
+The module of a subcommand is only imported when the subcommand runs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 
-RUN = "Run plans, or make data or files, with settings from the command line: dlscale run PLAN seed=2"
+RUN = "Run plans, or make data or files, with settings from the command line, such as dlscale run PLAN seed=2"
 
 #: Commands of dlscale without extensions, in the order of `--help`.
 _OWN = {
     "init": Query(
         "dlscale.preflight.init",
-        "Write a folder to work in, without a clone: Snakefile, config.yaml, profiles.",
-        (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain these files"}),),
+        "Write a working folder (Snakefile, config.yaml, profiles), so that no clone of the repository is needed.",
+        (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain any of these files"}),),
         configured=False,
     ),
     "status": Query(
@@ -62,7 +62,7 @@ _OWN = {
             PLANS,
             option(
                 "--watch",
-                "repeat every five seconds until all runs are done, or none continues after a failure",
+                "repeat every five seconds until all runs are done, or until a failure stops all further runs",
                 False,
                 action="store_true",
             ),
@@ -85,24 +85,24 @@ _OWN = {
     ),
     "doctor": Query(
         "dlscale.preflight.doctor",
-        "Check the requirements of the workflow before anything is submitted; exit with 1 if a check fails.",
+        "Check the requirements of the workflow before you submit jobs; exit with 1 if a check fails.",
         (PLANS,),
     ),
     "cost": Query(
         "dlscale.preflight.cost",
-        "Estimate the cost of runs without results: node-hours, GPU-hours, charge.",
+        "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
         (PLANS,),
     ),
     "new-study": Query(
         "dlscale.studies.new_study",
-        "Write a new study that runs, with tests and a configuration; then add your network and arrays.",
+        "Write a new study that runs, with tests and a configuration, to which you add your network and arrays.",
         (
             ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
             option("--at", "folder to write into (default: NAME)", False, metavar="FOLDER"),
             option("--images", "write a study of images, with metrics and a figure", False, action="store_true"),
             option(
                 "--inside",
-                "write a study of images into this repository, like the shipped studies",
+                "write a study of images into this repository, next to the shipped studies",
                 False,
                 action="store_true",
             ),
@@ -112,7 +112,7 @@ _OWN = {
     "schema": Query(
         "dlscale.config.reference",
         "Print the JSON schema of config.yaml, for editors.",
-        (option("--markdown", "print the reference of all keys instead", False, action="store_true"),),
+        (option("--markdown", "print the reference of all keys instead of the schema", False, action="store_true"),),
         configured=False,
     ),
 }
@@ -122,7 +122,7 @@ QUERIES = _OWN | registry.commands()
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (
-    option("--profile", "profile with a site: NAME for profiles/NAME/site.yaml, or a path", False, metavar="NAME"),
+    option("--profile", "profile with a site: NAME means profiles/NAME/site.yaml; or a path", False, metavar="NAME"),
     option(
         "--configfile",
         "YAML files that override config.yaml",
@@ -134,7 +134,7 @@ _CONFIGURED = (
     ),
     option(
         "--config",
-        "settings (YAML) that override the files",
+        "settings (YAML) that override the settings in files",
         False,
         nargs="+",
         default=[],
@@ -165,14 +165,14 @@ def _overview(texts: Mapping[str, str]) -> str:
         for name in names:
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
         lines.append("")
-    stages = f"Stages, which the workflow calls; you can also run them by hand: {', '.join(STAGES)}."
+    stages = f"Stages, which the workflow calls and which you can also run by hand: {', '.join(STAGES)}."
     return "\n".join([*lines, textwrap.fill(stages, width)])
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that suggests the nearest command.
+    """Parser that suggests the most similar command for an unknown command.
 
-    For a query it accepts positional words before, between and after the options.
+    The parser of a query accepts positional words before, between and after the options.
     """
 
     reorders = False
@@ -188,7 +188,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._ordered(args) if self.reorders else args, namespace)
 
     def _ordered(self, words: Sequence[str]) -> list[str]:
-        """Return the options first, each with its values, then `--` and all other words."""
+        """Return `words` in another order: options with their values, then `--`, then all other words."""
         options, others, rest = list[str](), list[str](), deque(words)
         while rest and rest[0] != "--":
             word = rest.popleft()
@@ -213,7 +213,7 @@ def _is_option(word: str) -> bool:
 
 
 def _fits(action: argparse.Action, word: str) -> bool:
-    """Return whether a word is another value of an option, not a positional word."""
+    """Return whether a word is a further value of an option instead of a positional word."""
     if action.dest == "configfile":
         return word.endswith((".yaml", ".yml", ".json"))
     if action.dest == "config":
@@ -233,12 +233,12 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     top.add_argument(
-        "--study", action="append", default=[], metavar="NAME=PATH", help="name and file of an outside study"
+        "--study", action="append", default=[], metavar="NAME=PATH", help="name and path of an outside study"
     )
     commands = top.add_subparsers(
         dest="stage", metavar="COMMAND", help="one of the commands below; COMMAND --help lists its options"
     )
-    # This parser has no options: the command `run` separates its own options from Snakemake's options.
+    # This parser has no options, because the command `run` itself separates its options from Snakemake's options.
     run = commands.add_parser("run", prefix_chars="\0", add_help=False)
     run.add_argument("words", nargs=argparse.REMAINDER)
     run.set_defaults(log=None)
@@ -257,13 +257,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage or query and return the exit status of the process.
 
-    0: success; 1: a defect; 2: a user's mistake; 75: ended on request after saving, try again; 76: another process of
-    the run failed; 130: interrupted; 141: the reader of the output has ended.
+    0: success, 1: a defect, 2: a user's mistake, 75: the stage ended on request after saving its state and can be run
+    again, 76: another process of the run failed, 130: interrupted, 141: the reader of the output has ended. A query may
+    return other values; see its module.
     """
     for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # the caller closed it
+        if getattr(sys, stream) is None:  # the caller has closed the stream
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
-    # `site.packages` is added last, so that it does not hide installed packages.
+    # The folder `site.packages` is added last, so that it does not hide installed packages.
     if packages := os.environ.get("DLSCALE_PACKAGES"):
         site.addsitedir(packages)
     args = parser().parse_args(argv)
@@ -278,9 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     terminal, name = sys.stderr, f"dlscale {args.stage}"
     logging.raiseExceptions = False  # no traceback if the disk of the log is full
     let_threads_wait()
-    # SIGTERM raises SystemExit, so that a stage removes incomplete files, as on Ctrl-C.
+    # SIGTERM raises SystemExit, so that a stage removes incomplete files, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # Slurm's warning before the time limit would end a process; only training handles it.
+    # Ignore the signal that Slurm sends before the time limit, since it would end this process. Training handles it.
     for warning in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
     try:
@@ -290,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.say = functools.partial(_fail, terminal, name, 0)
         if "DLSCALE_LIFELINE" in os.environ and args.stage in STAGES:
             exit_with_stdin()
-        # A truncated mapped file, or a failing disk, crashes the process: this writes a traceback to the log.
+        # A truncated mapped file or a failing disk crashes the process; `faulthandler` then writes a traceback to the
+        # log.
         faulthandler.enable(file=2)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         return _run(args)
@@ -298,10 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send the signal more than once
         return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
-        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # only to the log, if there is one
+        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # not to the terminal if there is a log
     except Exception as error:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes it at exit
             return 128 + signal.SIGPIPE  # the status that a shell reports for a closed pipe
         expected = translate_error(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
@@ -348,7 +350,7 @@ def _run(args: argparse.Namespace) -> int:
             write_yaml(args.record, redact_programs(read_settings(args.config)[0]))
         with _near(args):
             stage.main(args)
-        # Loaded by name, so that the code of the page is not part of the stage's fingerprint.
+        # The module is loaded by name, so that the code of the page is not part of the stage's fingerprint.
         if getattr(args, "page", None):
             registry.load("dlscale.report.report").write_live(args.page)
     if first and getattr(args, "telemetry", None):
@@ -358,7 +360,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _module(args: argparse.Namespace) -> str:
-    """Return the module of a stage, which differs for a run of an external program."""
+    """Return the module of a stage; an external program has another module than dlscale's training."""
     row = STAGES[args.stage]
     other = row.scope == "run" and read_settings(args.config)[0].get("program")
     if other and not row.program:
@@ -370,7 +372,7 @@ def _module(args: argparse.Namespace) -> str:
 
 
 def _imported(module: str) -> Any:
-    """Import a module without garbage collection, which would take a fifth longer."""
+    """Import a module without garbage collection, because garbage collection makes the import a fifth longer."""
     gc.disable()
     try:
         return importlib.import_module(module)
@@ -381,7 +383,7 @@ def _imported(module: str) -> Any:
 def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
     """Return a context that samples telemetry.
 
-    It does nothing unless telemetry is requested and this is the first process of its node.
+    The context does nothing without the option `--telemetry`, or if this is not the first process of its node.
     """
     if not getattr(args, "telemetry", None):
         return contextlib.nullcontext()
@@ -397,17 +399,14 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
     if local_rank:
         return contextlib.nullcontext()
     file = telemetry.node_file(Path(args.telemetry), rank // here)
-    # All ranks of a node are children of one process of torchrun or Slurm.
+    # If there are several ranks, all ranks of a node are children of one process of torchrun or Slurm.
     root, processes = (os.getppid(), here) if several else (os.getpid(), 1)
     return telemetry.sampled(file, root, processes, 0 if args.device == "cpu" else here)
 
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Let runs read local copies of their data if their loaders request it.
-
-    The runs are the run of the stage and the one of its paired timing.
-    """
+    """Let a run and its partner in paired timing read local copies of their data, if their loaders request copies."""
     with contextlib.ExitStack() as copies:
         if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest
@@ -418,9 +417,9 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Return the manifest of the data that a run's loader reads.
+    """Return the path of the manifest of the data that a run's loader reads.
 
-    If the loader requests it, this is a copy on this node.
+    If the loader requests a copy (`staging`), the path is that of a copy on this node.
     """
     loader = read_settings(config)[0].get("loader")
     loader = loader if isinstance(loader, dict) else {}  # the stage itself refuses an invalid section
@@ -436,16 +435,16 @@ def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
     for stream in dict.fromkeys((terminal, sys.stderr)):
         try:
             print(f"{name}: {message}", file=stream, flush=True)
-        except OSError:  # the reader has ended or the disk is full; Python would fail again at exit
+        except OSError:  # the reader has ended, or the disk is full; a second attempt at exit must not fail
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
 
 
 def _configuration(args: argparse.Namespace) -> Configuration | None:
-    """Return the configuration as the workflow merges it.
+    """Return the configuration, merged as in the workflow.
 
-    Return None without one, such as inside an image.
+    Return None without files and settings, such as inside an image.
     """
     from dlscale.config.resolve import load_files
 

@@ -20,29 +20,30 @@ from dlscale.core.schema import MAX_RUNS, BatchSize, Devices, Name, Number, Posi
 from dlscale.core.settings import holds
 from dlscale.core.text import many
 
-#: Changes of a generated run, by the key of the block that sets them.
+#: Settings that a generated run changes, in parts; each part is under the key of the block that sets it.
 Parts = dict[str, dict[str, Any]]
 
 
 class Scaling(Lawful):
-    """Runs of one computation on increasing numbers of devices."""
+    """Block that generates runs of one computation on increasing numbers of devices."""
 
     devices: list[Devices] = Field(min_length=1, description="Numbers of devices; one run for each number.")
     per_node: Devices = Field(
         4,
-        description="Devices per node. Up to this number, all devices of a run are on one node; larger numbers must be "
-        "multiples of it and fill several nodes.",
+        description="Devices per node. If a run has at most this many devices, the devices are on one node. A larger "
+        "number of devices must be a multiple of this number and fills several nodes.",
     )
     batch_sizes: list[BatchSize] = Field(
         min_length=1,
-        description="Samples per step. weak_scaling: per device, or per group of devices that share a model. "
-        "strong_scaling: over all devices.",
+        description="Samples per step. weak_scaling: samples of each device, or of each group of devices that share a "
+        "model. strong_scaling: samples of all devices together.",
     )
     variants: dict[Name, Any] = Field(
         {"ddp": {}, "no_sync": {"parallel": {"sync": False}}},
         min_length=1,
-        description="Additional settings by name; each variant runs on all numbers of devices. A variant with "
-        "parallel.sync: false measures the cost of communication by leaving it out; it is skipped on one device.",
+        description="Additional settings by name of the variant; each variant runs on all numbers of devices. A "
+        "variant with parallel.sync: false has no communication, which shows the cost of communication; this variant "
+        "is skipped on one device.",
     )
 
     @field_validator("devices", "batch_sizes")
@@ -69,15 +70,15 @@ class Scaling(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
             lambda its: all(map(_apart, its.variants.values())),
-            "variants: at least one must average gradients; add ddp: {{}}",
+            "variants: at least one variant must average gradients; add ddp: {{}}",
         ),
         (
             lambda its: len(its.devices) * len(its.batch_sizes) * len(its.variants) > MAX_RUNS,
-            f"devices x batch_sizes x variants: expected at most {MAX_RUNS} runs; give fewer",
+            f"devices x batch_sizes x variants: expected at most {MAX_RUNS} runs; shorten the lists",
         ),
         (
             lambda its: any(count > its.per_node and count % its.per_node for count in its.devices),
-            "devices {its.devices}: each number above per_node {its.per_node} must be a multiple of it",
+            "devices {its.devices}: each number above per_node {its.per_node} must be a multiple of per_node",
         ),
     )
 
@@ -101,7 +102,7 @@ class Scaling(Lawful):
         return made
 
 
-#: Batch sizes as a list, or as a mapping to additional settings.
+#: Batch sizes as a list, or as a mapping from batch size to additional settings.
 BatchSizes = Annotated[
     dict[BatchSize, Any],
     BeforeValidator(
@@ -112,18 +113,20 @@ BatchSizes = Annotated[
 
 
 class Convergence(Lawful):
-    """Trainings with increasing batch sizes, each with several seeds."""
+    """Block that generates trainings with increasing batch sizes, and with several seeds for each size."""
 
     batch_sizes: BatchSizes = Field(
         min_length=1,
-        description="Global batch sizes: a list, or additional settings by batch size: `{64: {}, 256: {geometry: "
-        "{gpus_per_node: 4}, training: {epochs: 20}}}`.",
+        description="Global batch sizes: a list, or a mapping from batch size to additional settings, such as `{64: "
+        "{}, 256: {geometry: {gpus_per_node: 4}, training: {epochs: 20}}}`.",
     )
     scaling: list[Literal["none", "sqrt", "linear"]] = Field(
-        ["sqrt"], min_length=1, description="Rules for the growth of the learning rate with the batch size; all run."
+        ["sqrt"],
+        min_length=1,
+        description="Rules for the growth of the learning rate with the batch size; each rule gives runs of its own.",
     )
     base_batch_size: BatchSize | None = Field(
-        None, description="Batch size for which optimizer.lr was chosen. Absent: the smallest of batch_sizes."
+        None, description="Batch size for which optimizer.lr was chosen. Absent: the smallest number in batch_sizes."
     )
     seeds: list[Seed] = Field([0], min_length=1, description="Seeds; each training runs once per seed.")
 
@@ -143,14 +146,14 @@ class Convergence(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
             lambda its: len(its.batch_sizes) * len(its.scaling) * len(its.seeds) > MAX_RUNS,
-            f"batch_sizes x scaling x seeds: expected at most {MAX_RUNS} runs; give fewer",
+            f"batch_sizes x scaling x seeds: expected at most {MAX_RUNS} runs; shorten the lists",
         ),
     )
 
     def runs(self, kind: str) -> dict[str, Parts]:
         """Return the runs by name.
 
-        At the base batch size all rules give the same learning rate, so it trains with the first rule only.
+        At the base batch size, all rules give the same learning rate, so this batch size only uses the first rule.
         """
         base, made = self.base_batch_size or min(self.batch_sizes), {}
         for (size, settings), rule, seed in itertools.product(self.batch_sizes.items(), self.scaling, self.seeds):
@@ -182,10 +185,7 @@ def _apart(settings: Any) -> bool:
 
 
 def _leave(settings: Any, name: str, *keys: str) -> None:
-    """Refuse additional settings that are not a mapping or have one of `keys`.
-
-    The block itself sets these keys.
-    """
+    """Refuse additional settings that are not a mapping, or contain one of `keys`, which the block itself sets."""
     if settings is not None and not isinstance(settings, dict):
         raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
@@ -198,7 +198,7 @@ def _leave(settings: Any, name: str, *keys: str) -> None:
 #: Values of a trial by dotted key, such as `optimizer.lr`.
 Values = dict[str, Any]
 
-#: Maximum length of a trial's name, letters, without the suffix of its rung.
+#: Maximum number of letters in a trial's name, without the suffix for the rung.
 LONGEST = 52
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -209,10 +209,10 @@ class Range(Lawful):
 
     uniform: tuple[Number, Number] | None = Field(None, description="Ends of a uniform distribution of real numbers.")
     log_uniform: tuple[PositiveFloat, PositiveFloat] | None = Field(
-        None, description="Ends of a log-uniform distribution: all orders of magnitude are equally likely."
+        None, description="Ends of a log-uniform distribution, in which all orders of magnitude are equally likely."
     )
     integers: tuple[Whole, Whole] | None = Field(
-        None, description="First and last number of a uniform distribution of whole numbers."
+        None, description="Smallest and largest number of a uniform distribution of whole numbers."
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -222,7 +222,7 @@ class Range(Lawful):
         ),
         (
             lambda its: its.ends[0] >= its.ends[1],
-            "[{its.ends[0]}, {its.ends[1]}]: the first end must be less than the second",
+            "[{its.ends[0]}, {its.ends[1]}]: the first end must be less than the second end",
         ),
     )
 
@@ -245,23 +245,23 @@ class Range(Lawful):
 
 
 class Sweep(Lawful):
-    """Trials of a sweep: runs that differ in some settings."""
+    """Block that generates the trials of a sweep, runs that differ in some settings."""
 
     method: Literal["grid", "random", "halving"] = Field(
         "grid",
-        description="Search method. grid: all combinations. random: `trials` random combinations. halving: successive "
-        "halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of all or of random combinations; only the best "
-        "trials of each rung continue.",
+        description="Search method. grid: try all combinations. random: try as many random combinations as `trials` "
+        "says. halving: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of all combinations, or of "
+        "random combinations if `trials` is set; only the best trials of each rung continue.",
     )
     over: dict[str, list[Any] | Range] = Field(
         min_length=1,
-        description="Values by setting, written like `optimizer.lr`: a list, or a range: `{log_uniform: "
-        "[1e-4, 1e-1]}`, `{uniform: [0, 0.5]}`, `{integers: [1, 8]}`.",
+        description="Values to try, by setting; a key is written like `optimizer.lr`. Values are a list, or one of the "
+        "ranges `{log_uniform: [1e-4, 1e-1]}`, `{uniform: [0, 0.5]}` and `{integers: [1, 8]}`.",
     )
     trials: PositiveInt | None = Field(
         None,
-        description="Number of trials to draw; a larger number keeps the trials drawn before. Absent, for halving: all "
-        "combinations.",
+        description="Number of trials to draw. If the number is increased later, the earlier trials are kept. Absent: "
+        "for halving, all combinations.",
     )
     seed: Seed = Field(0, description="Seed of the random draws.")
     metric: str = Field(
@@ -273,8 +273,8 @@ class Sweep(Lawful):
         3,
         ge=2,
         le=1_000,
-        description="Reduction factor of successive halving: 1 of this many trials continues, and trains this many "
-        "times as long.",
+        description="Reduction factor F of successive halving: the best 1/F of the trials continue, and train F times "
+        "as long.",
     )
 
     @field_validator("over")
@@ -286,7 +286,7 @@ class Sweep(Lawful):
             if key.split(".")[0] in ("use", "needs", "label", "study"):
                 raise ValueError(f"{key}: a sweep cannot vary this key; remove it")
             if longer := next((other for other in over if other.startswith(f"{key}.")), None):
-                raise ValueError(f"{key}: {longer} is a part of it; vary only one of them")
+                raise ValueError(f"{key}: this section contains {longer}; vary only one of the two")
         # YAML reads a number without a dot, such as 1e-3, as a string.
         return {
             key: [_number(v) for v in values] if isinstance(values, list) else values for key, values in over.items()
@@ -295,11 +295,12 @@ class Sweep(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
             lambda its: its.method == "grid" and its.trials is not None,
-            "trials: a grid tries all combinations; leave it out, or use method random",
+            "trials: method grid tries all combinations; remove trials, or use method random",
         ),
         (
             lambda its: its.trials is None and any(isinstance(values, Range) for values in its.over.values()),
-            "over: a range has no list of combinations; set trials with method random or halving, or write a list",
+            "over: a range has no finite list of combinations; set trials with method random or halving, or replace "
+            "the range by a list",
         ),
         (
             lambda its: its.method == "random" and its.trials is None,
@@ -307,17 +308,18 @@ class Sweep(Lawful):
         ),
         (
             lambda its: its.trials is not None and its.trials > its.count,
-            "trials: {its.trials} of {its.count} combinations; use at most {its.count}",
+            "trials: {its.trials} is more than the number of combinations, {its.count}; use at most {its.count}",
         ),
         (
             lambda its: its.number > MAX_RUNS,
             f"over, trials: {{its.number}} trials; expected at most {MAX_RUNS}, since each trial is a run with its "
-            "own folder and jobs; draw fewer: set trials, with method random or halving",
+            "own folder and jobs; set trials to draw fewer, with method random or halving",
         ),
         (lambda its: its.twice, "over: {its.twice} is listed twice; remove one"),
         (
             lambda its: its.trials is not None and its.different < its.trials,
-            "trials: {its.trials}; over has only {its.different} different trials; lower trials",
+            "trials: {its.trials} is more than the number of different trials that over gives, {its.different}; lower "
+            "trials",
         ),
     )
 
@@ -335,21 +337,21 @@ class Sweep(Lawful):
 
     @property
     def twice(self) -> str | None:
-        """Name of the first value that is listed twice; None if all values differ."""
+        """Name of the first value that a list contains twice; None if all values of each list differ."""
         lists = {key: values for key, values in self.over.items() if isinstance(values, list)}
         names = Counter(_name({key: value}, self._words) for key, values in lists.items() for value in values)
         return next((name for name, number in names.items() if number > 1), None)
 
     @property
     def runs(self) -> dict[str, Values]:
-        """Changes of each trial by the trial's name, which is made of the values."""
+        """Settings that each trial changes, by the trial's name, which consists of the values."""
         if self.trials is None:
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}
         found: dict[str, Values] = {}
-        # Each setting has its own random numbers, so the first trials stay the same if more are drawn.
+        # Each setting has random numbers of its own, so the first trials stay the same if more trials are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
-        # A narrow range has few values, so draws may repeat.
+        # A narrow range has few values, so a draw may repeat an earlier draw.
         for drawn in itertools.islice(shares, 20 * self.trials):
             draw = {
                 key: values.at(share) if isinstance(values, Range) else values[int(share * len(values))]
@@ -366,7 +368,7 @@ class Sweep(Lawful):
         return {key: word if last[word := key.rpartition(".")[2]] == 1 else key.replace(".", "-") for key in self.over}
 
     def rungs(self, trials: int, epochs: int) -> list[tuple[int, int]]:
-        """Return epochs and number of trials of each rung; the last rung trains all `epochs`."""
+        """Return pairs (last epoch, number of trials), one for each rung; the last rung ends after `epochs`."""
         factor, sizes = self.reduction_factor, halved(trials, self.reduction_factor)
         longer = [factor**rung for rung in range(len(sizes)) if rung == 0 or epochs > factor ** (rung - 1)]
         until = [-(-epochs // times) for times in reversed(longer)]
@@ -374,16 +376,17 @@ class Sweep(Lawful):
 
 
 def label(values: Values) -> str:
-    """Return the name of a trial for tables."""
+    """Return the text that names a trial in tables."""
     return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
 
 
 def _spread(seed: str) -> Iterator[float]:
     """Yield stratified random numbers from 0 to 1.
 
-    Among the first 2, 4, 8, … numbers, each half, quarter, eighth, … of the interval has exactly one.
+    Of the first 2 numbers, one is in each half of the interval; of the first 4 numbers, one is in each quarter; and so
+    on.
     """
-    # Python seeds from the text's SHA-512, so all machines draw the same numbers.
+    # Python derives the seed from the text's SHA-512, so all machines draw the same numbers.
     numbers, shares = random.Random(seed), list[float]()
     for strata in (2**power for power in itertools.count()):
         free = sorted(set(range(strata)) - {int(share * strata) for share in shares})
@@ -398,7 +401,7 @@ def _number(value: Any) -> Any:
 
 
 def _name(values: Values, words: dict[str, str]) -> str:
-    """Return the name of a trial and of its folder; 0.003 is written 0p003."""
+    """Return a name for a trial and for the trial's folder; 0.003 is written 0p003."""
     name = "_".join(f"{words[key]}-{_legal(_shown(value))}" for key, value in values.items())
     if len(name) <= LONGEST:
         return name
@@ -414,7 +417,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
     if isinstance(value, dict):
-        # Keys are included, since other keys may have the same values; `kind` explains itself.
+        # Include keys, because other keys may have the same values. The value of `kind` needs no key.
         return " ".join(_shown(each) if key == "kind" else f"{key} {_shown(each)}" for key, each in value.items())
     if isinstance(value, list):
         return "x".join(_shown(each) for each in value)

@@ -1,4 +1,4 @@
-"""Settings that all datasets have in common; `dlscale/datasets/KIND/kind.py` adds the settings of a kind."""
+"""Settings that all datasets have in common; a kind's module `kind.py` adds the settings of the kind."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ class Written(str):
 
 
 def seen(text: Any) -> Any:
-    """Return a path of a settings file as seen from the working folder.
+    """Convert a path that is relative to its settings file to a path for the working folder.
 
-    Return other values unchanged.
-
-    The result is relative if it lies in the working folder, otherwise absolute.
+    A path in the working folder becomes relative, any other path absolute. URLs, paths with `~` and values that are not
+    from a settings file do not change.
     """
     here = pathlib.Path.cwd()
     if not isinstance(text, Written) or text.folder == here or "://" in text or text.startswith("~") or not text:
@@ -50,23 +49,23 @@ class Storage(Strict):
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
-        description="Number format on disk. float16 stores (x - offset) / scale per channel; the maximum error is "
-        "measured and recorded.",
+        description="Number format on disk. float16: store (x - offset) / scale, with an offset and a scale per "
+        "channel, and record the measured maximum error.",
     )
     chunk: Extent | None = Field(
         32,
-        description="Edge of an HDF5 chunk, cells. A chunk of a volume is a cube with all channels. null: no chunks; "
-        "rows of the full volume are stored one after the other.",
+        description="Edge length of an HDF5 chunk, cells. A chunk of a volume is a cube with all channels. null: store "
+        "no chunks, but the rows of the full volume one after the other.",
     )
     channels: Literal["first", "last"] = Field(
         "first",
-        description="Position of the channel axis. first: [C, D, H, W], the published layout. last (volumes only): "
-        "[D, H, W, C], which loaders read faster since rows are C times longer.",
+        description="Position of the channel axis. first: [C, D, H, W], the published layout. last (only for volumes): "
+        "[D, H, W, C], which loaders read faster because rows are C times longer.",
     )
 
 
 class Shares(Strict):
-    """Fractions of the rows of each file for each split, taken in this order."""
+    """Fractions of each file's rows for the splits; the splits take rows in the order train, valid, test."""
 
     train: float = Field(gt=0, lt=1, description="Fraction of rows for training.")
     valid: float = Field(gt=0, lt=1, description="Fraction of rows for validation.")
@@ -87,14 +86,14 @@ class Shares(Strict):
 class DatasetSettings(Strict):
     """Settings that every dataset has.
 
-    The settings of a kind add `kind`, a Literal, and `source`.
+    The settings of a kind define the key `kind` as a Literal, and the key `source`.
     """
 
     kind: str
     source: Any = None
 
     downsample: Extent = Field(
-        1, description="Edge of the blocks, cells, that are averaged along each axis; not for prepared files."
+        1, description="Edge length, cells, of the blocks whose cells are averaged; not for prepared files."
     )
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Number of pieces per file; each piece is preprocessed by a parallel job.")
@@ -114,14 +113,16 @@ def refuse_shared(*splits: list[str]) -> None:
     """Refuse a file that is listed in two splits."""
     files = [file if "://" in file else posixpath.normpath(file) for split in splits for file in split]
     if repeated := sorted(file for file, times in Counter(files).items() if times > 1):
-        raise ValueError(f"'{repeated[0]}' is listed in two splits: validation would use training data; remove one")
+        raise ValueError(
+            f"'{repeated[0]}' is listed in two splits, so validation would use training data; list it only once"
+        )
 
 
 def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
     """Refuse keys of the preprocessing for a dataset of prepared files."""
     for key in keys:
         if getattr(dataset, key) != type(dataset).model_fields[key].default:
-            raise ValueError(f"{key}: prepared files are used without changes; leave it out")
+            raise ValueError(f"{key}: prepared files are used without changes; remove this key")
 
 
 def dataset_type() -> Any:

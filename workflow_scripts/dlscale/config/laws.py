@@ -1,6 +1,7 @@
-"""Tables of settings that exclude each other, each row with the message that refuses them.
+"""Tables of rules for settings that exclude each other; each rule has a message that refuses the settings.
 
-A message begins with the keys at fault, from which the file and section are found. `{its}` stands for the settings.
+A message begins with the wrong keys, because `dlscale.core.settings` finds the file and section of the keys that a
+message names. In a message, `{its}` stands for the settings.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from pydantic import model_validator
 from dlscale.core import registry
 from dlscale.core.schema import Strict
 
-#: Function that returns whether settings break a law, and the message.
+#: Rule: function that returns whether settings break the rule, and message for settings that do.
 Law = tuple[Callable[[Any], Any], str]
 
 
 class Lawful(Strict):
-    """Settings with rules (`LAWS`) that involve several of their keys."""
+    """Base class of settings with `LAWS`, rules that involve several keys."""
 
     LAWS: ClassVar[tuple[Law, ...]] = ()
 
@@ -40,11 +41,11 @@ def _captures(run: Any) -> bool:
 
 
 def _draws(run: Any) -> bool:
-    """Return whether devices that share a model draw random numbers in a forward pass."""
+    """Return whether several devices share a model whose forward pass draws random numbers."""
     return run.geometry.model_size > 1 and registry.study(run.study).draws(run)
 
 
-#: Laws of a run.
+#: Rules for the settings of a run.
 OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
@@ -67,7 +68,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.activation_checkpointing and not _supports(run, "activation_checkpointing"),
-        "activation_checkpointing: the model of study {its.study} does not support this setting; leave it at False",
+        "activation_checkpointing: the model of study {its.study} does not support this setting; set it to false",
     ),
     (
         # 2^-24 is the smallest positive number in float16; with a smaller eps Adam divides by zero.
@@ -78,13 +79,14 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- CUDA graphs
     (
         lambda run: run.cuda_graph and _captures(run),
-        "cuda_graph and compile.mode {its.compile.mode}: this mode captures graphs itself; leave one of them out, or "
-        "use compile.mode default",
+        "cuda_graph and compile.mode {its.compile.mode}: this mode captures graphs itself; remove cuda_graph, or use "
+        "compile.mode default",
     ),
     (
         lambda run: run.cuda_graph and run.precision in ("fp16", "fp16_master") and not run.optimizer.fused,
-        "cuda_graph and precision {its.precision} need optimizer.fused: this precision scales the loss, and only a "
-        "fused update (adam, adamw, sgd) can be skipped on the device if gradients overflow; or use bf16, bf16_master",
+        "cuda_graph and precision {its.precision} need optimizer.fused, because this precision scales the loss, and "
+        "only a fused update (adam, adamw, sgd) can be skipped on the device if gradients overflow; set "
+        "optimizer.fused, or use precision bf16 or bf16_master",
     ),
     (
         lambda run: run.cuda_graph and run.optimizer.kind == "sgd" and not run.optimizer.fused,
@@ -94,31 +96,32 @@ OF_RUNS: tuple[Law, ...] = (
     *(
         (
             lambda run, axis=axis: getattr(run.geometry, axis) > 1 and not _supports(run, axis),
-            f"geometry.{axis}: the model of study {{its.study}} does not support it; leave it at 1 (parallel.kind fsdp "
-            "shards the weights of any model)",
+            f"geometry.{axis}: the model of study {{its.study}} does not support this key; set it to 1 (parallel.kind "
+            "fsdp shards the weights of any model)",
         )
         for axis in ("tp", "cp")
     ),
     (
         lambda run: run.geometry.model_size > 1 and run.parallel.kind == "dp",
-        "parallel.kind dp and geometry.tp, cp: dp has one process for all devices; use ddp or fsdp",
+        "parallel.kind dp and geometry.tp, cp: dp has one process for all devices, and tp and cp need one process per "
+        "device; use ddp or fsdp",
     ),
     (
         lambda run: run.geometry.model_size > 1 and run.parallel.kind == "ddp" and run.parallel.sync_batchnorm,
-        "parallel.sync_batchnorm and geometry.tp, cp: leave one out",
+        "parallel.sync_batchnorm and geometry.tp, cp cannot be combined; remove sync_batchnorm, or set tp and cp to 1",
     ),
     *(
         (
             lambda run, broken=broken: broken(run) and _draws(run),
-            f"{key} and geometry.tp, cp: a graph cannot change the random state of drop-out on devices that share a "
-            "model; set drop-out to 0, or leave one of them out",
+            f"{key} and geometry.tp, cp: a CUDA graph cannot change the random state of drop-out on devices that share "
+            "a model; set drop-out to 0, or remove one of these settings",
         )
         for key, broken in (("cuda_graph", lambda run: run.cuda_graph), ("compile.mode {its.compile.mode}", _captures))
     ),
     # ---- DataParallel
     (
         lambda run: run.parallel.kind == "dp" and run.geometry.nodes > 1,
-        "parallel.kind dp and geometry.nodes {its.geometry.nodes}: dp has one process, on one node; use ddp",
+        "parallel.kind dp and geometry.nodes {its.geometry.nodes}: dp has a single process, on one node; use ddp",
     ),
     (
         lambda run: run.parallel.kind == "dp" and run.cuda_graph,
@@ -131,8 +134,8 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- FSDP
     (
         lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas % (run.parallel.shard or 1),
-        "parallel.shard {its.parallel.shard}: expected a divisor of {its.geometry.replicas}, the number of devices "
-        "with the same weights (all devices / tp)",
+        "parallel.shard {its.parallel.shard}: expected a divisor of {its.geometry.replicas}, which is the number of "
+        "devices with the same weights (all devices / tp)",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.precision.endswith("_master"),
@@ -145,17 +148,18 @@ OF_RUNS: tuple[Law, ...] = (
             and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
-        "parallel.param_dtype and reduce_dtype: without a second device for the same weights, fsdp has no effect and "
-        "precision alone decides; leave them out, and use precision bf16",
+        "parallel.param_dtype and reduce_dtype: fsdp has no effect without a second device for the same weights, so "
+        "that precision alone decides; remove both keys, and use precision bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.geometry.tp > 1,
-        "parallel.cpu_offload and geometry.tp: tp sums gradients on the devices; leave one out",
+        "parallel.cpu_offload and geometry.tp: tp sums gradients on the devices, and cpu_offload keeps gradients in "
+        "the host's memory; remove one of the two keys",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.geometry.replicas == 1 and run.parallel.cpu_offload,
-        "parallel.cpu_offload: with one device the weights are not sharded, and stay on the device; leave it out, or "
-        "use more devices",
+        "parallel.cpu_offload: with a single device, the weights are not sharded and stay on the device; remove this "
+        "key, or use more devices",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.precision == "fp16",
@@ -163,24 +167,25 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.cuda_graph,
-        "cuda_graph and parallel.kind fsdp: fsdp moves weights in memory at every step; leave one out",
+        "cuda_graph and parallel.kind fsdp: fsdp moves weights in memory at every step; remove cuda_graph, or use ddp",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.memory_format != "contiguous",
-        "memory_format channels_last and parallel.kind fsdp: fsdp moves weights in memory at every step; leave one out",
+        "memory_format channels_last and parallel.kind fsdp: fsdp moves weights in memory at every step; use "
+        "memory_format contiguous, or ddp",
     ),
     # ---- DistributedDataParallel
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and not run.parallel.sync,
-        "parallel.sync false and sync_batchnorm: statistics would still be exchanged; leave one out",
+        "parallel.sync false and sync_batchnorm: statistics would still be exchanged; remove one of the two keys",
     ),
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.compression != "none" and not run.parallel.sync,
-        "parallel.sync false and compression: nothing is exchanged; leave one out",
+        "parallel.sync false and compression: without sync no gradients are exchanged; remove one of the two keys",
     ),
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and run.accumulation_steps > 1,
         "parallel.sync_batchnorm and accumulation_steps: a small last batch gives processes different numbers of "
-        "micro-batches, so that some would wait forever for statistics; leave one out",
+        "micro-batches, so that some processes would wait forever for statistics; remove one of the two keys",
     ),
 )

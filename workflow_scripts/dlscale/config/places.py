@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
 
-#: Name of the plan of `dlscale measure`; no plan of a configuration may have this name.
+#: Name of the plan that `dlscale measure` makes; plans in a configuration must have other names.
 MEASURED = "measured"
 
 
@@ -28,17 +28,17 @@ def main(args: argparse.Namespace) -> None:
 
 
 def results_of(configuration: Configuration | None) -> Path:
-    """Return the results folder."""
+    """Return the results folder; `results` without a configuration."""
     return Path(configuration.workflow.results if configuration else "results")
 
 
 def check_plans(names: Sequence[str], configuration: Configuration | None) -> list[str]:
-    """Return the named plans, or the targets if none is named.
+    """Return the plans `names`, or the targets of the configuration if `names` is empty.
 
-    An unknown plan is a `UserError`.
+    Raise a `UserError` for an unknown plan or a missing configuration.
     """
     if configuration is None:
-        raise UserError("config.yaml: no such file in this folder; name one with --configfile")
+        raise UserError("config.yaml: no such file in this folder; name a configuration file with --configfile")
     for name in names:
         if name not in configuration.plans:
             other = of_another(Path(Results(results_of(configuration)).plan(name)))
@@ -47,16 +47,18 @@ def check_plans(names: Sequence[str], configuration: Configuration | None) -> li
 
 
 def run_folder(name: str, configuration: Configuration | None) -> Path:
-    """Return the folder of a run that is given as PLAN.RUN or as its folder."""
+    """Return the folder of a run; `name` is PLAN.RUN or the path of the folder."""
     results = results_of(configuration)
     plan, _, run = name.partition(".")
     known = configuration.plans.get(plan, {}) if configuration else {}
-    owner = (known[run].plan, known[run].name) if run in known else (plan, run)  # another plan may have its results
+    owner = (
+        (known[run].plan, known[run].name) if run in known else (plan, run)
+    )  # the results may be in another plan's folder
     path = Path(name) if "/" in name or not run else Path(Results(results).run("", *owner))
     if (path / "config.yaml").is_file():
         return path
     if run in known:
-        raise UserError(f"{name} has no results yet: snakemake plan_{owner[0]}")
+        raise UserError(f"{name} has no results yet; start it with snakemake plan_{owner[0]}")
     made = sorted(".".join(each.parts[-3:-1]) for each in results.glob("plans/[!.]*/[!.]*/config.yaml"))
     there = f"there are: {', '.join(made)}" if made else f"{results} has no runs yet: start them with snakemake"
     raise UserError(f"{name}: no such run; expected PLAN.RUN, or a run's folder; {there}")

@@ -1,6 +1,6 @@
 """External program that runs instead of dlscale's training.
 
-Its settings are the command, and how its speed and losses are read.
+Its settings are the command, and the ways in which the program's speed and losses are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlscale.core.urls import hidden
 #: Pattern of a placeholder in a command; `{{` and `}}` stand for braces.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
 
-#: Keys of a run's settings, by the shorter name of their placeholder.
+#: Settings of a run that have a placeholder with a shorter name, by this name.
 SHORT = {
     "workers": "loader.workers",
     "prefetch": "loader.prefetch",
@@ -35,17 +35,18 @@ SHORT = {
     "gpus_per_node": "geometry.gpus_per_node",
 }
 
-#: Placeholders whose values are known only when the program starts (`LATER`), and all that are not keys (`MADE`).
+#: `LATER`: placeholders whose values are only known when the program starts. `MADE`: all placeholders that are not
+#: keys.
 LATER = ("out", "resume")
 MADE = ("gpus", "local_batch_size", *LATER)
 
 #: Patterns of the rate in the output of published programs, samples/s over all processes, by name.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
-#: Minimum number of steps for a program's rate: two warm up, and their neighbours may be discarded.
+#: Minimum number of steps for a program's rate: two warm-up steps, whose neighbours may be discarded, and the rest.
 MIN_STEPS = 5
 
-#: dlscale's names of the values that a program logs.
+#: Pattern of dlscale's names for the values that a program logs.
 OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
 
 Scalar = bool | Whole | Number | str
@@ -57,29 +58,30 @@ class Program(Lawful):
 
     command: list[str] = Field(
         min_length=1,
-        description="Words of the command, with placeholders. {batch_size}, {workers}, {optimizer.lr} and others are "
-        "replaced by the run's settings, {gpus} by its number of devices, {out} by a folder for its files, and names "
-        "of `values` by these values.",
+        description="Words of the command, with placeholders. Settings of the run replace {batch_size}, {workers}, "
+        "{optimizer.lr} and so on. The run's number of devices replaces {gpus}, the folder for the program's files "
+        "replaces {out}, and each name in `values` is a placeholder for its value.",
     )
     values: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]{0,63}$")], Value] = Field(
         {},
-        description="Values of additional placeholders, which runs may change. A list becomes several words, or none "
-        "if empty: `amp: [--amp_mode, bf16]`.",
+        description="Values of additional placeholders, which runs may change. A list becomes several words, such as "
+        "`amp: [--amp_mode, bf16]`; for an empty list, the placeholder is removed.",
     )
     environment: dict[str, str] = Field(
-        {}, description="Environment variables of the program; placeholders are replaced."
+        {}, description="Environment variables of the program; placeholders in the values are replaced."
     )
     folder: str = Field(".", min_length=1, description="Working folder of the program.")
     revision: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{40}$",
         description="Git commit (40 hexadecimal digits) of `folder` or of `repository`. Each start gets a fresh "
-        "checkout; `folder` and relative paths are resolved in it.",
+        "checkout, in which `folder` and relative paths are resolved.",
     )
     repository: str | None = Field(
         None,
         pattern=r"^((https://|file:///)\S+|/.+)$",
-        description="Git repository from which the controller fetches `revision`; `folder` is then a folder in it.",
+        description="Git repository from which the controller fetches `revision`; `folder` is then a folder in this "
+        "repository.",
     )
     image: str | None = Field(
         None,
@@ -89,8 +91,8 @@ class Program(Lawful):
     start: Literal["site", "itself"] = Field(
         "site",
         description="Launcher of a program on several devices. site: `site.starter` starts one process per device. "
-        "itself: the command starts them, such as `srun --nodes={nodes} ...`; it must state the number of nodes, which "
-        "is not in the environment of a job.",
+        "itself: the command starts the processes, such as `srun --nodes={nodes} ...`. Such a command must state the "
+        "number of nodes, because the environment of a job does not contain this number.",
     )
     rate: str | None = Field(
         None,
@@ -99,18 +101,20 @@ class Program(Lawful):
     )
     log: str | None = Field(
         None,
-        description="Log of the program: event files of TensorBoard or their folder, or a file of JSON lines with "
-        "`step` and `time`. Losses are read from it, and the speed if `rate` is absent and the steps cannot be "
-        "detected.",
+        description="Log of the program: TensorBoard event files or their folder, or a file of JSON lines with `step` "
+        "and `time`. The losses are read from this log. The speed is read from the log if `rate` is absent and the "
+        "steps cannot be detected.",
     )
     losses: dict[str, str] = Field(
         {},
-        description="Tags of the log with dlscale's names: `Loss/valid: loss/valid`; other names are loss/train, "
-        "learning_rate, and valid/NAME for metrics. Without a log, keys are regular expressions for the printed "
-        "output, with one group for the number; a number before a % sign is divided by 100.",
+        description="Tags of the log, each with dlscale's name for the values: `Loss/valid: loss/valid`. The other "
+        "names are loss/train, learning_rate, and valid/NAME for metrics. Without a log, the keys are regular "
+        "expressions for the printed output, with one group for the number; a number before a % sign is divided by "
+        "100.",
     )
     resume: list[str] = Field(
-        [], description="Words that replace {resume} if an earlier try left files in {out}; otherwise it is removed."
+        [],
+        description="Words that replace {resume} if an earlier try left files in {out}; otherwise {resume} is removed.",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -179,16 +183,16 @@ def _one_group(text: str) -> bool:
 
 
 def settings_of(run: Any) -> dict[str, Any]:
-    """Return the values of a run's placeholders by name, without those of `program.values`."""
+    """Return the values of a run's placeholders by name, without the placeholders in `program.values`."""
     found = flat(run.model_dump(mode="json", exclude={"program"}))
     found |= {name: found[key] for name, key in SHORT.items() if key in found}
     return {**found, "gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
 
 
 def check_trials(run: Any) -> str | None:
-    """Return the message for trials that are too short for a program's rate.
+    """Return the message for trials that have too few steps for a program's rate.
 
-    Return None if they are long enough.
+    Return None if the trials have enough steps, or if the program prints its rate.
     """
     timed = run.throughput
     if run.program.rate or (steps := (timed.warmup + timed.trials) * timed.batches) >= MIN_STEPS:
@@ -200,9 +204,9 @@ def check_trials(run: Any) -> str | None:
 
 
 def check(run: Any) -> str | None:
-    """Return an error message for the placeholders of a run's program, its key first.
+    """Return an error message for wrong placeholders of a run's program; the message begins with the wrong key.
 
-    Return None if they are valid.
+    Return None if the placeholders are valid.
     """
     settings, used = settings_of(run), set(run.program.placeholders())
     if run.program.repository and run.program.folder.startswith("/"):
@@ -236,7 +240,8 @@ def check(run: Any) -> str | None:
 def _script(command: list[str]) -> str | None:
     """Return the script that a command starts, or None.
 
-    The script follows python, sh, bash or torchrun, or is the first word if that is a path.
+    The script follows python, sh, bash or torchrun. For other commands, the script is the first word if this word is a
+    path.
     """
     first, *rest = command
     program = Path(first).name
@@ -258,9 +263,9 @@ def _script(command: list[str]) -> str | None:
 def missing_script(program: Program, contained: bool = False) -> str | None:
     """Return the path of a command's script if it is missing.
 
-    Return None if it exists or cannot be checked yet.
+    Return None if the script exists or cannot be checked yet.
 
-    `contained` means that the program runs in a container, whose files are not visible here.
+    `contained` means that the program runs in a container, whose files are not visible to this process.
     """
     folder = Path(program.folder)
     script = _script(Words(program, "{out}").command)
@@ -299,9 +304,9 @@ def filled(run: Any) -> Program:
 
 
 def untuned(run: Any) -> str | None:
-    """Return why the stage tune cannot run for a run's program, its key first.
+    """Return the reason why tune cannot run for a run's program; the message begins with the wrong key.
 
-    Return None if it can.
+    Return None if tune can run.
     """
     if run.geometry.world_size > 1:
         return "tune: programs are tuned on one device; set nodes and gpus_per_node in geometry to 1"
@@ -319,10 +324,10 @@ def untuned(run: Any) -> str | None:
 
 
 def candidates(run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
-    """Return the candidates of the stage tune for a run's program, its current settings first.
+    """Return the candidates of the stage tune for a run's program; the current settings are the first candidate.
 
-    A candidate is a pair: changes of the run by dotted key, and the run with its program filled. Only settings with a
-    placeholder in the command are varied. `cores` is the number of cores per process.
+    A candidate is a pair: the changed settings by dotted key, and the run with a filled program. Only settings with a
+    placeholder in the program are varied. `cores` is the number of cores per process.
     """
     tried, used = run.tune, set(run.program.placeholders())
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
@@ -360,7 +365,7 @@ def _changed(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 
 
 class Words:
-    """Words of a filled program at its start, with {out} and {resume} replaced."""
+    """Texts of a filled program when it starts, with {out} and {resume} replaced."""
 
     def __init__(self, program: Program, out: str, resumed: bool = False) -> None:
         def value(name: str) -> str | list[str] | None:
@@ -376,9 +381,9 @@ class Words:
 
 
 def _words(text: str, value: Callable[[str], str | list[str] | None]) -> list[str]:
-    """Return the words for one word of a command.
+    """Return the words that replace one word of a command.
 
-    A single placeholder may become several words, or none.
+    A word that is a placeholder may become several words, or may be removed.
     """
     match = PLACEHOLDER.fullmatch(text)
     found = value(match[1]) if match and match[1] else None
@@ -386,7 +391,7 @@ def _words(text: str, value: Callable[[str], str | list[str] | None]) -> list[st
 
 
 def _text(text: str, value: Callable[[str], str | list[str] | None]) -> str:
-    """Return a text with its placeholders replaced; placeholders without a value, and double braces, stay."""
+    """Return a text with placeholders replaced; placeholders without a value and double braces do not change."""
 
     def put(match: re.Match[str]) -> str:
         found = value(match[1]) if match[1] else None
@@ -396,7 +401,7 @@ def _text(text: str, value: Callable[[str], str | list[str] | None]) -> str:
 
 
 def _written(value: Any) -> str | None:
-    """Return a setting as written in a command; None stays None."""
+    """Return a setting's value as text for a command; None stays None."""
     if value is None:
         return None
     return (str(value).lower() if isinstance(value, bool) else str(value)).replace("{", "{{").replace("}", "}}")

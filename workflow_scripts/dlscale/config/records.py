@@ -16,24 +16,25 @@ class Published(Record):
 
     label: str = NONE
     hardware: str = NONE
-    gpus: int = Field(1, ge=1)  #: Number of GPUs of the measurement; samples/s are over all of them, memory is per GPU.
+    gpus: int = Field(1, ge=1)  #: Number of GPUs; a rate is the sum over all GPUs, memory is the memory of one GPU.
     batch_size: int | None = Field(None, ge=1)  #: Samples per step over all GPUs.
     source: str = NONE
     runs: list[str] = []  #: `PLAN.RUN` of the runs that repeat the published measurement.
-    like: list[str] = []  #: `PLAN.RUN` of runs with the same step, but other data or another size.
+    like: list[str] = []  #: `PLAN.RUN` of runs with the same kind of step, but with other data or of another size.
     kind: str = "FULL"  #: Mode of a throughput, one of `MODES`.
     samples_per_second: float | None = Field(None, gt=0)
     std: float | None = Field(None, ge=0)  #: Standard deviation of a throughput over its trials, samples/s.
     metric: str = ""  #: Key of `PUBLISHED_KINDS` or a validation metric; empty for a throughput.
     value: float | None = None
-    by_epoch: list[float] = []  #: Values [epochs] after each epoch; alternative to `value`.
+    by_epoch: list[float] = []  #: Values [epochs] of the metric after each epoch; alternative to `value`.
     unit: str = "1"
     series: list[Name] = []  #: Series of the study to which the figure belongs.
-    #: Training samples of the measured epochs, or samples of the measured validation; the time then includes the wait
-    #: for the first batch. None: the figure is about steps only.
+    #: Number of samples: training samples of the measured epochs, or samples of the measured validation. The measured
+    #: time then includes the wait for the first batch. None if the figure only measures steps.
     samples: int | None = Field(None, ge=1)
-    epochs: int | None = Field(None, ge=1)  #: Number of epochs, each with a validation, if the figure is a time.
-    tp: int = Field(1, ge=1)  #: Devices that shared the model's weights, as in `geometry`.
+    epochs: int | None = Field(None, ge=1)  #: Number of epochs with validations, if the figure is a time.
+    #: Tensor-parallel size `tp` and context-parallel size `cp` of the measurement, as in `geometry`.
+    tp: int = Field(1, ge=1)
     cp: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -45,11 +46,11 @@ class Published(Record):
 
     @property
     def speed(self) -> float:
-        """FULL throughput over all GPUs, samples/s; 0 for other figures."""
+        """Throughput in training over all GPUs, samples/s; 0 for other figures."""
         return (self.samples_per_second or 0.0) if self.kind == "FULL" else 0.0
 
     def speed_of(self, run: str) -> bool:
-        """Return whether the figure is a FULL throughput that `run` (PLAN.RUN) can be compared with."""
+        """Return whether the figure is a throughput in training that can be compared with `run` (PLAN.RUN)."""
         return bool(self.speed) and run in (*self.runs, *self.like)
 
     @property
@@ -64,11 +65,13 @@ class Series(Record):
     machine: Name  #: Name of the machine in `extensions/predict/machines.yaml`.
     parameters: int = Field(ge=1)
     gradient_bytes: int = Field(4, ge=1)  #: Bytes per element of a gradient in communication.
-    collectives: int | None = Field(None, ge=1)  #: Collectives per step, if published; None: from PyTorch's buckets.
-    fit: int = Field(8, ge=1)  #: Maximum number of GPUs of the figures that are fitted; larger ones are predicted.
+    collectives: int | None = Field(
+        None, ge=1
+    )  #: Published collectives per step; None: computed from PyTorch's buckets.
+    fit: int = Field(8, ge=1)  #: Figures on up to this number of GPUs are fitted; figures on more GPUs are predicted.
     valid_samples: int | None = Field(None, ge=1)  #: Number of samples of a validation.
-    workers: int = Field(1, ge=1)  #: Workers of a device's loader that load separate batches; 1 for DALI's threads.
-    loaded: float | None = Field(None, gt=0)  #: Rate that a device's loader reached with another model, samples/s.
+    workers: int = Field(1, ge=1)  #: Number of loader workers per device that load separate batches; 1 for DALI.
+    loaded: float | None = Field(None, gt=0)  #: Rate of one device's loader, measured with another model, samples/s.
     tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, width of a token, number of blocks.
 
 
@@ -88,12 +91,12 @@ PUBLISHED_KINDS = {
 }
 
 
-#: Kinds of plans: independent runs, runs that build on each other, or runs generated from a block of settings.
+#: Kinds of plans. The runs of a plan are independent, build on each other, or are generated from a block of settings.
 PlanKind = Literal["set", "ladder", "tune", "sweep", "weak_scaling", "strong_scaling", "convergence", "parallelism"]
 
 
 class RunReference(Record):
-    """A run of a plan, and the folder `PLAN/RUN` of its results."""
+    """A run of a plan; `plan` and `run` name the folder of the run's results."""
 
     name: Name
     label: str | None = None
@@ -108,8 +111,8 @@ class SweepRecord(Record):
 
     method: Literal["grid", "random", "halving"]
     metric: str  #: Metric that ranks the trials: `valid_loss`, a validation metric, or `samples_per_second`.
-    trials: dict[Name, dict[str, Any]]  #: Values by dotted key, by trial.
-    rungs: list[tuple[int, int]] = []  #: Last epoch and number of trials of each rung; empty without halving.
+    trials: dict[Name, dict[str, Any]]  #: Values that each trial sets, by dotted key.
+    rungs: list[tuple[int, int]] = []  #: Pairs (last epoch, number of trials), one per rung; empty without halving.
 
 
 class Rung(Record):
@@ -128,9 +131,10 @@ class PlanRecord(Record):
     study: Name
     study_title: str | None = None
     kind: PlanKind = "set"
-    measure: list[str]  #: Stages of the plan; the stages of a single run are in its reference.
-    runs: list[RunReference] = Field(min_length=1)  #: Runs; for successive halving, each trial's run of the first rung.
+    measure: list[str]  #: Stages of the plan; each `RunReference` has the stages of its run.
+    #: Runs of the plan. For successive halving, the list has each trial's run of the first rung.
+    runs: list[RunReference] = Field(min_length=1)
     sweep: SweepRecord | None = None  #: Record of the sweep, for kind sweep.
-    left_out: dict[str, str] = {}  #: Requirements that the machine lacks, by skipped run.
+    left_out: dict[str, str] = {}  #: Skipped runs, each with the requirements that the machine lacks.
     grams_per_kwh: float | None = None  #: CO₂ emission of the site's electricity, g/kWh.
     published: list[Published] = []

@@ -18,11 +18,11 @@ Node = dict[str, Any]
 HEAD = f"""# Every key of `config.yaml`
 
 `dlscale schema --markdown` prints this page. `dlscale schema` prints the same keys as a JSON schema, with which editors
-complete and check them. No key is required. An absent key has the value of the study's file (`study.yaml`), or the
+complete and check the keys. No key is required. An absent key has the value in the study's file (`study.yaml`), or the
 default below.
 
-**Names** of datasets, plans and runs become folders.
-They have {NAME_IN_WORDS}.
+**Names** of datasets, plans and runs become names of folders.
+A name has {NAME_IN_WORDS}.
 
 If a `--configfile` is not valid YAML (a tab, an open bracket, an anchor within itself), Snakemake's message does not
 name the file and the line; `dlscale why --configfile FILE` names both."""
@@ -31,7 +31,7 @@ name the file and the line; `dlscale why --configfile FILE` names both."""
 class _Overrides(GenerateJsonSchema):
     """Schema generator that requires no key, not even `kind`.
 
-    A file may override only some keys of another one.
+    No key is required because a file may override only some keys of another file.
     """
 
     def field_is_required(self, field: Any, total: bool) -> bool:
@@ -52,13 +52,13 @@ def schema() -> Node:
     for model in [of_workflow, *models.values()]:
         for node in model.get("properties", {}).values():
             said = [models[name].get("description", "").split("\n\n")[0] for name in _held(node)]
-            if "description" not in node and any(said):  # a key with a model has the description of the model
+            if "description" not in node and any(said):  # the description of the model also describes the key
                 node["description"] = " Or: ".join(" ".join(text.split()) for text in dict.fromkeys(said) if text)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
 
 
 def reference() -> str:
-    """Return the reference: the keys of the file, then those of each section."""
+    """Return the reference: a table of the file's keys, then a table of keys for each section."""
     found = schema()
     lines = [HEAD, "", "## The file", "", *_table(found)]
     for name, model in found["$defs"].items():
@@ -73,7 +73,7 @@ def _table(model: Node) -> Iterator[str]:
     for key, node in model.get("properties", {}).items():
         default = node.get("default", node.get("const"))
         told = "" if default is None or isinstance(default, dict) else json.dumps(default)
-        # An override has no default of its own; its description ends with the default of the key.
+        # The schema has no default for an override, so the description of the key ends with the default.
         said, _, usual = node.get("description", "").partition("Default: ")
         told = told or usual.removesuffix(".")
         cells = [f"`{key}`", _may_be(node), f"`{told}`" if told else "", said.strip().replace("|", "\\|")]

@@ -1,8 +1,8 @@
 """Resolve the user's configuration into validated datasets and complete runs.
 
-The user's configuration is merged over the YAML files of the studies, so it can change any shipped dataset or plan by
-name. The settings of a run are merged from layers: the study (or the run that the plan's `from` names), the plan, for
-a ladder the earlier rungs, and the run itself.
+The user's configuration is merged over the YAML files of the studies, so that a user can change any shipped dataset or
+plan by name. The settings of a run are merged from layers: the settings of the study (or of the run that the plan's
+`from` names), of the plan, of the earlier rungs in a ladder, and of the run itself.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from dlscale.core.settings import Raw, flat, holds, read_yaml, validate
 from dlscale.core.stages import STAGES
 from dlscale.core.urls import hide
 
-#: Keys that define the runs of a plan; a plan needs one of them.
+#: Keys that define the runs of a plan; a plan needs at least one of these keys.
 MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
-#: Mutually exclusive settings.
+#: Pairs of settings that exclude each other.
 EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
-#: Default `kind` of each section of a run that has one.
+#: Default of `kind` by section, for the sections of a run that have a default.
 KINDS = {key: field.default.kind for key, field in Run.model_fields.items() if hasattr(field.default, "kind")}
-#: Settings that need no placeholder in a program's command: they describe the run, or how it is measured.
+#: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
 DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
-#: Key path where settings were written, and the settings.
+#: Layer of settings: key path at which the user or study wrote the settings, and the settings.
 Layer = tuple[str, Raw]
-#: Name of a plan, and name of a run in it.
+#: Name of a plan, and name of a run in this plan.
 RunKey = tuple[str, str]
 
 
@@ -58,7 +58,8 @@ class StudyFile(Strict):
     settings: dict[str, Any]
     datasets: dict[str, Any] = {}
     plans: dict[str, Any] = {}
-    plans_need: dict[str, list[str]] = {}  #: Plans that are skipped if an extension is missing, by its name.
+    #: Plans that are skipped if an extension is missing, by name of the extension.
+    plans_need: dict[str, list[str]] = {}
     published: list[Published] = []
     series: dict[Name, Series] = {}
 
@@ -67,18 +68,18 @@ class StudyFile(Strict):
 class ResolvedRun:
     """A run of a plan with its settings.
 
-    `plan` and `name` give the folder of its results. They differ from the position in the configuration if the run is
-    written with `use`.
+    `plan` and `name` give the folder of the run's results. For a run with `use`, they are the plan and name of the run
+    that `use` names.
     """
 
     plan: str
     name: str
     run: Run
-    trial: str | None = None  #: Trial of successive halving; the run continues it from the end of the previous rung.
+    trial: str | None = None  #: Trial of successive halving that this run trains, from the end of the previous rung on.
     rung: int = 0
-    rung_size: int = 0  #: Number of trials in its rung; the previous rung decides which trials.
-    repeats: str | None = None  #: Run of the plan that this run repeats with another seed.
-    asked: Run | None = None  #: Run with the placeholders in its command, for an external program.
+    rung_size: int = 0  #: Number of trials in the run's rung; the scores in the previous rung decide which trials.
+    repeats: str | None = None  #: Name of the run of the plan that this run repeats with another seed.
+    asked: Run | None = None  #: For an external program, the run before placeholders in its command were replaced.
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Configuration:
     plans: dict[str, dict[str, ResolvedRun]]  #: Runs by plan and run name, in order.
     skipped_runs: dict[
         str, dict[str, str]
-    ]  #: Requirements that this machine lacks, by plan and name of the skipped run.
-    #: Full addresses of datasets by redacted address, and secrets of programs by their markers.
+    ]  #: Requirements that this machine lacks, by plan and by name of the skipped run.
+    #: Full addresses of datasets by redacted address, and secrets of programs by marker.
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def stages(self, plan: str, run: str) -> list[str]:
@@ -105,7 +106,7 @@ class Configuration:
 
 
 def load(raw: Mapping[str, Any]) -> Configuration:
-    """Validate the user's configuration as Snakemake merged it, and resolve all runs.
+    """Validate the user's configuration, which Snakemake has merged, and resolve all runs.
 
     Invalid settings raise a `UserError` with the path of the key, the expected value and the nearest valid name.
     """
@@ -147,21 +148,21 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     left_out = {plan: resolver.skipped_runs(plan) for plan in workflow.plans}
     plans = dict[str, dict[str, ResolvedRun]]()
     for name, plan in workflow.plans.items():
-        # Skipped runs are checked, too: an error in the configuration does not depend on the machine.
+        # Skipped runs are also checked, because an error in the configuration must not depend on the machine.
         resolved = {run: resolver.run(name, run) for run in plan.runs}
         resolver.check_settings(name, plan, resolved)
         runs = {run: each for run, each in resolved.items() if run not in left_out[name]}
         if name in workflow.targets and not runs:
             lacking = "; ".join(f"{run}: {what}" for run, what in left_out[name].items())
-            raise UserError(f"configuration: targets: plan {name} has no run that this machine can do ({lacking})")
+            raise UserError(f"configuration: targets: plan {name} has no run that this machine supports ({lacking})")
         plans[name] = _filled(_repeated(name, plan, _rungs(name, plan, runs)))
     return Configuration(workflow, plans, left_out, secrets)
 
 
 def _targets(merged: Raw) -> Any:
-    """Return the targets with each pattern replaced by the matching plans in their order.
+    """Return the targets with each pattern replaced by the matching plans, in the order of the plans.
 
-    A pattern has a `*`, such as `*_demo`.
+    A pattern is a target with `*`, such as `*_demo`.
     """
     targets = merged.get("targets")
     if not isinstance(targets, list):
@@ -188,9 +189,9 @@ def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
 
 
 def of_program(stages: Iterable[str]) -> list[str]:
-    """Return the stages of a plan that apply to an external program; `program` replaces `train`."""
+    """Return the stages that an external program supports, with `program` instead of `train`."""
     if "program" not in STAGES:
-        raise UserError("a run has the key program, but the extension `programs` is not installed")
+        raise UserError("a run has the key program, which needs the extension `programs`; this extension is missing")
     there = ("program" if stage == "train" else stage for stage in stages)
     return [stage for stage in there if STAGES[stage].program]
 
@@ -198,15 +199,15 @@ def of_program(stages: Iterable[str]) -> list[str]:
 def _check_names(user: Raw, shipped: Raw) -> None:
     """Refuse a misspelt name of a shipped dataset or plan.
 
-    It shows as an entry that lacks a key which a new dataset or plan needs.
+    With a misspelt name, the entry lacks a key that a new dataset or plan needs.
     """
     if MEASURED in user["plans"]:
-        raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another")
+        raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another name")
     for section, key in {"datasets": "kind", "plans": "study"}.items():  # the key that a new entry needs
         known = shipped[section].keys() | user[section].keys()
         for name, settings in user[section].items():
             new = name not in shipped[section] and isinstance(settings, dict)
-            if new and not nearest(key, settings):  # a misspelt key is reported elsewhere
+            if new and not nearest(key, settings):  # validation reports a misspelt key
                 needed = key + " and runs" * (section == "plans" and not settings.keys() & MAKING)
                 what = f"a new {section[:-1]} needs {needed}{nearest(name, known - {name})}"
                 raise UserError(f"configuration: {section}.{name}: {what}")
@@ -229,7 +230,9 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
             )
         for origin in kind.origins(dataset):
             if "://" not in origin and set(origin) & set("{}\n"):
-                what = f"{origin!r}: braces are wildcards to Snakemake, and line breaks are not allowed; rename it"
+                what = (
+                    f"{origin!r}: braces are wildcards to Snakemake, and line breaks are not allowed; rename the file"
+                )
                 raise UserError(f"configuration: datasets.{name}.source: {what}")
 
 
@@ -241,8 +244,8 @@ def _rungs(plan_name: str, plan: Plan, trials: dict[str, ResolvedRun]) -> dict[s
     epochs = lengths.pop()
     if lengths or epochs is None:
         raise UserError(
-            f"configuration: plans.{plan_name}.sweep: halving needs training.epochs, the same for all trials; set it "
-            "instead of steps, and do not vary it"
+            f"configuration: plans.{plan_name}.sweep: halving needs training.epochs, with the same value for all "
+            "trials; set this key instead of steps, and do not vary it"
         )
     runs = {}
     for rung, (until, size) in enumerate(plan.sweep.rungs(len(trials), epochs)):
@@ -259,14 +262,15 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
     found = {}
     for name, resolved in runs.items():
         found[name] = resolved
-        # A run of another plan is repeated there.
+        # A run of another plan has its repetitions in that plan.
         own = resolved.plan == plan_name and "train" in plan.stages(name)
         for seed in range(resolved.run.seed + 1, resolved.run.seed + plan.repeat) if own else ():
             again = f"{name}-seed{seed}"
             if again in runs or len(again) > 64 or seed > MAX_SEED:
                 raise UserError(
-                    f"configuration: plans.{plan_name}.repeat: no run can be called {again}: the name exists already, "
-                    f"has more than 64 letters, or its seed is above {MAX_SEED}; rename {name}, or lower its seed"
+                    f"configuration: plans.{plan_name}.repeat: a repetition cannot be called {again}, because this run "
+                    f"exists already, the name has more than 64 letters, or the seed is above {MAX_SEED}; "
+                    f"rename {name}, or lower its seed"
                 )
             label = f"{resolved.run.label or name}, seed {seed}"
             run = resolved.run.model_copy(update={"seed": seed, "label": label})
@@ -275,7 +279,7 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
 
 
 def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterable[Raw] = ()) -> Configuration:
-    """Load a configuration: a site (`site_settings`), YAML files in order, then `over`; later values win."""
+    """Load a configuration from a site (`site_settings`), YAML files and `over`; later values override earlier ones."""
     raw = site_settings(site)
     for settings in [*(resolve_paths(read_yaml(path), Path(path).parent) for path in paths), *over]:
         merge(raw, settings)
@@ -283,10 +287,7 @@ def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterabl
 
 
 def resolve_paths(raw: Raw, folder: str | Path) -> Raw:
-    """Return a file's settings with its paths resolved from `folder`.
-
-    These are the paths of studies, and the sources of datasets.
-    """
+    """Return a file's settings with the paths of studies and the sources of datasets resolved from `folder`."""
 
     def written(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -323,7 +324,7 @@ def site_settings(site: str | Path | None, profiles: str | Path = "profiles") ->
         raw = read_yaml(path)
         validate(Site, raw, where=str(path))
         return {"site": raw}
-    if path.with_name("profile.yaml").is_file():  # a profile with Snakemake's settings only, for this machine
+    if path.with_name("profile.yaml").is_file():  # this profile only has settings of Snakemake
         return {}
     known = sorted(file.parent.name for file in Path(profiles).glob("*/site.yaml") if file.parent.name != "default")
     raise UserError(f"site: {path}: no such file; {unknown('site', str(site), known)}")
@@ -335,9 +336,9 @@ def study_files() -> dict[str, StudyFile]:
 
 
 def written_in(study: str) -> str:
-    """Return the name of a study's settings for messages.
+    """Return the name by which messages refer to a study's settings.
 
-    It is `(shipped) NAME`, or the file of an outside study.
+    The name is `(shipped) NAME`, or the YAML file of an outside study.
     """
     outside = registry.added().get(study)
     return str(outside.yaml) if outside else f"(shipped) {study}"
@@ -351,8 +352,8 @@ def _study_file(path: Path) -> StudyFile:
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
     """Merge `over` into `base` in place, key by key, and return it.
 
-    A section with a different `kind` replaces the old section completely, except in plans. A later setting removes the
-    earlier one that excludes it (`EXCLUSIVE`).
+    A section with a different `kind` replaces the old section completely, except that a plan is always merged. A
+    setting in `over` removes the setting in `base` that excludes it (`EXCLUSIVE`).
     """
     for key, value in over.items():
         old = base.get(key)
@@ -365,7 +366,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
         else:
             base[key] = copy.deepcopy(dict(value))
     for one, other in [*EXCLUSIVE, *((other, one) for one, other in EXCLUSIVE)]:
-        # A mapping under such a key is not a setting, but for example a run of this name.
+        # A mapping under such a key is not this setting, but for example a run with the same name.
         if not isinstance(over.get(one), Mapping | None) and other not in over:
             base.pop(other, None)
     return base
@@ -374,9 +375,8 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     """Return the path of the targets' page in the results folder.
 
-    Later `layers` override earlier ones.
-
-    The targets of the layer that sets the results folder have `report/index.html`; other targets have their own page.
+    Later `layers` override earlier layers. The layer that sets the results folder decides which targets have the page
+    `report/index.html`. Other targets have a page with another name.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -396,7 +396,8 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
     """Set the title of the targets' page.
 
-    It is the title that is set with the targets or in a later layer, otherwise the titles of the plans.
+    A title counts if it is in the layer that sets the targets, or in a later layer. Otherwise the title lists the
+    titles of the first three plans.
     """
     title, targets = None, None
     for layer in layers:
@@ -411,9 +412,9 @@ def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]
 
 
 def _plain(value: Any, where: str = "configuration") -> Any:
-    """Copy nested mappings to dicts.
+    """Copy nested mappings to dicts and sequences to lists.
 
-    Refuse NUL characters, and read the string `null` of `--config` as None.
+    Refuse NUL characters. Replace the string `null`, which `--config` passes for null, by None.
     """
     if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, Mapping) else [value])):
         raise UserError(f"{where}: a NUL character; remove it")
@@ -425,7 +426,7 @@ def _plain(value: Any, where: str = "configuration") -> Any:
 
 
 class _Resolver:
-    """Resolver of runs, on demand, since `use` and `from` may refer to any plan."""
+    """Resolver of runs, which resolves a run on demand because `use` and `from` may refer to any plan."""
 
     def __init__(self, workflow: Workflow, files: dict[str, StudyFile]) -> None:
         self.workflow, self.files = workflow, files
@@ -435,7 +436,7 @@ class _Resolver:
         self._skipped_runs: dict[str, dict[str, str]] = {}
         site = workflow.site
         self._provided = site.provides if site.engine != "none" else None
-        #: Number of GPUs of this machine; 0 (not checked) if runs start on other nodes.
+        #: Number of GPUs of this machine; 0 if runs may start on other nodes, so that this number is not checked.
         self._here = 0 if site.scheduler or site.start else gpus()
 
     def run(self, plan: str, name: str) -> ResolvedRun:
@@ -449,9 +450,9 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def skipped_runs(self, plan: str) -> dict[str, str]:
-        """Return the runs that this machine cannot do, with the requirements that it lacks."""
+        """Return the runs of a plan that this machine does not support, with the requirements that it lacks."""
         if plan not in self._skipped_runs:
-            self._skipped_runs[plan] = {}  # circular names are reported when the runs are resolved
+            self._skipped_runs[plan] = {}  # set first; a circle of names is reported when the runs are resolved
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
@@ -468,9 +469,9 @@ class _Resolver:
         return self._skipped_runs[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return a list with a description of the GPUs that a run needs, if this machine has some, but too few.
+        """Return a list with a description of a run's GPUs, if this machine has at least one GPU, but too few.
 
-        Return an empty list otherwise, also without GPUs or with a scheduler.
+        Return an empty list if the machine has enough GPUs, has no GPUs, or starts runs on other nodes.
         """
         if not self._here:
             return []
@@ -480,9 +481,9 @@ class _Resolver:
         return [f"{asked} GPUs (it has {self._here})"] if asked.isdecimal() and int(asked) > self._here else []
 
     def layers(self, plan: str, name: str) -> tuple[RunKey, list[Layer]]:
-        """Return the run under which the results are, and the layers of its settings."""
+        """Return the plan and name of the run that owns the results, and the layers of the run's settings."""
         key = (plan, name)
-        self.skipped_runs(plan)  # called before the run is open, since it calls `layers`, too
+        self.skipped_runs(plan)  # called before the run is open, because this method calls `layers`
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of them")
@@ -530,29 +531,32 @@ class _Resolver:
             if "train" in plan.stages(run) and not found.run.averages:
                 raise UserError(
                     f"configuration: plans.{name}.runs.{run}.parallel.sync: false: without averaged gradients every "
-                    f"process would train a different model; leave train out for this run (measure, or only: "
-                    f"{{train: [...]}} of plans.{name})"
+                    f"process would train a different model; leave train out for this run (with measure, or only: "
+                    f"{{train: [...]}} in plans.{name})"
                 )
             if found.run.program:
                 self._check_program(f"plans.{name}", plan, run, found)
             elif found.run.tune.values:
                 raise UserError(
-                    f"configuration: plans.{name}.runs.{run}.tune.values: only for external programs; leave it out"
+                    f"configuration: plans.{name}.runs.{run}.tune.values: this key is only for external programs; "
+                    "remove the key"
                 )
         where = f"plans.{name}.settings"
         if plan.settings and all(where not in dict(self.layers(name, run)[1]) for run in plan.runs):
             used = next(iter(plan.runs.values()))["use"]
             raise UserError(
-                f"configuration: {where}: no run uses these settings, since its runs belong to other plans or are "
-                f"based on {used}; change plans.{used.partition('.')[0]}, or write plans.{name}.from: {used} and a run "
-                "of another name"
+                f"configuration: {where}: no run uses these settings, because all runs of the plan belong to other "
+                f"plans or are based on {used}; change plans.{used.partition('.')[0]}, or write plans.{name}.from: "
+                f"{used} and a run with another name"
             )
 
     def _check_program(self, here: str, plan: Plan, run: str, found: ResolvedRun) -> None:
-        """Refuse stages that an external program lacks, and settings without a placeholder in its command."""
+        """Refuse stages that external programs do not support, and settings that the program does not get."""
         wrong = ""
         if not of_program(plan.stages(run)):
-            wrong = f"measure: a program only has the stages train and throughput; add one of them, or remove {run}"
+            wrong = (
+                f"measure: a program only has the stages train and throughput; add one of these stages, or remove {run}"
+            )
         elif (problem := program.check(found.run)) or (
             "tune" in plan.stages(run) and (problem := program.untuned(found.run))
         ):
@@ -562,13 +566,13 @@ class _Resolver:
         elif plan.halves:
             wrong = "sweep.method halving: an external program always trains to its end; use grid or random"
         elif found.run.program and found.run.program.image and self.workflow.site.engine == "none":
-            wrong = f"runs.{run}.program.image: site.engine is none; set an engine, or leave the image out"
+            wrong = f"runs.{run}.program.image: site.engine is none; set an engine, or remove the image"
         if wrong:
             raise UserError(f"configuration: {here}.{wrong}")
         if plan.repeat > 1 and "seed" not in set(found.run.program.placeholders() if found.run.program else ()):
-            raise UserError(f"configuration: {here}.repeat: the program's command has no {{seed}}; add it")
+            raise UserError(f"configuration: {here}.repeat: the program's command has no {{seed}}; add {{seed}}")
         if not registry.study(plan.study).programs:
-            return  # the settings of a study with its own model describe what the program does
+            return  # the settings of a study with a model describe the work of the program
         assert found.run.program
         used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}
         used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
@@ -578,20 +582,22 @@ class _Resolver:
                 if not said and key not in used:
                     raise UserError(
                         f"configuration: {where}.{key}: the program does not get this setting; put {{{key}}} into "
-                        "program.command, or leave it out"
+                        "program.command, or remove the setting"
                     )
 
     def _reference(self, where: str, text: Any, plan: Plan) -> RunKey:
         target, _, run = str(text).partition(".")
         other, what = self.workflow.plans.get(target), ""
         if other is None:
-            what = f"{unknown('plan', target, self.workflow.plans)}; write it plan.run"
+            what = f"{unknown('plan', target, self.workflow.plans)}; expected the form plan.run"
         elif run not in other.runs:
             what = unknown(f"run of plan {target}", run, other.runs)
         elif other.halves and where.endswith(".use"):
-            what = f"{text} is a trial of successive halving, which trains in parts; write from instead"
+            what = f"{text} is a trial of successive halving, which trains in parts; use the key from instead"
         elif other.study != plan.study:
-            what = f"{text} belongs to study {other.study}, this plan to {plan.study}; both must be the same"
+            what = (
+                f"{text} belongs to study {other.study}, but this plan belongs to {plan.study}; use a run of this study"
+            )
         if what:
             raise UserError(f"configuration: {where}: {what}")
         return target, run
@@ -614,7 +620,7 @@ class _Resolver:
         if dataset is None:
             what = unknown("dataset", run.dataset, self.workflow.datasets)
         elif dataset.kind != study.dataset:
-            what = f"'{run.dataset}' is of kind {dataset.kind}, study {run.study} needs {study.dataset}"
+            what = f"'{run.dataset}' is of kind {dataset.kind}, but study {run.study} needs kind {study.dataset}"
         elif grid := registry.kind(dataset.kind).grid(dataset):
             try:
                 study.check_grid(run, grid)

@@ -1,7 +1,8 @@
 """A fully resolved run of one study.
 
-The class of a run depends on its study, which defines the settings of model, loss and samples. A stage reads the common
-keys (`RunCore`) and the keys in its row of the table of stages. It runs again if one of these keys changes.
+The class of a run depends on the run's study, which defines the settings of model, loss and samples. A stage reads the
+common keys (`RunCore`) and the keys in the stage's row of the table of stages. If one of these keys changes, the stage
+runs again.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ class _Optimizer(Lawful):
     lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
     weight_decay: NonNegativeFloat = Field(
         0.0,
-        description="Factor of the weight decay: weight_decay x weights is added to the gradient. With adamw, "
-        "lr x weight_decay x weights is subtracted from the weights instead.",
+        description="Factor of the weight decay: each gradient is increased by weight_decay x weights. With adamw, the "
+        "gradient stays unchanged, and the weights are decreased by lr x weight_decay x weights.",
     )
     fused: bool = Field(False, description="Compute the complete update in one kernel.")
     clip_norm: PositiveFloat | None = Field(
-        None, description="Maximum norm of all gradients together; larger gradients are scaled down to it."
+        None,
+        description="Maximum norm of all gradients together; gradients with a larger norm are scaled to this norm.",
     )
 
 
@@ -74,7 +76,8 @@ class Adam(_Optimizer):
 
     kind: Literal["adam", "adamw"] = "adam"
     betas: tuple[float, float] = Field(
-        (0.9, 0.999), description="Decay factors of the running means: of the gradients, and of their squares."
+        (0.9, 0.999),
+        description="Decay factors of two running means: mean of the gradients, mean of squared gradients.",
     )
     eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
 
@@ -90,7 +93,7 @@ class SGD(_Optimizer):
     """Stochastic gradient descent."""
 
     kind: Literal["sgd"]
-    momentum: float = Field(0.0, ge=0, lt=1, description="Fraction of the previous update that is added again.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="Fraction of the previous update that each update adds again.")
 
 
 class Adadelta(_Optimizer):
@@ -114,20 +117,21 @@ class Schedule(Lawful):
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
         description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the last step. "
-        "exponential: multiply by gamma per epoch, spread evenly over its steps. step: multiply by gamma after every "
+        "exponential: multiply by gamma per epoch, in equal factors per step. step: multiply by gamma after every "
         "step_epochs epochs, or after the epochs in milestones. constant: keep the rate.",
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from 0.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up, which starts from a rate of 0.")
     warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the linear warm-up; alternative to warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Final learning rate of kinds cosine, linear and polynomial.")
     gamma: float = Field(0.1, gt=0, le=1, description="Factor of kinds exponential and step.")
-    step_epochs: PositiveInt = Field(1, description="Epochs between two changes of the rate, for kind step.")
+    step_epochs: PositiveInt = Field(1, description="For kind step, number of epochs between two changes of the rate.")
     milestones: list[PositiveInt] = Field(
-        [], description="Epochs after which kind step changes the rate; alternative to step_epochs."
+        [], description="For kind step, epochs after which the rate changes; alternative to step_epochs."
     )
     scaling: Literal["none", "sqrt", "linear"] = Field(
         "none",
-        description="Growth of lr with batch_size / base_batch_size: none, with the square root, or linear.",
+        description="Growth of lr with the ratio batch_size / base_batch_size. none: lr stays. sqrt: lr is multiplied "
+        "by the square root of the ratio. linear: lr is multiplied by the ratio.",
     )
     base_batch_size: BatchSize | None = Field(None, description="Global batch size for which optimizer.lr was chosen.")
 
@@ -154,7 +158,7 @@ class Target(Strict):
         description="Value of the metric; the target is reached if an epoch ends with this value or a better one."
     )
     stop: bool = Field(
-        True, description="End the training when the target is reached; false: only report the epoch in which it was."
+        True, description="End the training when it reaches the target; false: only report the epoch that reached it."
     )
 
 
@@ -166,13 +170,13 @@ class Training(Lawful):
         None, description="Optimiser steps; alternative to epochs. The last epoch may be shorter."
     )
     checkpoint_epochs: PositiveInt = Field(
-        1, description="Epochs between two checkpoints; another checkpoint is written at the end."
+        1, description="Epochs between two checkpoints; training also writes a checkpoint at its end."
     )
     stop_after: PositiveInt | None = Field(
         None,
-        description="Number of epochs after which the training pauses. Schedule and checkpoints do not change, so the "
-        "training can continue later as if without a pause: with identical bits on a CPU; on a GPU, libraries choose "
-        "their kernels again.",
+        description="Number of epochs after which the training pauses. Schedule and checkpoints do not change, so that "
+        "the training can continue later as if there was no pause. On a CPU, the result has identical bits; on a GPU, "
+        "libraries choose kernels again, so bits may differ.",
     )
     on_divergence: Literal["fail", "stop"] = Field(
         "fail",
@@ -181,8 +185,8 @@ class Training(Lawful):
     )
     keep_best: str | None = Field(
         VALID_LOSS.name,
-        description="Metric whose best epoch is kept, too, as model_best.pt: valid_loss, or the name of a metric of "
-        "the study; null: keep only the final weights.",
+        description="Metric that selects the best epoch, whose weights are kept as model_best.pt: valid_loss, or the "
+        "name of a metric of the study. null: keep only the final weights.",
     )
     target: Target | None = Field(None, description="Value of a metric that the training must reach.")
     weights: str | None = Field(
@@ -192,9 +196,9 @@ class Training(Lawful):
     )
     trackers: list[Tracker] = Field(
         [],
-        description="Experiment trackers in addition to TensorBoard. wandb: Weights & Biases, in the run's folder, "
-        "offline unless WANDB_MODE is set. mlflow: MLflow, in mlflow.db of the plan's folder, or at "
-        "MLFLOW_TRACKING_URI. Both need dlscale[trackers].",
+        description="Experiment trackers in addition to TensorBoard. wandb: Weights & Biases writes to the run's "
+        "folder, offline unless WANDB_MODE is set. mlflow: MLflow writes to mlflow.db in the plan's folder, or to "
+        "MLFLOW_TRACKING_URI. Both trackers need dlscale[trackers].",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -207,8 +211,8 @@ class _Several(Strict):
     kind: str
     selftest: bool = Field(
         True,
-        description="Test the communication before the run: the exchanged values, and the latency and bandwidth of "
-        "the links. Wrong values end the run.",
+        description="Test the communication before the run: check the exchanged values, and measure the latency and "
+        "bandwidth of the links. Wrong values end the run.",
     )
 
 
@@ -217,18 +221,19 @@ class DDP(_Several):
 
     kind: Literal["ddp"] = "ddp"
     bucket_mb: PositiveFloat | None = Field(
-        None, description="Size of a bucket, MiB: the gradients that one call averages. Absent: PyTorch's 25."
+        None,
+        description="Size of a bucket, the gradients that one call averages, MiB. Absent: PyTorch's default of 25.",
     )
     first_bucket_mb: PositiveFloat | None = Field(
         None,
-        description="Size of the first bucket, MiB; averaging starts earlier with a small one. Absent: bucket_mb, or "
-        "PyTorch's 1 if bucket_mb is absent, too.",
+        description="Size of the first bucket, MiB; with a small first bucket, averaging starts earlier. Absent: "
+        "bucket_mb, or PyTorch's default of 1 if bucket_mb is also absent.",
     )
     broadcast_buffers: bool = Field(
-        True, description="Copy the buffers of rank 0, such as running means, to all ranks before each step."
+        True, description="Copy the model's buffers, such as running means, from rank 0 to all ranks before each step."
     )
     bucket_view: bool = Field(
-        True, description="Store gradients in the buckets; false: copy them into the buckets and back."
+        True, description="Store gradients in the buckets; false: copy gradients into the buckets and back."
     )
     sync_batchnorm: bool = Field(
         False,
@@ -240,8 +245,8 @@ class DDP(_Several):
     )
     sync: bool = Field(
         True,
-        description="Average gradients over the processes; false: do not, to measure the cost of averaging. A run "
-        "with false can be measured and profiled, but not trained.",
+        description="Average gradients over the processes. With false, gradients are not averaged, which shows the "
+        "cost of averaging: such a run can be measured and profiled, but not trained.",
     )
 
 
@@ -251,20 +256,22 @@ class FSDP(_Several):
     kind: Literal["fsdp"]
     shard: PositiveInt | None = Field(
         None,
-        description="Number of neighbouring devices over which one copy of the weights is sharded; the groups average "
-        "their gradients (hybrid sharding). Absent: all devices.",
+        description="Number of neighbouring devices over which one copy of the weights is sharded. Groups of this many "
+        "devices average their gradients (hybrid sharding). Absent: all devices.",
     )
     reshard: bool = Field(
         True,
-        description="Free the gathered weights of a layer after its forward pass, and gather them again for the "
-        "backward pass; false: keep them, which needs more memory and less communication.",
+        description="Free the gathered weights of a layer after its forward pass, and gather the weights again for the "
+        "backward pass. false: keep the gathered weights, which needs more memory and less communication.",
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Number format in which weights are gathered and used; updates are computed in float32."
+        "fp32",
+        description="Number format in which weights are gathered and used. Updates are always computed in float32.",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Number format in which gradients are averaged.")
     cpu_offload: bool = Field(
-        False, description="Keep weights, gradients and optimiser state in the host's memory, and update them there."
+        False,
+        description="Keep weights, gradients and optimiser state in the host's memory, and update weights on the host.",
     )
 
 
@@ -289,8 +296,8 @@ class Compile(Strict):
 
     mode: Literal["none", "default", "reduce-overhead", "max-autotune"] = Field(
         "none",
-        description="Mode of torch.compile. none: do not compile; default: PyTorch's default; reduce-overhead: with "
-        "CUDA graphs; max-autotune: with CUDA graphs, and the fastest of several kernels.",
+        description="Mode of torch.compile. none: do not compile. default: PyTorch's default. reduce-overhead: use "
+        "CUDA graphs. max-autotune: use CUDA graphs and the fastest of several kernels.",
     )
 
 
@@ -308,8 +315,8 @@ class Geometry(Lawful):
     gpus_per_node: Devices = Field(1, description="Devices per node; a CPU counts as one device.")
     tp: Devices = Field(
         1,
-        description="Tensor-parallel size: number of devices over which the weights of each layer are sharded, and its "
-        "tokens between the layers.",
+        description="Tensor-parallel size: number of devices over which the weights of each layer are sharded. Between "
+        "the layers, the tokens are split over these devices.",
     )
     cp: Devices = Field(
         1,
@@ -318,18 +325,18 @@ class Geometry(Lawful):
     )
     order: Order = Field(
         "tp-cp-dp",
-        description="Order of the axes of the device mesh: devices along the first axis are neighbours, on one node if "
-        "they fit.",
+        description="Order of the axes of the device mesh. Devices along the first axis are neighbours; they are on "
+        "one node if the node has enough devices.",
     )
     cpus: PositiveInt | None = Field(
         None,
-        description="CPUs per device (sbatch --cpus-per-task); a process and the workers of its loader run on these "
-        "only. Absent: under Slurm the CPUs of the node divided by its devices, otherwise all CPUs.",
+        description="CPUs per device (sbatch --cpus-per-task); a process and its loader workers only run on these "
+        "CPUs. Absent: with Slurm, the node's CPUs divided by the node's devices; without Slurm, all CPUs.",
     )
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of the run on each node, MB (sbatch --mem). Absent: derived from the site. Without "
-        "Slurm the limit is not enforced.",
+        description="Memory of the run on each node, MB (sbatch --mem). Absent: the memory follows from the site. "
+        "Without Slurm, the limit is not enforced.",
     )
 
     @property
@@ -360,27 +367,27 @@ class Geometry(Lawful):
 
 
 class Throughput(Strict):
-    """Trials of the throughput stage, as in `benchy`, and paired timing with the first run."""
+    """Trials of the throughput stage, as in `benchy`, and paired timing with the plan's first run."""
 
-    warmup: Repeats = Field(3, description="Number of warm-up trials, which do not count.")
-    trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials that count.")
+    warmup: Repeats = Field(3, description="Number of warm-up trials, whose times are discarded.")
+    trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials whose times count.")
     batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Minimum number of batches per trial.")
     seconds: Seconds = Field(
         1.0,
-        description="Minimum duration of a trial, seconds: a trial has more batches if `batches` take less time. "
-        "0: no minimum.",
+        description="Minimum duration of a trial, seconds. If the minimum number of batches takes less time, the trial "
+        "has more batches. 0: no minimum.",
     )
     beside: Seconds = Field(
         30.0,
-        description="Maximum duration of the paired timing, seconds: a run of one process and the plan's first run are "
-        "timed alternately to measure the speed-up. A busy machine may need up to three times as long. 0: no paired "
-        "timing. From ten seconds on, the first run is also timed against a copy of itself.",
+        description="Maximum duration of the paired timing, seconds: to measure the speed-up, a run of one process and "
+        "the plan's first run are timed alternately. On a busy machine the timing may take up to three times as long. "
+        "0: no paired timing. If this is at least 10, the first run is also timed against a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
-        description="Precision of the paired timing: relative half-width of the 95 % interval of the ratio, each time "
-        "that the two runs are opened. The timing ends early when this precision is reached, and takes longer if the "
-        "half-width is above three times this value.",
+        description="Target of the paired timing for the relative half-width of the ratio's 95 % interval, each time "
+        "that the two runs are opened. The timing ends early when it reaches this target, and takes longer than "
+        "`beside` if the half-width is above three times the target.",
     )
 
 
@@ -390,17 +397,17 @@ class Profile(Lawful):
     tools: list[Tool] = Field(
         ["torch"],
         min_length=1,
-        description="Profilers. torch: PyTorch's profiler, with a trace for Perfetto; nsys: NVIDIA Nsight Systems, if "
-        "installed; lines: time of each source line of the hot functions (line_profiler).",
+        description="Profilers. torch: PyTorch's profiler, with a trace for Perfetto. nsys: NVIDIA Nsight Systems, if "
+        "it is installed. lines: time of each source line in the hot functions (line_profiler).",
     )
-    epoch: PositiveInt = Field(2, description="Epoch whose samples the profiled steps use, from 1.")
+    epoch: PositiveInt = Field(2, description="Number of the epoch whose samples the profiled steps use, from 1.")
     skip: Repeats = Field(5, description="Warm-up steps before the profiled steps.")
     steps: Annotated[Repeats, Field(ge=1)] = Field(10, description="Steps that each profiler records.")
     ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Ranks of the profiled processes.")
     functions: list[str] = Field(
         [],
-        description="Additional functions for the tool lines, as MODULE:NAME or MODULE:CLASS.NAME. The functions of "
-        "the step, of the study's model, loss and samples, and of the loader are always included.",
+        description="Additional functions for the tool `lines`, as MODULE:NAME or MODULE:CLASS.NAME. The tool always "
+        "includes the functions of the step, of the study's model, loss and samples, and of the loader.",
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
@@ -412,7 +419,7 @@ class Profile(Lawful):
 class Tune(Strict):
     """Settings that the tune stage tries in all combinations.
 
-    For an empty list the stage chooses the values.
+    If a list is empty, the stage chooses the values of the setting.
     """
 
     workers: list[Workers] = Field(
@@ -421,7 +428,9 @@ class Tune(Strict):
     prefetch: list[Few] = Field([2, 4], description="Numbers of batches that the loader prepares in advance.")
     loaders: list[str] = Field([], description="Kinds of loaders. Empty: the loader of the run.")
     threads: list[Threads] = Field(
-        [], description="Numbers of CPU threads per process. Empty: on a CPU, all of its cores and half of them."
+        [],
+        description="Numbers of CPU threads per process. Empty: on a CPU, the number of the process's cores and half "
+        "of this number.",
     )
     batch_size: list[BatchSize] = Field(
         [],
@@ -429,16 +438,17 @@ class Tune(Strict):
         "result.",
     )
     values: dict[str, Annotated[list[Value], Field(min_length=1)]] = Field(
-        {}, description="Values to try by placeholder of an external program (`program.values`)."
+        {}, description="For an external program, values to try for each placeholder in `program.values`."
     )
     seconds: float = Field(
         120.0,
         gt=0,
         le=604_800,
-        description="Duration of measuring, seconds; half of it is for the duel. Start and warm-up are additional.",
+        description="Duration of all measurements, seconds; the duel takes half of this time. Start and warm-up take "
+        "additional time.",
     )
     rounds: Annotated[Repeats, Field(ge=3)] = Field(
-        8, description="Rounds of the duel (the final comparison of two settings); each measures both."
+        8, description="Rounds of the duel, the final comparison of two settings; each round measures both settings."
     )
 
     @field_validator("loaders")
@@ -466,7 +476,7 @@ LOCAL_BATCH_SIZE = (
 
 
 class RunCore(Lawful):
-    """Settings that training and measuring share; `batch_size` is always the global batch size."""
+    """Settings that all stages of a run read; `batch_size` is always the global batch size."""
 
     LAWS: ClassVar[tuple[Law, ...]] = laws.OF_RUNS
 
@@ -481,30 +491,36 @@ class RunCore(Lawful):
     optimizer: Optimizer = Adam()
     precision: Precision = Field(
         "fp32",
-        description="Number format of the computation. fp32: without TensorFloat-32; every other value enables it. "
-        "fp16, bf16: autocast (Apex O1). fp16_master, bf16_master: weights and computation in 16 bits, updates on "
-        "float32 copies (O2). fp16_pure, bf16_pure: everything in 16 bits (O3). fp16 and fp16_master scale the loss.",
+        description="Number format of the computation. fp32: 32 bits without TensorFloat-32. Every other value enables "
+        "TensorFloat-32. fp16, bf16: autocast (Apex O1). fp16_master, bf16_master: weights and computation in 16 bits, "
+        "updates on float32 copies (O2). fp16_pure, bf16_pure: weights, computation and updates in 16 bits (O3). fp16 "
+        "and fp16_master scale the loss.",
     )
     compile: Compile = Compile()
-    cuda_graph: bool = Field(False, description="Record the complete step as a CUDA graph and replay it; needs a GPU.")
+    cuda_graph: bool = Field(
+        False, description="Record the complete step as a CUDA graph, and replay this graph; needs a GPU."
+    )
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous", description="Memory layout of the inputs and weights of convolutions."
     )
     attention: Literal["default", "auto", "flash", "fa3", "efficient", "cudnn", "math"] = Field(
         "default",
-        description="Attention kernel. default: PyTorch's choice; auto: the fastest kernel in a short test; fa3: "
-        "FlashAttention-3 (Hopper GPUs), which needs the package flash_attn_interface.",
+        description="Attention kernel. default: PyTorch's choice. auto: the fastest kernel in a short test. fa3: "
+        "FlashAttention-3 (Hopper GPUs), which needs the package flash_attn_interface. The other values are PyTorch's "
+        "kernels.",
     )
     accumulation_steps: PositiveInt = Field(
-        1, description="Number of micro-batches per local batch, computed one after the other for the same gradient."
+        1, description="Number of micro-batches per local batch, which are computed one after the other for one update."
     )
     activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass instead of keeping them: less memory, more time."
+        False,
+        description="Recompute activations in the backward pass instead of keeping the activations. A step then needs "
+        "less memory and more time.",
     )
     threads: Threads | None = Field(
         None,
-        description="CPU threads per process. Absent: the job's threads divided by its processes. On one machine "
-        "without a GPU, trainings with this key run in parallel, as many as the cores allow.",
+        description="CPU threads per process. Absent: the job's threads divided by the job's processes. On one machine "
+        "without a GPU, as many trainings with this key run in parallel as the cores allow.",
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()
@@ -564,16 +580,16 @@ class RunCore(Lawful):
 
     @property
     def arithmetic(self) -> Precision:
-        """Precision in which a step computes.
+        """Precision in which a step computes: `precision`, or bfloat16 if FSDP casts 32-bit weights and inputs.
 
-        FSDP may cast 32-bit weights and inputs to its `param_dtype`.
+        FSDP does so with `param_dtype` bf16.
         """
         cast = self.precision in ("fp32", "tf32") and getattr(self.parallel, "param_dtype", "fp32") == "bf16"
         return "bf16_pure" if cast else self.precision
 
     @property
     def can_step_alone(self) -> bool:
-        """Whether a process can compute a step without communication."""
+        """Whether a process can compute a step without communication, to measure the cost of communication."""
         parallel = self.parallel
         return isinstance(parallel, DDP) and parallel.sync and not parallel.sync_batchnorm and not self.cuda_graph
 
@@ -588,14 +604,14 @@ class RunCore(Lawful):
 
 
 class Run(RunCore):
-    """A run as written to `results/plans/PLAN/RUN/config.yaml`."""
+    """Complete settings of a run, as in `results/plans/PLAN/RUN/config.yaml`."""
 
     training: Training
     schedule: Schedule = Schedule()
     throughput: Throughput = Throughput()
     profile: Profile = Profile()
     tune: Tune = Tune()
-    label: str | None = Field(None, description="Name of the run in tables and figures. Absent: its key.")
+    label: str | None = Field(None, description="Name of the run in tables and figures. Absent: the run's key.")
 
     def slice(self, stage: str) -> dict[str, Any]:
         return self.model_dump(mode="json", include={*RunCore.model_fields, *STAGES[stage].settings})
@@ -622,7 +638,7 @@ def run_class(study: str) -> type[Run]:
 
 @functools.cache
 def stage_class(study: str, stage: str) -> type[RunCore]:
-    """Return the class of a study's runs with the keys that a stage reads."""
+    """Return the class of a study's runs that only has the keys that a stage reads."""
     own: dict[str, Any] = {
         name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
     }
@@ -630,11 +646,11 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read the settings of a run that a stage needs, from `config.yaml` or a JSON text."""
+    """Read the settings of a run that a stage needs; `config` is the path of `config.yaml` or a JSON text."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():
         raise UserError(f"{where}: study: {unknown('study', study, registry.studies())}")
-    # Keys of other stages are removed here; the stage's class refuses keys that no run has.
+    # Remove keys of other stages. Unknown keys stay, so that the stage's class refuses them.
     others = set(Run.model_fields) - set(RunCore.model_fields) - set(STAGES[stage].settings)
     return validate(stage_class(study, stage), {k: v for k, v in raw.items() if k not in others}, where=where)

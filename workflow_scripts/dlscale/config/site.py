@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     Job = Literal[("data", *RUN_STAGES)]
 
-#: Path that is safe in the options of every engine: without separators and line ends.
+#: Path without separators and line ends, so that every engine accepts the path in its options.
 Path_ = Annotated[str, StringConstraints(pattern=r"^/[^:;,\n\r]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter does not accept empty values
@@ -41,16 +41,17 @@ class Limits(Strict):
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
-        description="Timeout, seconds, without a heartbeat of a process that its node reports as gone or stopped.",
+        description="Timeout, seconds, without a heartbeat, for a process that has ended or stopped according to its "
+        "node.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        description="Minimum timeout, seconds, without progress in a loop of steps, or without a heartbeat of a "
-        "process that no other process can observe.",
+        description="Minimum timeout, seconds, without progress in a loop of steps; also the timeout without a "
+        "heartbeat for a process whose state no other process can observe.",
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Timeout, seconds, without progress between epochs, while results and checkpoints are written.",
+        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written.",
     )
 
     def __str__(self) -> str:
@@ -67,18 +68,19 @@ class Limits(Strict):
 
 
 class Qos(Strict):
-    """Limits and charge of a quality of service (QOS); absent limits are not checked."""
+    """Limits and charge of a quality of service (QOS); limits that are absent are not checked."""
 
     max_nodes: PositiveInt | None = Field(None, description="Maximum number of nodes per job.")
     max_gpus: PositiveInt | None = Field(None, description="Maximum number of GPUs per job.")
     max_minutes: PositiveInt | None = Field(None, description="Maximum time limit of a job, minutes.")
     min_minutes: PositiveInt = Field(1, description="Minimum time limit of a job, minutes.")
     max_jobs: PositiveInt | None = Field(
-        None, description="Maximum number of submitted jobs of a user; further jobs of a call wait. Absent: no limit."
+        None,
+        description="Maximum number of submitted jobs per user; further jobs of a call wait. Absent: no limit.",
     )
-    charge: NonNegativeFloat = Field(1.0, description="Factor on the cost of a node-hour.")
+    charge: NonNegativeFloat = Field(1.0, description="Factor by which the cost of a node-hour is multiplied.")
     full_charge_minutes: NonNegativeInt = Field(
-        0, description="Minutes at the beginning of each job that are charged without the factor."
+        0, description="Minutes at the beginning of each job for which the cost is not multiplied by `charge`."
     )
 
 
@@ -86,34 +88,37 @@ class Nodes(Strict):
     """Resources of one kind of node."""
 
     partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
-        None, description="Partition of these nodes (sbatch -p), or several: a,b. Absent: Slurm's default."
+        None,
+        description="Partition of these nodes (sbatch -p), or several partitions, such as a,b. Absent: Slurm's "
+        "default.",
     )
     constraint: str | None = Field(None, description="Features that select these nodes (sbatch -C).")
     account_suffix: str = Field("", description="Suffix that is appended to the account for jobs on these nodes.")
-    cpus: PositiveInt = Field(description="CPUs of a node, as Slurm counts them (hardware threads).")
+    cpus: PositiveInt = Field(description="CPUs of a node; like Slurm, count each hardware thread as a CPU.")
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of a node for jobs, MB: a job requests the same fraction of it as of the node's GPUs or "
-        "CPUs (sbatch --mem). Absent: jobs request no memory, and Slurm's default applies.",
+        description="Memory of a node for jobs, MB. A job requests a fraction of this memory (sbatch --mem), equal to "
+        "the fraction of the node's GPUs or CPUs that the job uses. Absent: jobs request no memory, so that Slurm's "
+        "default applies.",
     )
-    gpus: NonNegativeInt = Field(0, description="GPUs of a node.")
+    gpus: NonNegativeInt = Field(0, description="Number of GPUs of a node.")
     fixed_share: bool = Field(
         False,
-        description="Slurm gives each GPU a fixed number of CPUs and a fixed amount of memory: runs with geometry.cpus "
-        "or geometry.memory_mb are refused.",
+        description="Whether Slurm gives each GPU a fixed number of CPUs and a fixed amount of memory. If true, runs "
+        "with geometry.cpus or geometry.memory_mb are refused.",
     )
     gres: str = Field("gpu", description="Name of the GPUs in --gres, such as gpu or gpu:a100.")
     gpu: str | None = Field(
         None,
-        description="Part of the GPUs' name, such as A100; rates measured on other GPUs are not used for this site. "
-        "Absent: the name in `gres`.",
+        description="Part of the GPUs' name, such as A100. Rates that were measured on other GPUs are not used for "
+        "this site. Absent: the name in `gres`.",
     )
 
     @property
     def gpu_name(self) -> str:
         """Part of the GPUs' name as the driver reports it.
 
-        It is empty if the site does not set it.
+        The name is empty if the nodes have no GPUs, or if neither `gpu` nor `gres` contains a name.
         """
         if not self.gpus:
             return ""
@@ -131,12 +136,14 @@ class Scheduler(Strict):
     data_qos: str | None = Field(None, description="QOS of data stages.")
     part_qos: str | None = Field(None, description="QOS of runs on part of a node.")
     whole_qos: str | None = Field(
-        None, description="QOS of runs on full nodes, and of runs on a part that is too large for part_qos."
+        None,
+        description="QOS of runs on full nodes, and of runs on part of a node that is too large for part_qos.",
     )
     qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")
     minutes: dict[Job, PositiveInt] = Field(
         {},
-        description="Time limits, minutes, of stages whose speed is unknown; the key `data` is for all data stages.",
+        description="Time limits, minutes, by stage, for jobs whose speed is unknown. The key `data` sets the limit of "
+        "all data stages.",
     )
     warning_seconds: PositiveInt = Field(
         120,
@@ -144,12 +151,12 @@ class Scheduler(Strict):
     )
     acquire: Literal["here", "job"] = Field(
         "here",
-        description="Node on which files are fetched. here: the node of the controller, for compute nodes without a "
+        description="Node on which files are fetched. here: the node of the controller, if compute nodes have no "
         "network; job: a compute node.",
     )
 
     def limit(self, job: Job) -> int:
-        """Return the default time limit of a job, in minutes."""
+        """Return the time limit, minutes, of a job whose speed is unknown."""
         return self.minutes.get(job) or (STAGES[job].minutes if job in STAGES else 60)
 
 
@@ -177,9 +184,9 @@ class Site(Lawful):
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
-        description="Command words of the starter. mpirun: the words that start all processes of a run; absent: "
-        "mpirun -n {ranks}. torchrun on several nodes: the words that start torchrun on each node. {ranks}, "
-        "{ranks_per_node} and {nodes} are replaced.",
+        description="Command words of the starter. For mpirun, the words start all processes of a run; absent: "
+        "mpirun -n {ranks}. For torchrun on several nodes, the words start torchrun on each node. {ranks}, "
+        "{ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,
@@ -193,18 +200,18 @@ class Site(Lawful):
     )
     watchdog: Limits | None = Field(
         Limits(),
-        description="Timeouts after which a run ends because one of its processes is gone or hangs; null: no "
-        "watchdog, the run waits.",
+        description="Timeouts after which a run ends because one of its processes is gone or hangs. null: there is no "
+        "watchdog, and the run waits without a limit.",
     )
     gpu: bool | None = Field(
         None,
-        description="Run on GPUs: containers get access to them, and a stage without a visible GPU fails. Absent: true "
-        "if the nodes have GPUs, or this machine if there is no scheduler.",
+        description="Whether stages run on GPUs. If true, containers get access to the GPUs, and a stage without a "
+        "visible GPU fails. Absent: true if the nodes have GPUs; without a scheduler, true if this machine has GPUs.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,
-        description="Numbers of a node's GPUs in the order of local ranks, for runs on full nodes; first the GPU "
-        "closest to the first CPUs. Absent: in the order of their numbers.",
+        description="Numbers of a node's GPUs in the order of local ranks, for runs on full nodes. The first GPU "
+        "should be the closest to the node's first CPUs. Absent: GPUs in the order of their numbers.",
     )
     grams_per_kwh: NonNegativeFloat | None = Field(
         None,
@@ -216,27 +223,29 @@ class Site(Lawful):
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
         None,
-        description="Requirements (`needs` of runs) that the containers meet, from the image or the node. Absent: "
-        "those that this machine meets.",
+        description="Requirements (`needs` of runs) that the image or the node of the containers meets. Absent: the "
+        "requirements that this machine meets.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
         {},
-        description="Additional folders for containers, path on the host -> path in the container. The working folder "
-        "and the data are always mounted.",
+        description="Additional folders for containers: a key is a path on the host, its value is the path in the "
+        "container. The working folder and the data are always mounted.",
     )
     host_suffix: str = Field(
         "",
         pattern=r"^[A-Za-z0-9.-]*$",
-        description="Suffix of a node's name in the network between nodes, such as -hsn0: ranks on several nodes meet "
-        "at the first node's name with this suffix.",
+        description="Suffix of node names in the network between nodes, such as -hsn0. Ranks on several nodes connect "
+        "to the first node, whose address is its name with this suffix.",
     )
     environment: dict[Variable, Value | None] = Field(
-        {}, description="Environment variables of every stage; null unsets one that an image or module sets."
+        {},
+        description="Environment variables of every stage. The value null unsets a variable that an image or module "
+        "sets.",
     )
     packages: Annotated[Path_, AfterValidator(_target)] | None = Field(
         None,
         description="Folder with additional Python packages for all stages (pip install --target FOLDER NAME). "
-        "Packages of the image or environment take precedence.",
+        "Packages in the image or environment take precedence.",
     )
     scheduler: Scheduler | None = None
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 NAME = "tensorboard"  #: Name of the folder for event files in a run's folder.
-LAST = ".last"  #: Suffix of the event file that is written once, at the end of a run.
+LAST = ".last"  #: Suffix of an event file that is written only once, at the end of a run.
 
 
 def writer(folder: Path, step: int = -1) -> SummaryWriter:
     """Return a writer of event files in `folder`.
 
-    Without `step`, the writer replaces older files. With a `step`, it continues them after this step.
+    Without `step`, the writer replaces all older files. With a `step`, it only replaces the file with suffix `LAST` and
+    continues after this step.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -51,7 +52,7 @@ def last_writer(folder: Path) -> SummaryWriter:
 def _print_no_traceback() -> None:
     """Suppress the traceback of TensorBoard's thread.
 
-    The writer raises the same error when it is used or closed.
+    The traceback is redundant, because the writer raises the same error at its next use.
     """
     before = threading.excepthook
 
@@ -87,7 +88,7 @@ def events(path: Path) -> Iterator[Event]:
 
     expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
     with open(path, "rb", opener=open_regular) as file:
-        while len(head := file.read(12)) == 12:  # a record: length, its checksum, data, their checksum
+        while len(head := file.read(12)) == 12:  # a record: length, checksum of the length, data, checksum
             length, mark = struct.unpack("<QI", head)
             whole = masked_crc32c(head[:8]) == mark
             data, checksum = file.read(length if whole else 0), file.read(4)
@@ -105,7 +106,7 @@ def events(path: Path) -> Iterator[Event]:
                 event = Event.FromString(data)
             except DecodeError:
                 raise UserError(f"{path}: record {read} is not an event; {expected}") from None
-            yield event  # tensors are not decoded here, since a header may claim more than the memory
+            yield event  # with encoded tensors, because a header may claim a tensor that exceeds the memory
     if not read and head:
         raise UserError(f"{path}: not an event file of TensorBoard, or cut short ({head!r}); {expected}")
     if not read:
@@ -115,7 +116,7 @@ def events(path: Path) -> Iterator[Event]:
 def is_restart(event: Event) -> bool:
     """Return whether an event marks a restart.
 
-    TensorBoard then discards earlier points in the folder from the event's step on.
+    At a restart, TensorBoard discards the earlier points of the folder that have the event's step or a later one.
     """
     return event.HasField("session_log") and event.session_log.status == event.session_log.START
 

@@ -17,7 +17,7 @@ class Query:
     module: str
     text: str
     options: tuple[Option, ...] = ()
-    configured: bool = True  #: Whether the command reads the configuration, and so has the options for it.
+    configured: bool = True  #: Whether the command reads the configuration and has the options for the configuration.
 
 
 #: Argument: plans.

@@ -28,7 +28,7 @@ from dlscale.core.urls import hidden_in
 #: Prefixes of the environment variables that are recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
 
-#: Maximum number of packages, or variables, that a list of differences names.
+#: Maximum number of packages that a list of differences names, and maximum number of variables.
 NAMED = 3
 
 
@@ -45,7 +45,7 @@ class Gpu(Record):
 
 
 class Environment(Record):
-    """`telemetry/STAGE.json`: environment of the first process of a stage, and its node."""
+    """`telemetry/STAGE.json`: environment and node of a stage's first process."""
 
     time: Time  #: End time of the stage.
     host: str
@@ -68,7 +68,7 @@ class Environment(Record):
 
 
 def environment() -> Environment:
-    """Return the environment of this process; GPUs are queried only if PyTorch has initialised CUDA."""
+    """Return the environment of this process, with GPUs only if PyTorch has initialised CUDA."""
     image = Image.read()
     return Environment(
         time=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -88,7 +88,7 @@ def environment() -> Environment:
 def record(path: Path) -> None:
     """Write the environment of this process.
 
-    A failure only logs a warning, since the stage itself is done.
+    If this fails, only log a warning, because the stage itself has succeeded.
     """
     try:
         path.unlink(missing_ok=True)  # from an earlier try
@@ -98,12 +98,15 @@ def record(path: Path) -> None:
 
 
 def _is_kept(name: str) -> bool:
-    """Return whether a variable is recorded; `dlscale.parallel.rendezvous` sets the exception on a single node."""
+    """Return whether a variable is recorded.
+
+    NCCL_SOCKET_IFNAME=lo is not recorded, because `dlscale.parallel.rendezvous` sets it on a single node.
+    """
     return name.startswith(VARIABLES) and (name, os.environ[name]) != ("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _shown(name: str) -> str:
-    value = os.environ[name].encode(errors="replace").decode()  # the value may have bytes that are not UTF-8
+    value = os.environ[name].encode(errors="replace").decode()  # replaces bytes that are not UTF-8
     return "***" if is_secret_name(name) else redact(hidden_in(value))
 
 
@@ -195,7 +198,7 @@ def _gpu(device: Any) -> Gpu:
 def differences(before: Environment, after: Environment) -> list[str]:
     """Return the differences of two environments, such as `driver 570 → 580`.
 
-    Host and time are ignored.
+    Differences of host and time are ignored. Only the first `NAMED` packages and variables are named.
     """
     sides = [_facts(each) for each in (before, after)]
     found = [_pair(name, *(side.get(name) for side in sides)) for name in dict.fromkeys([*sides[0], *sides[1]])]

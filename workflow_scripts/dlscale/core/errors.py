@@ -10,8 +10,8 @@ from pathlib import Path
 class UserError(Exception):
     """A user's mistake in configuration, arguments or data; exit status 2.
 
-    The message is printed without a traceback. It states the fault and where it is, the expected value, and the remedy.
-    Any other exception is a defect.
+    The message is printed without a traceback. It states the problem, the file or key with the problem, the expected
+    value, and the remedy.
     """
 
 
@@ -20,11 +20,11 @@ class Refused(ValueError):
 
 
 class Stopped(Exception):
-    """A stage that ended on request after saving its state; the same command continues it."""
+    """A stage ended on request after it saved its state; the same command continues the stage."""
 
 
 class PeerLost(Exception):
-    """Another process of the run that ended, hangs, or sends wrong values."""
+    """Another process of the run ended, hangs, or sends wrong values."""
 
 
 def brief(error: BaseException) -> str:
@@ -35,7 +35,7 @@ def brief(error: BaseException) -> str:
 def cut(text: str, most: int = 200) -> str:
     """Cut the middle of a text that is longer than `most` characters.
 
-    The end of a message has the remedy.
+    The end stays, because a message ends with the remedy.
     """
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
 
@@ -50,11 +50,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def of_another(file: Path) -> str:
-    """Return advice for a name that the configuration lacks, although its results exist in `file`.
+    """Return advice for a name that the configuration lacks although `file` is a result with this name.
 
     Return an empty string if the file does not exist.
     """
-    return f"; {file} was made from another configuration: name its file with --configfile" if file.exists() else ""
+    return f"; {file} was made from another configuration; name its file with --configfile" if file.exists() else ""
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:

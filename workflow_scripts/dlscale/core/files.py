@@ -30,11 +30,11 @@ TORN = "the file may be incomplete or damaged; fetch or make it again"
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds (atomic write).
 
-    `path` may be a file or a folder. If the block raises, the temporary one is removed and `path` stays. Missing space
-    or permission becomes a `UserError`.
+    `path` may be a file or a folder. If the block raises an error, the temporary file or folder is removed and `path`
+    stays unchanged. An error with a known cause, such as a full disk, becomes a `UserError` (`translate_error`).
     """
     path = Path(path)
-    # The token is needed because processes in different containers may have the same number.
+    # The token is needed because processes in different containers may have the same process id.
     stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
     temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
     try:
@@ -42,12 +42,12 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         _remove_left(path.parent, stem, f".part{path.suffix}")
         yield temporary
         former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
-        if former:  # a folder cannot be replaced in one step, so the old one is renamed first
+        if former:  # a folder cannot be replaced in one step, so the old folder is renamed first
             os.replace(path, former)
         os.replace(temporary, path)
         if former:
             shutil.rmtree(former, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # h5py reports a failed write as either
+    except (OSError, RuntimeError) as error:  # h5py reports a failed write as either class
         remove(temporary)
         raise translate_error(error, path) from error
     except BaseException:
@@ -58,8 +58,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
     """Make a folder in `parent` that is removed when its context ends.
 
-    The default of `parent` is the system's temporary folder. Folders of the same name that killed processes left are
-    removed, too.
+    The default of `parent` is the system's temporary folder. This function also removes folders with the same name that
+    killed processes left behind.
     """
     parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{_HOST}"
     _remove_left(parent, stem)
@@ -67,7 +67,7 @@ def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) ->
 
 
 def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
-    """Remove files `STEM.PID.*SUFFIX` that killed processes of this machine left."""
+    """Remove files and folders `STEM.PID.*SUFFIX` that killed processes on this machine left behind."""
     for left in parent.glob(f"{glob.escape(stem)}.*{glob.escape(suffix)}"):
         with contextlib.suppress(OSError):
             dead = not Path(f"/proc/{left.name[len(stem) + 1 :].split('.')[0]}").exists()
@@ -76,11 +76,10 @@ def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
 
 
 class DeferredErrorFile(io.FileIO):
-    """A new file that defers write errors, for libraries that crash on them.
+    """A new file that defers write errors, for libraries that crash on write errors.
 
-    HDF5 does so when it closes a file.
-
-    After an error, writes do nothing. Leaving the context raises the error, after the library has closed the file.
+    For example, HDF5 crashes if a write fails while it closes a file. After an error, further writes have no effect.
+    When the context ends, after the library has closed the file, the error is raised.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -110,31 +109,32 @@ class DeferredErrorFile(io.FileIO):
             raise self._error
 
 
-#: Messages for a full disk from libraries without error numbers; the last one is PyTorch's, about lost bytes.
+#: Parts of error messages about a full disk, for libraries that give no error number. The last part is in PyTorch's
+#: message about lost bytes.
 FULL = ("no space left", "quota exceeded", "file too large", "unexpected pos")
 
-#: Problem and remedy, by error number.
+#: Messages with problem and remedy, by error number.
 PROBLEMS = {
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-        "no space left for this file; free some, or choose a larger disk for `results`",
+        "no space left for this file; free some space, or choose a larger disk for `results`",
     ),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS),
-        "no permission to read or write; change its mode, or choose another folder for `results`",
+        "no permission to read or write; change the permissions, or choose another folder for `results`",
     ),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
         "a file exists in place of a folder, or a folder in place of a file; move it away",
     ),
     errno.ENOENT: "no such file or directory",
-    errno.ELOOP: "a link, expected a file or folder; remove it",
+    errno.ELOOP: "a link; expected a file or folder. Remove the link",
     errno.ENAMETOOLONG: "a name is too long for this file system",
 }
 
 
 def translate_error(error: Exception, path: str | os.PathLike[str]) -> Exception:
-    """Return a `UserError` for a full disk, a read-only folder or a missing file.
+    """Return a `UserError` for an error with a known cause (`PROBLEMS`), such as a full disk or a missing file.
 
     Return other errors unchanged.
     """
@@ -161,7 +161,7 @@ def _dangling(path: Any) -> Path | None:
 
 
 def save_png(figure: Any, path: Path, dpi: int) -> None:
-    """Write a matplotlib figure atomically as PNG with 256 colours, which halves its size."""
+    """Write a matplotlib figure atomically as PNG with 256 colours, which halve the size of the file."""
     from PIL import Image
 
     drawn = io.BytesIO()
@@ -172,7 +172,7 @@ def save_png(figure: Any, path: Path, dpi: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists."""
+    """Remove a file or folder if it exists, and ignore errors."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -183,7 +183,7 @@ def remove(path: Path) -> None:
 def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
     """Read a text file (UTF-8) from a folder that other users may write to.
 
-    See `open_regular`.
+    Links, pipes and devices are refused (`open_regular`).
     """
     with open(path, encoding="utf-8", errors=errors, opener=open_regular) as file:
         return file.read()
@@ -216,13 +216,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None
     except (OSError, ValueError, RecursionError) as error:
         what = "cannot be read" if isinstance(error, OSError) else "not valid JSON"
-        raise UserError(f"{path}: {what} ({error}); delete it and run its stage again") from None
+        raise UserError(f"{path}: {what} ({error}); delete the file and run its stage again") from None
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file, as the `opener` of `open`.
 
-    Refuse links, pipes and devices, which may be malicious.
+    Refuse links, pipes and devices, because another user may have created them as a trap.
     """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -240,7 +240,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents if missing; refuse a link."""
+    """Make a missing folder and its missing parents; refuse a link."""
     if path.is_symlink():
         raise irregular(path, "a folder")
     try:
@@ -250,12 +250,12 @@ def make_folder(path: Path) -> None:
 
 
 def irregular(path: str | os.PathLike[str], expected: str = "a file") -> UserError:
-    """Return the message for a link, pipe or device."""
+    """Return the error for a link, pipe or device."""
     return UserError(f"{path}: a link, pipe or device; expected {expected}. Remove it or use another path")
 
 
 def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:
-    """Raise a `UserError` for a pipe or a device, which may never end."""
+    """Raise a `UserError` for a pipe or device, because reading it may never end."""
     if (place := Path(path)).exists() and not (place.is_file() or place.is_dir()):
         raise UserError(f"{path}: a pipe or a device; expected {expected}")
 
@@ -271,9 +271,8 @@ def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TOR
 def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     """Turn any exception of a library that reads a user's file into a `UserError`.
 
-    Refuse a pipe first.
-
-    The block should contain only the library call, since a defect of dlscale in it would be blamed on the file.
+    Before the block, refuse a pipe or device. The block should only contain the library call, because the message
+    blames the file for every error in the block, also for a defect of dlscale.
     """
     no_pipe(path)
     try:
@@ -281,18 +280,18 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     except UserError:
         raise
     except MemoryError as error:
-        raise unreadable(path, error, f"too little memory for it, or {advice}") from error
+        raise unreadable(path, error, f"the memory is too small for this file, or {advice}") from error
     except Exception as error:
         raise unreadable(path, error, advice) from error
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return size (bytes) and modification time (ns) of a file, to detect changes."""
+    """Return the size (bytes) and the modification time (ns) of a file, to detect changes of the file."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits; memory use is bounded."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits; the file is not read as one piece."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
 """Fingerprints of the source code that each stage imports, since Snakemake does not follow imports.
 
-A fingerprint is a parameter of a rule, so an edited module makes exactly its stages run again. Comments, docstrings,
-formatting and modification times do not count. Messages and descriptions of settings count only for stages that make
-pages.
+A fingerprint is a parameter of a rule: if a module is edited, exactly the stages that import the module run again.
+Comments, docstrings, formatting, modification times and most modules in `GUARDS` do not count. Messages and
+descriptions of settings only count for stages that make pages or pictures.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from dlscale.core.files import write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  #: Folder of the package.
-WORKFLOW = ROOT / "workflow"  #: Folder with the files of the workflow; in a checkout they are links.
+WORKFLOW = ROOT / "workflow"  #: Folder with the files of the workflow; in a checkout, the files are links.
 #: Base URL of the documentation, which is not part of the package.
 DOCS = "https://github.com/dlscale/dlscale/blob/main/docs/"
 #: Folder of the repository; None for an installed package.
 CHECKOUT = ROOT.parents[1] if (ROOT.parents[1] / "Snakefile").is_file() else None
-#: Digest of each source file, by fingerprint, for all fingerprints that this process computed.
+#: Tables of source files with their digests, one table for each fingerprint that this process computed.
 TABLES: dict[str, dict[str, str]] = {}
 
-#: Modules that read, write, wait or report, and so do not affect a stage's numbers, each with the reason. Their code is
-#: not part of a fingerprint, and their imports are not followed, except for `SHOWN`.
+#: Modules that read, write, wait or report and thus do not affect a stage's numbers, each with a description. The code
+#: of these modules is not part of a fingerprint and their imports are not followed. `SHOWN` has the exception.
 GUARDS = {
-    # settings and names: their resolved values are in the params of a job
+    # settings and names: the params of a job contain the resolved values
     "dlscale.config.laws": "checks of settings that exclude each other",
-    "dlscale.config.program": "settings of an external program; its own stages name this module",
-    "dlscale.core.registry": "modules by name; the modules themselves are part of a fingerprint",
+    "dlscale.config.program": "settings of an external program, whose stages add this module explicitly",
+    "dlscale.core.registry": "search of modules by name; a fingerprint contains the modules themselves",
     "dlscale.core.schema": "types of settings, and messages for wrong values",
-    "dlscale.core.settings": "settings from files, or a message",
-    # files: they are complete and unchanged, or there is a message
+    "dlscale.core.settings": "reading of settings; an invalid file raises an error",
+    # files: a file is complete and unchanged, or the stage fails with a message
     "dlscale.core.files": "atomic writes of outputs",
-    "dlscale.data.reads": "files that a study's own code may read, or a message",
-    "dlscale.data.staging": "copies of data files near their readers, or a message",
+    "dlscale.data.reads": "check of the files that a study's code reads",
+    "dlscale.data.staging": "copies of data files near the processes that read them",
     # start, supervision and end of processes
     "dlscale.core.process": "rank, log, locks and last message of a process",
-    "dlscale.parallel.rendezvous": "connection of processes, or a message",
-    "dlscale.train.around": "connected processes, correct exchanges, complete data, enough memory; or a message",
+    "dlscale.parallel.rendezvous": "connection of processes",
+    "dlscale.train.around": "checks of connections, exchanges between processes, data and memory",
     # output
     "dlscale.core.errors": "messages",
     "dlscale.core.progress": "progress of a stage",
     "dlscale.core.ranges": "names of a step's phases, for profilers and the watchdog",
     "dlscale.core.text": "format of numbers in messages",
-    "dlscale.core.redact": "redaction of secrets of programs, which affects no number",
-    "dlscale.core.urls": "redacted addresses in messages; the params of a job have the same",
+    "dlscale.core.redact": "redaction of the secrets of programs, which affects no number",
+    "dlscale.core.urls": "redaction of addresses; the params of a job contain the redacted addresses",
 }
 
-#: Guards that count for stages that make pages and pictures, since their results are texts.
+#: Modules of `GUARDS` that count for stages that make pages and pictures, because the results contain texts.
 SHOWN = {"dlscale.core.text"}
 
-#: Keyword arguments that are only words, by name of the function.
+#: Keyword arguments that only contain texts for readers, by name of the function.
 WORDS = {"Field": {"description", "title"}, "Metric": {"title", "meaning"}, "LossInfo": {"title"}}
 
 #: Functions whose arguments are messages, such as `logging.info`.
@@ -69,11 +69,11 @@ MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", 
 
 @functools.cache
 def _file(module: str) -> Path | None:
-    """Return the source file of a module of this package or of an outside study.
+    """Return the source file of a module of this package, an outside study or an installed extension.
 
     Return None for other modules.
     """
-    if module in ("dlscale.core.stage", "dlscale.core.stages"):  # the params of jobs have entry module and settings
+    if module in ("dlscale.core.stage", "dlscale.core.stages"):  # a job's params contain the entry module and settings
         return None
     words = module.split(".")
     if words[0] != ROOT.name:
@@ -82,7 +82,8 @@ def _file(module: str) -> Path | None:
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
-#: Digest with words, digest without words, and imports of each parsed source, by digest of its content.
+#: Results for each parsed source: digest with words, digest without words, and imports. The key is a digest of the
+#: module's name, the file's name and the file's content.
 _PARSED: dict[str, tuple[str, str, list[str]]] = {}
 
 
@@ -108,7 +109,7 @@ def remember(path: Path) -> None:
 
 @functools.cache
 def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
-    """Return a module's digests with and without words, and all imported modules that `_file` finds."""
+    """Return a module's two digests (with and without words), and all its imports that `_file` finds."""
     file = _file(module)
     assert file is not None, module
     content = file.read_bytes()
@@ -133,7 +134,7 @@ def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # `level` counts packages upwards from here. In `from package import name`, the name may be a module.
+            # `level` counts packages upwards from `here`. In `from package import name`, the name may be a module.
             here = module if file.name == "__init__.py" else module.rpartition(".")[0]
             up = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*up, *([node.module] if node.module else [])])
@@ -201,9 +202,10 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
-    """Return `modules` and all modules of dlscale and of outside studies that they import.
+    """Return `modules` and all modules with a known source file (`_file`) that `modules` import.
 
-    Imports inside functions count. Imports for type checking or by computed name do not. `whole` includes `GUARDS`.
+    Imports inside functions count. Imports for type checking and imports by a computed name do not count. Modules in
+    `GUARDS` are left out, unless `whole` is true or the exception in `SHOWN` applies.
     """
     seen, todo = set[str](), [*modules]
     while todo:
@@ -226,7 +228,7 @@ def _digests(modules: tuple[str, ...]) -> dict[str, str]:
 
 
 def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
-    """Return the SHA-256 (64 hexadecimal digits) of `files` and of all sources that `modules` import.
+    """Return the SHA-256 (64 hexadecimal digits) of `files`, `modules` and all modules that `reachable` finds.
 
     `files` are package data of the stage, such as the template of a page.
     """
@@ -241,7 +243,7 @@ def fingerprint(modules: Iterable[str], files: Iterable[Path] = ()) -> str:
 
 
 def _path(module: str) -> str:
-    """Return the path of a module's file, relative to the package if inside of it."""
+    """Return the path of a module's file; a path inside the package is relative to the package."""
     file = _file(module)
     return str(file.relative_to(ROOT) if file and file.is_relative_to(ROOT) else file)
 
@@ -259,11 +261,12 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
 def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """Return the modules that decide a stage's results for a dataset of this kind.
 
-    Stage `acquire` depends only on the `maker` of the file: a fetched file does not change with the code that fetches.
+    The stage `acquire` only depends on `maker`, the role of the module that simulates a file, because a fetched file
+    does not depend on the code that fetches the file.
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)
     modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.module_of(kind, role)]
-    if stage == "describe":  # the class of the kind names the rows
+    if stage == "describe":  # the kind's class has the names of the rows
         modules.append(type(registry.kind(kind)).__module__)
     return [module for module in modules if module]

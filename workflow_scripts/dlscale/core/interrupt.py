@@ -15,9 +15,9 @@ seen = False
 def end_at_once(name: str) -> None:
     """Let Ctrl-C end this process with one line and no traceback, until `raise_again`.
 
-    This is used while modules are imported: a `KeyboardInterrupt` in a callback of compiled code, such as when pydantic
-    compiles a pattern, would be ignored. Without a name the line is left out. A process that ignores Ctrl-C, such as
-    under nohup, still ignores it. A second call does not change the name.
+    Processes call this function while they import modules, because compiled code may ignore a `KeyboardInterrupt` in a
+    callback, for example while pydantic compiles a pattern. If the name is empty, the line is not printed. A process
+    that ignores Ctrl-C, such as under nohup, still ignores Ctrl-C. A second call does not change the name.
     """
 
     def end(number: int, frame: object) -> None:
@@ -31,7 +31,7 @@ def end_at_once(name: str) -> None:
 def raise_again(*further: int) -> None:
     """Let Ctrl-C and the signals `further` raise `KeyboardInterrupt` again.
 
-    Work in progress is then cleaned up. Ignored signals, such as SIGHUP under nohup, stay ignored.
+    The exception lets a stage clean up its work in progress. Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
     for number in (signal.SIGINT, *further):
         if signal.getsignal(number) is not signal.SIG_IGN:

@@ -19,10 +19,10 @@ from typing import Any
 #: Environment at the start of `python -m dlscale`, before any change.
 GIVEN: dict[str, str] = {}
 
-#: Environment variable: values of `CHANGED` when Snakemake was called, as JSON.
+#: Environment variable with the values of the variables `CHANGED` before Snakemake started, as JSON.
 CALLER = "DLSCALE_CALLER"
 
-#: Environment variable: ids of the Snakemake processes above a job, outermost first.
+#: Environment variable with the ids of the Snakemake processes above a job, outermost process first.
 SNAKEMAKES = "DLSCALE_SNAKEMAKES"
 
 #: Variables that Snakemake, its shell, and Python in the locale C set for a job.
@@ -32,20 +32,21 @@ CHANGED = (
     *("LC_CTYPE", "PWD", "OLDPWD", "SHLVL", "_"),
 )
 
-#: Settings of OpenMP: idle threads spin for some microseconds, then sleep. Threads that sleep at once slow down small
-#: operations, since waking takes longer than the operation. Threads that spin for long occupy cores that other
-#: processes need.
+#: Settings of OpenMP with which idle threads spin for some microseconds and then sleep. If threads slept at once, small
+#: operations would be slow, because waking a thread takes longer than the operation. If threads spun for long, they
+#: would occupy cores that other processes need.
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
-#: Environment variable: folder on the node's local disk (`local_disk` of a site), if it has one.
+#: Environment variable with a folder on the node's local disk (`local_disk` of a site), if the site sets this folder.
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
-#: Variable with the suffix of a node's name in the network between nodes.
+#: Environment variable with the suffix of node names in the network between nodes (`host_suffix` of a site).
 HOST_SUFFIX = "DLSCALE_HOST_SUFFIX"
 
-#: Environment variable: folder for the steps of an external program; `dlscale.extensions.programs.timed` repeats it.
+#: Environment variable with the folder for the steps of an external program; `dlscale.extensions.programs.timed`
+#: repeats this name.
 STEPS = "DLSCALE_STEPS"
 
-#: Environment variable: limits of the watchdog (`watchdog` of a site), if they are not the defaults.
+#: Environment variable with the limits of the watchdog (`watchdog` of a site), if the limits are not the defaults.
 WATCHDOG = "DLSCALE_WATCHDOG"
 
 
@@ -70,7 +71,7 @@ def callers_values() -> str:
 
 
 def restore_caller() -> None:
-    """Change `given` in a job to the environment of Snakemake's caller, without dlscale's own variables."""
+    """Change `GIVEN` in a job to the environment of Snakemake's caller, without variables of dlscale."""
     if not GIVEN:
         return
     before = json.loads(GIVEN.get(CALLER, "{}"))
@@ -80,18 +81,18 @@ def restore_caller() -> None:
 
 
 def let_threads_wait() -> None:
-    """Set `WAITING`, unless the environment has one of these variables.
+    """Set the variables `WAITING`, unless the environment has one of them or KMP_BLOCKTIME.
 
-    Call it before OpenMP is loaded.
+    Call this function before OpenMP is loaded.
     """
     if not any(name in os.environ for name in (*WAITING, "KMP_BLOCKTIME")):
         os.environ.update(WAITING)
 
 
 def put_python_first() -> None:
-    """Put the folder of this Python first in PATH.
+    """Put the folder of this Python first in PATH, if the folder has a program `python`.
 
-    Its environment then need not be activated.
+    The virtual environment of this Python then need not be activated.
     """
     folder, path = Path(sys.executable).parent, os.environ.get("PATH", os.defpath)
     if os.access(folder / "python", os.X_OK) and path.split(os.pathsep)[0] != str(folder):
@@ -99,19 +100,22 @@ def put_python_first() -> None:
 
 
 def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let Linux send this process a signal when its parent, process `parent`, ends."""
+    """Let Linux send this process a signal when its parent, process `parent`, ends.
+
+    If the parent has ended already, end this process.
+    """
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Let Linux make this process the parent of orphaned descendants."""
+    """Let Linux make this process the parent of orphaned descendants; if `adopt` is false, stop this."""
     ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def command_output(words: list[str], seconds: float = 60.0) -> str | None:
-    """Return a command's output; None if it is missing, fails, or takes longer than `seconds`."""
+    """Return a command's output; None if the command is missing, fails, or takes longer than `seconds`."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -119,7 +123,7 @@ def command_output(words: list[str], seconds: float = 60.0) -> str | None:
 
 
 def job_limits() -> list[tuple[int, int]]:
-    """Return memory limit and use, bytes, of each limited control group of this process."""
+    """Return pairs of memory limit and memory use (bytes), one for each control group that limits this process."""
     found = []
     with contextlib.suppress(OSError, ValueError):  # cgroup v2, from the group of this process upwards
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
@@ -139,7 +143,7 @@ def text_of(path: Path) -> str:
 
 
 def free_memory() -> int:
-    """Return the free memory for this job, bytes."""
+    """Return the memory that this job can still use, bytes."""
     import psutil
 
     return int(max(min([psutil.virtual_memory().available, *(limit - used for limit, used in job_limits())]), 0))
@@ -148,7 +152,7 @@ def free_memory() -> int:
 def gpus() -> int:
     """Return the number of visible GPUs.
 
-    They are the entries of CUDA_VISIBLE_DEVICES, or all GPUs if it is not set.
+    If CUDA_VISIBLE_DEVICES is set, count its entries; otherwise count all GPUs of the driver.
     """
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return sum(name.strip() not in ("", "-1") for name in named.split(","))
@@ -158,7 +162,7 @@ def gpus() -> int:
 def nvml(ask: Callable[[Any], Any]) -> Any:
     """Return the result of a query to NVIDIA's driver.
 
-    Return None if the driver or the GPU does not support it.
+    Return None if the driver is missing, or if the driver or the GPU does not support the query.
     """
     import pynvml
 
@@ -169,13 +173,13 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
         return None
 
 
-#: Major version of the oldest driver by major version of CUDA, for all minor versions
+#: Major version of the oldest driver that supports a major version of CUDA (the key) with all minor versions
 #: (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1).
 DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def too_old(driver: str, cuda: str) -> str | None:
-    """Return a message if the driver is too old for a version of CUDA."""
+    """Return a message if the driver is too old for a version of CUDA, otherwise None."""
     least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) >= least:
         return None
@@ -183,7 +187,7 @@ def too_old(driver: str, cuda: str) -> str | None:
 
 
 def _compiler() -> bool:
-    compiler = os.environ.get("CXX") or "g++"  # as PyTorch searches for it
+    compiler = os.environ.get("CXX") or "g++"  # PyTorch uses the same compiler
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
@@ -196,7 +200,7 @@ def _bf16() -> bool:
     return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))
 
 
-#: Description of a requirement, and function that checks this machine, by name in a run's `needs`.
+#: Requirements by name in a run's `needs`, each with a description and a function that checks this machine.
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "compiler": ("a C++ compiler (g++) and Python's headers (python3-dev)", _compiler),
     "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", _dali),

@@ -20,14 +20,14 @@ class Metric(Record):
     """Description of a validation metric, for tables and the page."""
 
     name: str  #: Key in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` for a metric of one channel.
-    title: str  #: Title of the kind for readers.
+    title: str  #: Title of the metric's kind for readers.
     meaning: str = ""  #: Meaning in one line.
     unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None  #: Name of the metric with the score of the best baseline without learning, if any.
+    naive: str | None = None  #: Name of the metric that scores the best baseline without learning; None without it.
     answer: str = ""  #: Description of the best baseline without learning.
-    rival: str = ""  #: Name of the baseline whose score this metric is, if there are several baselines.
-    derived: bool = False  #: Whether the metric follows from other metrics, like a skill; the page shows these instead.
+    rival: str = ""  #: Name of the baseline that this metric scores, if the study has several baselines.
+    derived: bool = False  #: Whether other metrics give this metric (a skill does); the page only shows those metrics.
 
     @property
     def kind(self) -> str:
@@ -39,7 +39,7 @@ class Metric(Record):
 
     @property
     def full_title(self) -> str:
-        """Title with a capital letter for captions, or with the channel in front."""
+        """Title for captions: begins with the channel, or with a capital letter if there is no channel."""
         return f"{self.channel} {self.title}" if self.channel else self.title[:1].upper() + self.title[1:]
 
     @property
@@ -50,7 +50,8 @@ class Metric(Record):
     def skill(self, metrics: Mapping[str, float]) -> float | None:
         """Return 1 - error / error of the best baseline without learning.
 
-        The skill is None without a baseline, and for metrics for which higher is better.
+        The skill is None if higher values are better, if the metric or its baseline has no value, or if the error of
+        the baseline is zero.
         """
         value, naive = metrics.get(self.name), metrics.get(self.naive or "")
         return 1 - value / naive if self.better == "lower" and naive and value is not None else None
@@ -59,7 +60,7 @@ class Metric(Record):
         return epoch.valid_loss if self.name == VALID_LOSS.name else epoch.metrics.get(self.name, math.nan)
 
     def reaches(self, value: float, target: float) -> bool:
-        """Return whether a value is as good as the target; NaN never is."""
+        """Return whether a value is at least as good as the target; always false for NaN."""
         return value <= target if self.better == "lower" else value >= target
 
     def aim(self, value: float) -> str:
@@ -72,7 +73,7 @@ class Metric(Record):
         return min(known, key=lambda epoch: sign * self.of(epoch), default=None)
 
     def first(self, epochs: Iterable[Epoch], target: float) -> Epoch | None:
-        """Return the first epoch that reached the target; None if none did."""
+        """Return the first epoch that reached the target; None if all epochs missed the target."""
         return next((epoch for epoch in epochs if self.reaches(self.of(epoch), target)), None)
 
 
@@ -106,25 +107,26 @@ class Epoch(Record):
     step: int  #: Optimiser steps so far.
     samples: int | None  #: Training samples so far; None if a program's batch size is unknown.
     learning_rate: Number  #: Learning rate of the epoch's last step.
-    train_loss: Number  #: Mean over the epoch's training samples.
-    valid_loss: Number  #: Mean over all validation samples.
+    train_loss: Number  #: Mean loss over the epoch's training samples.
+    valid_loss: Number  #: Mean loss over all validation samples.
     epoch_seconds: Measured  #: Training time without validation, s.
-    #: Training rate without validation, but with the wait for the first batch; None if a program's batch size is
-    #: unknown.
+    #: Training rate; its time includes the wait for the first batch, but not the validation. None if a program's batch
+    #: size is unknown.
     samples_per_second: Measured | None
     valid_seconds: Measured = 0.0  #: Time of the validation after the epoch, s.
     valid_samples: int = 0  #: Validation samples; 0 if unknown.
     valid_steps: int = 0  #: Validation batches; 0 if unknown.
     wall_time: float = 0.0  #: End of the epoch's last training step, seconds since 1970-01-01 UTC.
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
-    train_metrics: dict[str, Number] = {}  #: Training metrics by name: means over the epoch, before each update.
-    #: Geometry and loader of the run, which decide its times; None if they changed within the epoch.
+    #: Training metrics by name: means over the epoch of values that are computed before each update.
+    train_metrics: dict[str, Number] = {}
+    #: Geometry and loader of the run, which decide the times; None if geometry or loader changed within the epoch.
     made_with: dict[str, Any] | None = {}
-    untrained: Untrained | None = None  #: Scores before the first epoch, in its record, if they were measured.
+    untrained: Untrained | None = None  #: Scores before training, in the record of the first epoch; None if unmeasured.
 
     @property
     def begin(self) -> float:
-        """Start time, seconds since 1970-01-01 UTC; pauses between several tries are not included."""
+        """Start time, seconds since 1970-01-01 UTC; for an epoch over several tries, as if there were no pauses."""
         return self.wall_time - self.epoch_seconds
 
 
@@ -140,7 +142,9 @@ def read_epochs(path: Path) -> list[Epoch]:
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or not JSON
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
-        raise UserError(f"{path}: has {f'not all of {len(epochs)} epochs' if epochs else 'no epochs'}; {advice}")
+        raise UserError(
+            f"{path}: has {f'{len(epochs)} epochs, but not in order from 1' if epochs else 'no epochs'}; {advice}"
+        )
     return epochs
 
 

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 #: Confidence level of intervals.
 CONFIDENCE = 0.95
 
-#: Fraction of the values that is cut off at each end, to limit the effect of a short foreign load.
+#: Fraction of the sorted values that is cut off at each end, to limit the effect of a short foreign load.
 TRIM = 0.2
 
 
 def standard_errors(samples: float, looks: int = 1) -> float:
     """Return the half-width of a mean's interval in standard errors (Student's t).
 
-    It is infinite for one sample.
-
-    With `looks` intervals, all of them together are correct with a probability of 95 % (Bonferroni).
+    The half-width is infinite for one sample. With several `looks`, the interval is wider, so that all `looks`
+    intervals together are correct with a probability of at least 95 % (Bonferroni).
     """
     from scipy.special import stdtrit
 
@@ -26,12 +25,12 @@ def standard_errors(samples: float, looks: int = 1) -> float:
 
 
 def reach(spread: float, samples: int, looks: int = 1) -> float:
-    """Return the half-width of a mean's interval from the standard deviation of the samples."""
+    """Return the half-width of a mean's interval; `spread` is the standard deviation of the samples."""
     return standard_errors(samples, looks) * spread / math.sqrt(samples) if samples > 1 else math.inf
 
 
 def pooled(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the pooled standard deviation within groups, and its degrees of freedom."""
+    """Return the pooled standard deviation within groups, and the number of degrees of freedom."""
     freedom = sum(len(group) - 1 for group in groups)
     squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
     return (math.sqrt(squares / freedom) if freedom else 0.0), freedom
@@ -42,9 +41,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
     The half-width is infinite for one value.
 
-    A fifth of the values is cut off at each end, since other programs distort a few measurements by much. The error is
-    that of the Winsorized values (Tukey and McLaughlin 1963, Sankhya A 25, 331). Fewer than five values are not cut,
-    which gives Student's interval.
+    A fifth of the values is cut off at each end, because other programs strongly distort a few measurements. The
+    standard error is computed from the Winsorized values (Tukey and McLaughlin 1963, Sankhya A 25, 331). If there are
+    fewer than five values, nothing is cut off and the interval is Student's.
     """
     ordered, cut = sorted(values), int(TRIM * len(values))
     kept = ordered[cut : len(ordered) - cut]
@@ -53,15 +52,15 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return centre, math.inf
     whole = [kept[0]] * cut + kept + [kept[-1]] * cut
     error = statistics.stdev(whole) * math.sqrt(len(whole)) / len(kept)
-    # Equal values may differ by rounding.
+    # A tiny error counts as zero, because rounding makes equal values differ.
     return centre, standard_errors(len(kept)) * error if error > 1e-12 * abs(centre) else 0.0
 
 
 def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Return the ratio of two quantities and the ends of its 95 % interval.
 
-    The quantities were measured alternately (paired timing). The interval is computed by `interval` from the logarithms
-    of the ratios of all rounds.
+    The two quantities were measured alternately (paired timing). `interval` computes the interval from the logarithms
+    of the ratios, one ratio per round.
     """
     centre, reach = interval([math.log(first / second) for first, second in rounds])
     return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
@@ -70,8 +69,8 @@ def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float,
 def halved(count: int, factor: float) -> list[int]:
     """Return the sizes of the rungs of successive halving.
 
-    They are `count`, `count / factor`, and so on. Each rung has the best trials of the previous rung and is `factor`
-    times as long (Jamieson and Talwalkar 2016, arXiv:1502.07943, algorithm 1).
+    The sizes are `count`, `count / factor`, and so on, rounded down. Each rung has the best trials of the previous rung
+    and trains `factor` times as long (Jamieson and Talwalkar 2016, arXiv:1502.07943, algorithm 1).
     """
     sizes = [count]
     while sizes[-1] >= factor:

@@ -1,7 +1,7 @@
 """Paths of all results, defined once for rules, commands and pages.
 
-A name that is left out becomes its Snakemake wildcard: `Results("results").run("metrics.jsonl")` is
-`results/plans/{plan}/{run}/metrics.jsonl`.
+An omitted argument becomes a Snakemake wildcard with the argument's name. For example,
+`Results("results").run("metrics.jsonl")` is `results/plans/{plan}/{run}/metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Results(NamedTuple):
         return f"{self.folder}/data/{dataset}/source/{file}"
 
     def piece(self, part: str = "{split}/{part}", piece: int | str = "{piece}", dataset: str = "{dataset}") -> str:
-        """Return the path of a preprocessed piece of a part."""
+        """Return the path of a preprocessed piece of a dataset part."""
         return f"{self.folder}/data/{dataset}/pieces/{part}-{piece}.h5"
 
     def part(self, part: str = "{split}/{part}", dataset: str = "{dataset}") -> str:
@@ -38,11 +38,11 @@ class Results(NamedTuple):
         return f"{self.folder}/data/{dataset}/stats"
 
     def preview(self, dataset: str = "{dataset}") -> str:
-        """Return the path of a dataset's figure."""
+        """Return the path of a dataset's preview figure."""
         return f"{self.folder}/data/{dataset}/preview.png"
 
     def dataset_settings(self, dataset: str = "{dataset}") -> str:
-        """Return the path of the settings with which a dataset was described."""
+        """Return the path of the dataset settings that the stage `describe` used."""
         return f"{self.folder}/data/{dataset}/config.yaml"
 
     # ---- runs ----------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Results(NamedTuple):
     def checkpoints(self, plan: str, run: str) -> str:
         """Return the folder of a run's checkpoints.
 
-        It is not an output of a rule, so a failed job keeps it.
+        The folder is not an output of a rule, so Snakemake keeps the folder if the job fails.
         """
         return f"{self.folder}/checkpoints/{plan}/{run}"
 
@@ -81,15 +81,15 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/summary.csv"
 
     def rung(self, plan: str = "{plan}", rung: int | str = "{rung}") -> str:
-        """Return the path of the list of trials in a rung of successive halving."""
+        """Return the path of a file that lists the trials in one rung of successive halving."""
         return f"{self.folder}/plans/{plan}/rung{rung}.json"
 
     def plan_page(self, plan: str = "{plan}") -> str:
-        """Return the path of a plan's own page."""
+        """Return the path of the page that only shows this plan."""
         return f"{self.folder}/plans/{plan}/report.html"
 
     def references(self) -> list[str]:
-        """Return the paths of the imported references; hidden folders are incomplete imports."""
+        """Return the paths of the imported references, without hidden folders, which are incomplete imports."""
         return sorted(map(str, Path(self.folder).glob("references/[!.]*/reference.json")))
 
     # ---- jobs ----------------------------------------------------------------------------------------
@@ -99,5 +99,5 @@ class Results(NamedTuple):
         return f"{self.folder}/logs/{'/'.join([stage, *names])}.log"
 
     def benchmark(self, stage: str, *names: str) -> str:
-        """Return the path of a job's duration, as Snakemake writes it."""
+        """Return the path of Snakemake's benchmark file, which contains a job's duration."""
         return f"{self.folder}/benchmarks/{'/'.join([stage, *names])}.tsv"

@@ -20,8 +20,8 @@ from dlscale.core.files import open_regular, translate_error
 
 # ---- launcher -----------------------------------------------------------------------------------------
 
-#: Variables with rank, size and local rank, one row per launcher. Slurm's come last, because within a Slurm job
-#: mpirun starts one process per node by srun, which then starts the ranks.
+#: Variables with rank, size and local rank, one row per launcher. Slurm's variables come last, because mpirun within a
+#: Slurm job uses srun to start one process per node, and this process starts the ranks.
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun of Open MPI, jsrun
@@ -31,7 +31,8 @@ VARIABLES = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
 )
 
-#: Environment variable: file, in a folder of one user, by which the ranks of a node find each other.
+#: Environment variable with the path of the file by which the ranks of a node find each other; only one user may write
+#: to the folder of this file.
 MEET = "DLSCALE_MEET"
 
 
@@ -44,7 +45,7 @@ LAUNCHED = (
 
 
 class Ranks(NamedTuple):
-    """Rank of this process among the processes that were started together, and their number."""
+    """Rank of this process, and number of the processes that were started together."""
 
     rank: int = 0
     size: int = 1
@@ -52,9 +53,9 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Return rank and size from the launcher's environment variables; a single process without them.
+    """Return rank and size from the launcher's environment variables.
 
-    PyTorch is not needed.
+    Without these variables, return rank 0 of 1 process. PyTorch is not needed.
     """
     for names in VARIABLES:
         values = [os.environ.get(name, "") for name in names]
@@ -92,14 +93,14 @@ _log: Path | None = None  #: File that this process logs to.
 def redirect(log: Path) -> TextIO:
     """Send the output of this process and its children to a new file `log`.
 
-    Return the terminal.
+    Return a stream to the previous standard error, usually the terminal.
     """
     global _log
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.is_file():
             log.unlink()  # truncating would also empty the copy that `keep_log` keeps as a hard link
-        # Append mode, since `keep_log` may make the file longer.
+        # Append mode, because `keep_log` may make the file longer.
         file = open(log, "a", buffering=1, encoding="utf-8", opener=open_regular)  # noqa: SIM115 - it stays open
     except OSError as error:
         raise translate_error(error, log) from error
@@ -113,14 +114,14 @@ def redirect(log: Path) -> TextIO:
 def keep_log(kept: Path, resumed: bool) -> None:
     """Keep this process's log under a second name, `kept`.
 
-    Snakemake removes a job's log before each try. If `resumed`, the lines of earlier tries in `kept` are first put in
-    front of this log.
+    The second name is needed because Snakemake removes a job's log before each try. If `resumed`, the lines of earlier
+    tries in `kept` are first inserted at the beginning of this log.
     """
     if not (_log and _log.is_file()):
         return
     try:
         if resumed and kept.exists():
-            with _log.open("r+b") as file:  # not a new file, since other processes write to this one
+            with _log.open("r+b") as file:  # not a new file, because other processes write to this file
                 text = kept.read_bytes() + file.read()
                 file.seek(0)
                 file.write(text)
@@ -137,11 +138,12 @@ def keep_log(kept: Path, resumed: bool) -> None:
 def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
     """Hold the lock `folder/name` during the block.
 
-    Raise a `UserError` with the owner if it is taken.
+    Raise a `UserError` that names the owner if another process holds the lock. On a file system without locks, log a
+    warning and run the block without a lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / name, "a+", errors="replace", opener=open_regular)  # noqa: SIM115 - closed below, with the lock
+        file = open(folder / name, "a+", errors="replace", opener=open_regular)  # noqa: SIM115 - `with file` closes it
     except OSError as error:
         raise translate_error(error, folder) from error
     with file:
@@ -152,12 +154,14 @@ def only_writer(folder: Path, name: str = ".lock") -> Iterator[None]:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
                 owner = file.read().strip() or "another process"
-                raise UserError(f"{folder}: in use by {owner}; wait for it, or end it and try again") from None
+                raise UserError(
+                    f"{folder}: in use by {owner}; wait until this process ends, or end it and try again"
+                ) from None
             logging.warning("%s: this file system has no locks; make sure that no second run writes here", folder)
         else:
             job = os.environ.get("SLURM_JOB_ID")
             owner = f"process {os.getpid()} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}\n"
-            with contextlib.suppress(OSError):  # on a full disk the lock works without the owner's name
+            with contextlib.suppress(OSError):  # on a full disk, the lock works without the name of its owner
                 file.truncate(0)
                 os.write(file.fileno(), owner.encode())
         yield
@@ -199,11 +203,10 @@ def end(message: str, status: int) -> None:
 
 
 def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
-    """Return a function that calls `work`, then exits with the status that `ended` returns.
+    """Return a function that calls `work`, then ends Snakemake with the status from `ended`.
 
-    It does not exit if this status is 0.
-
-    It exits instead of raising, since Snakemake prints a traceback for functions of the Snakefile that raise.
+    If this status is 0, the function returns. After Ctrl-C the status is 130. The function calls `sys.exit` instead of
+    raising an error, because Snakemake prints a traceback for an error in a function of the Snakefile.
     """
 
     def done(*args: object, **named: object) -> None:

@@ -24,17 +24,17 @@ Item = TypeVar("Item")
 
 LINE_SECONDS = 10.0
 
-#: Suffix of the progress file, which is next to a stage's log while the stage runs.
+#: Suffix of a progress file, which is next to the stage's log while the stage runs.
 SUFFIX = ".doing"
-#: Progress file of this process; None: progress is not recorded.
+#: Progress file of this process; None if the progress is not recorded.
 file: Path | None = None
 
 
 class StageStatus(Record):
-    """Progress of a running stage, written to a file next to its log."""
+    """Progress of a running stage, written to a file next to the stage's log."""
 
     what: str
-    part: bool = False  #: Whether the progress is about one part of the stage, after which other parts may follow.
+    part: bool = False  #: Whether the progress is about one part of the stage, so that other parts may follow.
     done: int = 0
     total: int | None = None  #: Final value of `done`; None if unknown.
     unit: str = ""
@@ -49,7 +49,7 @@ class StageStatus(Record):
 
 @contextlib.contextmanager
 def status_file(log: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Keep a progress file next to `log` during the block; without a log, do nothing."""
+    """Keep a progress file next to `log` during the block; without a log, write no file."""
     global file
     file = Path(f"{log}{SUFFIX}") if log else None
     try:
@@ -63,7 +63,7 @@ def status_file(log: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def place() -> str:
-    """Return where a process id is valid: the host and, on Linux, the PID namespace."""
+    """Return the scope in which a process id is valid: the host and, on Linux, the PID namespace."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
     return socket.gethostname()
@@ -77,7 +77,7 @@ def write_status(doing: StageStatus) -> None:
 
 
 class Progress:
-    """Counter of items, with their `unit` in the plural, towards a total (None: unknown)."""
+    """Counter of items, which logs the progress towards a total (None if the total is unknown)."""
 
     def __init__(
         self,
@@ -89,10 +89,11 @@ class Progress:
     ) -> None:
         """Start counting.
 
-        `values` returns numbers to show, by name. `part` means that the stage continues afterwards.
+        `unit` names the items in the plural. `values` returns additional numbers to show, by name. `part` means that
+        the stage continues after these items.
         """
         self.what, self.total, self.unit, self.values, self.part = what, total, unit, values, part
-        self.done = self._shown = 0  # count, and the count in the last line
+        self.done = self._shown = 0  # count, and the count in the last log line
         self._start = self._last = time.monotonic()
         self._first: tuple[float, int] | None = None  # time and count at the first update of this process
 
@@ -107,7 +108,7 @@ class Progress:
 
     @property
     def left(self) -> float | None:
-        """Time to the end at this process's pace, s; None if unknown."""
+        """Remaining time at the pace of this process, s; None if unknown."""
         if self.total is None or self._first is None or self.done <= self._first[1]:
             return None
         return (self.total - self.done) * (time.monotonic() - self._first[0]) / (self.done - self._first[1])
@@ -172,7 +173,7 @@ class Job(NamedTuple):
 def job_seconds(benchmark: str | Path) -> float | None:
     """Return the duration of a job from Snakemake's benchmark file, s.
 
-    Return None if it is missing or damaged.
+    Return None if the file is missing or damaged.
     """
     try:
         return float(read_text(benchmark).splitlines()[1].split("\t")[0])
@@ -192,7 +193,7 @@ def jobs(results: Path, since: float) -> list[Job]:
         relative, seconds = path.relative_to(folder), job_seconds(path)
         log = results / "logs" / relative.with_suffix(".log")
         try:
-            started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # by try
+            started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # of each try
         except UserError:  # a link or pipe
             continue
         if seconds is None:
@@ -202,10 +203,10 @@ def jobs(results: Path, since: float) -> list[Job]:
 
 
 def lines(done: Iterable[Job], since: float, until: float, cores: int | None = None, busy: float = 0.0) -> list[str]:
-    """Return a table of job times by rule, longest first; an empty list without jobs.
+    """Return the lines of a table of job times by rule, longest time first; an empty list without jobs.
 
-    `since` and `until` are seconds since 1970-01-01 UTC. `busy` is the processor time (s) of the call's own processes
-    on `cores`, if known.
+    `since` and `until` are seconds since 1970-01-01 UTC. `cores` is the number of cores, or None if unknown, and `busy`
+    is the processor time (s) that this call's processes used on these cores.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:

@@ -1,6 +1,6 @@
 """Named ranges of a step for profilers, and progress of a process for the watchdog.
 
-Without both, they cost nothing.
+Without a profiler and a watchdog, the ranges cost almost no time.
 
 A `step` contains `data` (the wait for a batch), `copy` (host to device), `forward`, `backward`, `optimizer`, and `comm`
 (sums over ranks, which overlap `backward`).
@@ -18,15 +18,15 @@ RANGES = ("step", "data", "copy", "forward", "backward", "optimizer", "comm")
 STEPS = "steps"
 #: Kind of work: writing, validating or waiting between two loops of steps.
 BETWEEN = "between"
-#: Kind of work: the self-test of the communication before the first step.
+#: Kind of work: testing the communication before the first step.
 REHEARSAL = "self-test"
 #: Kind of work: everything else without a time limit, such as opening data and compiling code.
 OPENING = "opening"
 
-#: Range in which a process waits for its checkpoint, which threads of all processes write together.
+#: Range in which a process waits for a checkpoint, which threads of all processes write together.
 SAVING = "checkpoint"
 
-FIRST = 16  #: Number of ranges in the first steps that still count as opening: devices, libraries and files are set up.
+FIRST = 16  #: Number of first ranges that count as opening, because devices, libraries and files are then set up.
 
 #: Function that returns the context of a range with this name.
 Marker = Callable[[str], AbstractContextManager[object]]
@@ -58,7 +58,7 @@ def advance(name: str) -> None:
 def part(name: str, kind: str | None = None) -> Iterator[None]:
     """Record that this process is in a part of the run that all ranks reach.
 
-    `kind` is the kind of its work.
+    `kind` is the kind of work in this part; None keeps the current kind.
     """
     outer = at
     advance(name)

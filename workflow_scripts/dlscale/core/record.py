@@ -22,10 +22,10 @@ Number = Annotated[
     PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
 ]
 
-#: Measured rate or time; the upper bound is above all values with a wrong unit, and booleans are refused.
+#: Measured rate or time. The upper bound is so large that a value in a wrong unit still passes. Booleans are refused.
 Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
 
-#: Measured value that has a logarithm.
+#: Measured value above zero, whose logarithm is finite.
 Positive = Annotated[Measured, Field(ge=1e-15)]
 
 
@@ -40,7 +40,7 @@ Time = Annotated[str, AfterValidator(_time)]
 
 
 class Record(BaseModel):
-    """Frozen record; unknown keys, from later versions, are ignored."""
+    """Frozen record; unknown keys are ignored, because a later version may have written the file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
@@ -52,14 +52,14 @@ class Record(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record from its file; raise a `UserError` if it does not match."""
+        """Read a record from a file; raise a `UserError` if the file does not contain such a record."""
         return cls.checked(read_json(path), str(path))
 
     @classmethod
     def checked(cls, values: Any, where: str) -> Self:
-        """Return the record in `values`.
+        """Validate `values` as a record of this class.
 
-        Raise a `UserError` that begins with `where` if they do not match.
+        Raise a `UserError` that begins with `where` if `values` are not such a record.
         """
         try:
             return cls.model_validate(values)
@@ -67,6 +67,6 @@ class Record(BaseModel):
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"]))
             raise UserError(
-                f"{where}: {key + ': ' if key else ''}{first['msg']}; not a {cls.__name__} record of this version: "
-                "delete the file and run its stage again"
+                f"{where}: {key + ': ' if key else ''}{first['msg']}; not a {cls.__name__} record of this version; "
+                "delete the file and run the stage again"
             ) from None

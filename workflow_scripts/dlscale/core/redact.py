@@ -16,22 +16,23 @@ from urllib.parse import SplitResult
 from dlscale.core.errors import UserError
 from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, VARIABLE, split
 
-#: Last words of the names of secrets; some count only after certain words.
+#: Words with which the names of secrets end. Some of these words only count after, or not after, certain other words.
 _NAMES = {
     *("password", "passwd", "passphrase", "passcode", "passwords", "pgpassword", "sshpass", "pass", "pwd"),
     *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
     *("apikey", "apitoken", "authkey", "authtoken", "accesskey", "accesstoken", "secretkey", "sastoken"),
     *("token", "bearer", "webhook", "pat", "jwt"),
 }
-#: Words of `_NAMES` that are harmless as a complete name: a working folder, a pattern, a signature of a model.
+#: Words of `_NAMES` that are harmless as a complete name, such as a working folder, a pattern or a model's signature.
 _NOT_ALONE = {"pwd", "pat", "sig", "signature"}
-#: Words before `key` that mark a secret. In upper-case names of variables all words do, except `_PLAIN_KEYS`.
+#: Words before `key` that mark a secret. In an upper-case name, every word before KEY marks a secret, except the words
+#: in `_PLAIN_KEYS`.
 _KEYS = {
     *("api", "access", "secret", "private", "auth", "account", "shared", "signing", "encryption", "license", "licence"),
     *("service", "client", "storage", "master", "ssh", "deploy", "subscription", "app", "admin", "wandb", "openai"),
 }
 _PLAIN_KEYS = {"primary", "foreign", "sort", "public", "cache", "partition", "group", "index", "image", "label", "data"}
-#: Words before `token` or `pass` that mark a part of a model or a tokenizer instead of a secret.
+#: Words before `token` or `pass` with which the name means a part of a model or tokenizer instead of a secret.
 _PLAIN = {
     *("pad", "eos", "bos", "unk", "mask", "cls", "sep", "class", "special", "image", "stop", "start", "end", "begin"),
     *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
@@ -48,11 +49,11 @@ _OPEN = re.compile(
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_][\w.-]*)\}")
 _NAME = r"(?P<name>(?<![\w.])[A-Za-z_][\w.-]*)"
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
-#: Word of a command that assigns a value to a name.
+#: Pattern of a command's word that assigns a value to a name.
 _ASSIGNED = re.compile(rf"[-+~]{{0,2}}{_NAME}=(?P<value>.+)", re.DOTALL)
 _OPTION = re.compile(rf"-{{1,2}}{_NAME}")
 _LOGIN = re.compile(r"[^\s:/]+:[^\s/]+")
-#: Assignments within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE.
+#: Patterns of assignments within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE, bearer VALUE.
 _ASSIGNMENTS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -62,7 +63,7 @@ _ASSIGNMENTS = tuple(
         r"\b(?P<name>bearer)\s+(?P<value>[^\s\"']+)",
     )
 )
-#: Secrets that have a known form, such as access tokens of GitHub.
+#: Pattern of secrets that have a known form, such as GitHub's access tokens.
 _FORMS = re.compile(
     r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
@@ -73,7 +74,7 @@ _FORMS = re.compile(
 def is_secret_name(name: str) -> bool:
     """Return whether a name ends like the name of a secret.
 
-    Examples are API_KEY, hf-token and password, but not key_dim and tokens.
+    For example, the result is true for API_KEY, hf-token and password, and false for key_dim and tokens.
     """
     words = [word.lower() for word in _WORD.findall(re.sub(r"[\d_.-]+$", "", name))]
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
@@ -89,17 +90,16 @@ def is_secret_name(name: str) -> bool:
 def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
     """Return words, texts or variables with secrets replaced by markers.
 
-    The secrets are added to `secrets` by marker.
+    Add the replaced secrets to `secrets`, by marker.
     """
     return _Redaction({} if secrets is None else secrets).settings(settings)
 
 
 def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any:
-    """Return a configuration with the secrets of all programs replaced.
+    """Return a configuration with the secrets of all programs replaced by markers.
 
-    The secrets are added to `secrets` by marker.
-
-    Values of placeholders that are inserted into a secret are secrets, too.
+    Add the replaced secrets to `secrets`, by marker. If a secret contains a placeholder, the value of the placeholder
+    also counts as a secret.
     """
     known, names = {} if secrets is None else secrets, set[str]()
     while True:
@@ -117,12 +117,12 @@ def has_marker(settings: Any) -> bool:
 
 
 def restore(settings: Any) -> Any:
-    """Return settings with markers replaced by the secrets in the environment."""
+    """Return settings with markers replaced by the secrets in the environment variable `VARIABLE`."""
     return put_back(settings, json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
-    """Return settings with markers replaced by `secrets`; a missing secret is a `UserError`."""
+    """Return settings with markers replaced by `secrets`; raise a `UserError` for a missing secret."""
     if isinstance(settings, Mapping):
         return {key: put_back(value, secrets) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -140,7 +140,7 @@ def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
 
 
 class _Redaction:
-    """Replaces secrets by markers; collects the secrets, and the names of placeholders within secrets."""
+    """Replaces secrets by markers, and collects the secrets and the names of placeholders in secrets."""
 
     def __init__(self, secrets: dict[str, str], names: set[str] | None = None) -> None:
         self.secrets, self.names = secrets, set(names or ())
@@ -154,7 +154,7 @@ class _Redaction:
         found = {}
         for key, value in settings.items():
             of_program = key == "program" and isinstance(value, Mapping) and value.keys() & _OF_PROGRAM
-            first, _, rest = str(key).partition(".")  # as sweeps name settings
+            first, _, rest = str(key).partition(".")  # sweeps use dotted keys
             of_program = of_program or (first == "program" and rest.partition(".")[0] in _OF_PROGRAM)
             found[key] = self.settings(value, str(key)) if of_program else self.programs(value)
         return found
@@ -223,7 +223,7 @@ class _Redaction:
         return f"{key}={self._replaced(key, value)}" if equals else self._replaced("query", word)
 
     def _put(self, name: str, value: str) -> str:
-        """Return the marker for a value, or the value itself if it is clearly harmless."""
+        """Return the marker for a value, or the value itself if the value is clearly harmless (`_OPEN`)."""
         return value if _OPEN.fullmatch(value) else self._replaced(name, value)
 
     def _replaced(self, name: str, secret: str) -> str:

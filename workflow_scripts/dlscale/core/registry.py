@@ -1,9 +1,11 @@
-"""Studies, kinds of datasets, loaders, stages and commands: modules that are found by name.
+"""Find the modules of studies, kinds of datasets, loaders, stages and commands by name.
 
-The core's own are the folders `dlscale/studies/NAME` and `dlscale/datasets/KIND`. Extensions add theirs in tables: the
-folders `dlscale/extensions/NAME`, and installed packages with an entry point `dlscale.extensions`. An external study
-is a file or folder that the configuration names; it may define kinds of datasets. Fingerprints follow static imports,
-and take the modules that are imported by name from here.
+- The core has the studies in `dlscale/studies/NAME` and the kinds of datasets in `dlscale/datasets/KIND`.
+- Extensions add rows to tables. An extension is a folder `dlscale/extensions/NAME`, or an installed package with an
+  entry point `dlscale.extensions`.
+- An outside study is a file or folder that the configuration names. Such a study may define kinds of datasets.
+
+A fingerprint cannot find modules that are imported by name, so this module lists them for `dlscale.core.fingerprint`.
 """
 
 from __future__ import annotations
@@ -43,12 +45,12 @@ ENTRY_POINTS = "dlscale.extensions"
 
 @functools.cache
 def extensions() -> dict[str, ModuleType]:
-    """Return the module `extension` of each extension by name, dlscale's own first.
+    """Return the module of each extension by the extension's name, extensions of this package first.
 
     Raises
     ------
     UserError
-        If two extensions have one name, or an installed one cannot be imported.
+        If two extensions have the same name, or an installed extension cannot be imported.
     """
     files = sorted((PACKAGE / "extensions").glob("*/extension.py"))
     modules = {file.parent.name: f"{PACKAGE.name}.extensions.{file.parent.name}.extension" for file in files}
@@ -70,7 +72,7 @@ def _extension(name: str, module: str) -> ModuleType:
 
 @functools.cache
 def _packages() -> dict[str, Path]:
-    """Return the folder of each installed package that adds extensions, by its import name."""
+    """Return the folders of the installed packages that add extensions, by import name of the package."""
     found = {}
     for module in extensions().values():
         top, *inner = module.__name__.split(".")
@@ -85,7 +87,7 @@ class StudyModule:
 
     name: str
     module: str  #: Name under which the study is imported.
-    file: Path  #: Python file (of a folder, its `__init__.py`).
+    file: Path  #: Python file of the study; `__init__.py` if the study is a folder.
 
     @property
     def yaml(self) -> Path:
@@ -124,11 +126,10 @@ def _file(module: str) -> Path:
 
 
 def add(name: str, path: str | Path) -> None:
-    """Register the study in an outside file or folder, and make it importable.
+    """Register the study in an outside file or folder, and make the study importable.
 
-    A second call does nothing new.
-
-    A missing file, a module name that Python cannot import, or a name that is taken raises a `UserError`.
+    A second call with the same arguments has no effect. Raise a `UserError` if a file is missing, if Python cannot
+    import a module of this name, or if another study has the name.
     """
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()
@@ -145,8 +146,8 @@ def add(name: str, path: str | Path) -> None:
         raise UserError(f"{where}: {study.yaml}: no such file; write the study's settings to this YAML file")
     _added[name] = study
     if str(study.root) not in sys.path:
-        sys.path.append(str(study.root))  # last, so that its modules do not hide installed packages
-    source(module)  # refuses a module that exists twice, since only one of them would be imported
+        sys.path.append(str(study.root))  # last, so that the study's modules do not hide installed packages
+    source(module)  # refuses a module that exists twice, because Python would import only one of the two
 
 
 def added() -> dict[str, StudyModule]:
@@ -155,12 +156,12 @@ def added() -> dict[str, StudyModule]:
 
 
 def roots() -> list[Path]:
-    """Return the folders of external studies and of installed extensions."""
+    """Return the folders of outside studies and of installed extensions."""
     return list(dict.fromkeys([*(study.root for study in _added.values()), *_packages().values()]))
 
 
 def source(module: str) -> Path | None:
-    """Return the file of a module of an external study or of an installed extension; None for other modules."""
+    """Return the file of a module of an outside study or an installed extension; None for other modules."""
     folders = [_packages()[module.partition(".")[0]].parent] if module.partition(".")[0] in _packages() else []
     folders = folders or [study.root for study in _added.values()]
     bases = [folder.joinpath(*module.split(".")) for folder in dict.fromkeys(folders)]
@@ -171,7 +172,7 @@ def source(module: str) -> Path | None:
 
 
 def mistake(error: BaseException) -> str | None:
-    """Return file, line and message of an exception raised in an outside study.
+    """Return file, line and message of an exception from an outside study or installed extension.
 
     Return None for other exceptions.
     """
@@ -186,7 +187,7 @@ def mistake(error: BaseException) -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module by name; an error in an outside module becomes a `UserError`."""
+    """Import a module by name; an error in a module outside dlscale becomes a `UserError`."""
     try:
         return importlib.import_module(module)
     except UserError:
@@ -233,9 +234,9 @@ def _outside_kinds() -> dict[str, Any]:
 
 
 def kinds() -> dict[str, str]:
-    """Return the package or module of each kind of dataset.
+    """Return the package or module of each kind of dataset, by name of the kind.
 
-    For a shipped kind it is the package, for an outside kind the module of its class.
+    A shipped kind has a package. For an outside kind, the result has the module of the kind's class.
     """
     return {**shipped_kinds(), **{name: type(kind).__module__ for name, kind in _outside_kinds().items()}}
 
@@ -243,7 +244,8 @@ def kinds() -> dict[str, str]:
 def kind(name: str) -> Any:
     """Return the kind of dataset called `name`.
 
-    It is `KIND` in `kind.py` of a shipped folder, or an entry of an outside study's `KINDS`.
+    A shipped kind is `KIND` in `kind.py` of the kind's folder. An outside kind is an entry of an outside study's
+    `KINDS`.
     """
     if name in shipped_kinds():
         return load(f"{shipped_kinds()[name]}.kind").KIND
@@ -253,24 +255,25 @@ def kind(name: str) -> Any:
     return known[name]
 
 
-#: Functions by role that the module of an outside kind may define; every other role has the function `acquire`.
+#: Functions that the module of an outside kind may define, by role. All other roles have the function `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
     "describe": ("describe_prepared", "complete"),
     "preview": ("preview",),
 }
-#: Default module by role, for kinds of datasets without their own.
+#: Default modules by role, for kinds of datasets that have no module for the role.
 DEFAULTS = {"samples": "dlscale.data.samples"}
 
 
 def module_of(name: str, role: str) -> str | None:
     """Return the module of a role for a kind of dataset.
 
-    Return None if the kind lacks the role.
+    If the kind does not define the role, return the role's module in `DEFAULTS`, or None.
 
     `role` is `source`, `samples`, `describe`, `preview`, or the kind's name for a module that acquires files. A shipped
-    kind has a module of that name. An outside kind has functions in the module of its class.
+    kind defines a role by a module with the role's name. An outside kind defines a role by a function (`ROLES`) in the
+    module of the kind's class.
     """
     if name in shipped_kinds():
         own = f"{shipped_kinds()[name]}.{role}"
@@ -282,7 +285,7 @@ def module_of(name: str, role: str) -> str | None:
 
 
 def _table(name: str) -> dict[str, Any]:
-    """Return the rows of a table of all extensions."""
+    """Return the rows that all extensions have in their tables called `name`."""
     rows = dict[str, Any]()
     for extension, module in extensions().items():
         for key, row in getattr(module, name, {}).items():
@@ -302,27 +305,27 @@ def stages() -> dict[str, Any]:
 
 
 def rules() -> list[str]:
-    """Return the files `rules.smk` next to `extension.py`, for Snakemake."""
+    """Return the files `rules.smk` that extensions have next to `extension.py`, for Snakemake."""
     files = [Path(str(module.__file__)).with_name("rules.smk") for module in extensions().values()]
     return [str(file) for file in files if file.is_file()]
 
 
 def program_stages() -> dict[str, str]:
-    """Return the modules for external programs by stage of a run."""
+    """Return the entry modules of stages for external programs, by name of the stage."""
     return _table("PROGRAM_STAGES")
 
 
 def trackers() -> dict[str, str]:
-    """Return the full class name of each experiment tracker, by its name in `training.trackers`.
+    """Return the full class names of experiment trackers, by name in `training.trackers`.
 
-    The class is called with the run's folder, settings and history, and the folder of its checkpoints. It has the
-    methods `add(epoch)` and `close()`.
+    The class is called with four arguments: the run's folder, settings, history, and folder of checkpoints. Objects of
+    the class have the methods `add(epoch)` and `close()`.
     """
     return _table("TRACKERS")
 
 
 def profilers() -> dict[str, str]:
-    """Return the module of each profiler that starts separate processes, by its name in `profile.tools`.
+    """Return the modules of profilers that start separate processes, by name in `profile.tools`.
 
     The module has `profile(run_json, manifest, world, threads, device, folder)`, which all ranks call, and
     `of_report(path)`, which reads a report.
@@ -335,11 +338,11 @@ class LoaderPlace(NamedTuple):
 
     module: str  #: Module with the function `build`.
     settings: str  #: Class of the settings.
-    prepare: str = ""  #: Function of (loader settings, path of the manifest) that is called before a stage begins.
+    prepare: str = ""  #: Function that is called with (loader settings, path of the manifest) before a stage begins.
 
 
 def _loaders() -> dict[str, LoaderPlace]:
-    """Return the loaders that extensions add, by kind."""
+    """Return the loaders that extensions add, by kind of loader."""
     return _table("LOADERS")
 
 
@@ -355,7 +358,7 @@ def loader_settings() -> list[Any]:
 
 
 def prepare_data(loader: dict[str, Any], manifest: str) -> None:
-    """Prepare a dataset for a loader, if the loader has a function for it."""
+    """Call the function with which a loader prepares a dataset, if the loader has such a function."""
     place = _loaders().get(str(loader.get("kind")))
     if place and place.prepare:
         named(place.prepare)(loader, manifest)

@@ -11,28 +11,28 @@ from pydantic_core import PydanticCustomError
 
 from dlscale.core.errors import nearest
 
-#: Pattern of the names of datasets, plans and runs: they become folders, so special characters are not allowed.
+#: Pattern of the names of datasets, plans and runs, without special characters because the names become folders.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 NAME_IN_WORDS = "1 to 64 letters (A to Z), digits, '_' and '-', the first of them a letter or a digit"
 Name = Annotated[str, StringConstraints(pattern=NAME)]
 
-#: Whole numbers with a bound: a larger number is a typing error, which would fail later with an unclear message.
+#: Whole numbers with a bound, because a larger number is a typing error and would fail later with an unclear message.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
-#: Number of nodes, GPUs or processes; the largest machines have some ten thousand.
+#: Number of nodes, GPUs or processes; the largest machines have tens of thousands.
 Devices = Annotated[int, Field(gt=0, le=1_000_000)]
 #: Samples per step.
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
-#: Generous upper bounds, with their reasons. A larger number is a typing error, which would only show later: as a
-#: machine that hangs, or a job that takes weeks.
+#: Upper bounds with the reasons that messages quote. The bounds are generous: a larger number is a typing error, which
+#: would only show later, when the machine hangs or the job takes weeks.
 BOUNDS = {
-    512: "each is a process, or a thread, on a node",
+    512: "a node starts a process or thread for each",
     1_024: "no node has more cores, and libraries fail with thousands of threads",
-    604_800: "a week of seconds",
+    604_800: "the seconds of a week",
     1_000: "larger numbers are not realistic",
-    10_000: "each needs a file, and a job that makes it",
-    65_536: "memory grows with it, or with its square",
-    100_000: "each takes time, and its results take memory",
+    10_000: "each needs a file and a job that makes the file",
+    65_536: "memory use grows with this number or with its square",
+    100_000: "each takes time, and the results take memory",
     1e30: "larger numbers overflow in 32 bits",
 }
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
@@ -62,7 +62,7 @@ MAX_RUNS = 10_000
 
 
 class Strict(BaseModel):
-    """Frozen model of settings that refuses unknown keys and suggests the nearest name.
+    """Frozen model of settings that refuses an unknown key and suggests the most similar valid key.
 
     Numbers may be given as strings.
     """
@@ -120,7 +120,7 @@ def _types(annotation: Any) -> Iterator[Any]:
 def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
     """Yield the path of each key in a type of settings.
 
-    `*` stands for names that users choose.
+    In a path, `*` stands for a name that the user chooses.
     """
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
@@ -134,6 +134,6 @@ def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
 
 
 class Component(Strict):
-    """Settings of one of several kinds, which the Literal `kind` distinguishes."""
+    """Base class of settings that exist in several kinds; the Literal `kind` selects the kind."""
 
     kind: str

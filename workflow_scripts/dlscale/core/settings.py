@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 #: YAML tag of strings.
 STRING_TAG = "tag:yaml.org,2002:str"
 
-#: Maximum number of additional values that the aliases of a file may stand for.
+#: Maximum number of additional values that the aliases in a file may produce.
 MAX_ALIASED_VALUES = 100_000
 
 
@@ -47,9 +47,9 @@ def write_yaml(path: str | Path, settings: Raw) -> None:
 class YamlLoader(yaml.CSafeLoader):
     """PyYAML's safe loader with the plain values of YAML 1.2 and bounded aliases.
 
-    It uses libyaml's parser. YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. Here every value that
-    is not clearly a number, `true`, `false` or null is a string; the type of its key decides its meaning. Keys are
-    strings as written.
+    The loader uses libyaml's parser. YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. This loader
+    returns a string for every value that is not clearly a number, `true`, `false` or null; validation then converts the
+    string to the type of the setting. Keys are strings as written.
     """
 
     yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]  # removes the resolvers of YAML 1.1
@@ -69,12 +69,12 @@ class YamlLoader(yaml.CSafeLoader):
             raise yaml.MarkedYAMLError(problem=problem)
         for each in written:
             self._check_tag(each)
-        return self.construct_object(node, deep=True)  # deep, so that a value that contains itself is refused
+        return self.construct_object(node, deep=True)  # `deep` refuses a value that contains itself
 
     def _check_tag(self, node: yaml.Node) -> None:
-        """Refuse a written tag, such as `!!int`, that changes how a value is read.
+        """Refuse a tag in the file, such as `!!int`, that changes how a value is read.
 
-        `!!str` is allowed.
+        The tag `!!str` is allowed.
         """
         plain = isinstance(node, yaml.ScalarNode) and not node.style
         if node.tag not in (STRING_TAG, self.resolve(type(node), node.value, (plain, not plain))):
@@ -90,11 +90,11 @@ class YamlLoader(yaml.CSafeLoader):
         return value
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse repeated keys, then merge the values of `<<`."""
+        """Refuse repeated keys, then merge the values of the key `<<`."""
         written: dict[str, yaml.Node] = {}
         for key, _ in node.value if node not in self._seen else ():
             if (first := written.setdefault(str(key.value), key)) is not key and key.value != "<<":
-                problem = f"the key {key.value!r} is already in line {first.start_mark.line + 1}; leave one out"
+                problem = f"the key {key.value!r} is already in line {first.start_mark.line + 1}; remove one of the two"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 key.tag = STRING_TAG  # all keys are strings, even 1 and true
@@ -113,9 +113,9 @@ for _tag, _pattern, _starts in (
 
 
 def _expanded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
-    """Return the number of values that a node and its aliases stand for."""
+    """Return the number of values in a node after its aliases are replaced by their values."""
     if node not in sizes:
-        sizes[node] = 1  # set first, since a node may contain itself; construction refuses it later
+        sizes[node] = 1  # set first, because a node may contain itself, which `construct_object` refuses later
         if isinstance(node, yaml.CollectionNode):
             mapping = isinstance(node, yaml.MappingNode)
             inner = itertools.chain.from_iterable(node.value) if mapping else node.value
@@ -131,7 +131,7 @@ class StringLoader(YamlLoader):
 
 def read_yaml(path: str | Path) -> Raw:
     """Read a YAML mapping in UTF-8 with `YamlLoader`; raise a `UserError` for any other content."""
-    no_pipe(path, "a file of settings")  # the next reader of a pipe, such as Snakemake, would find it empty
+    no_pipe(path, "a file of settings")  # after this read, a pipe would be empty for the next reader (Snakemake)
     try:
         raw = load_yaml(Path(path).read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def read_yaml(path: str | Path) -> Raw:
         raise translate_error(error, path) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}, line {line}: not in UTF-8; save the file in this encoding") from None
+        raise UserError(f"{path}, line {line}: not in UTF-8; save the file in UTF-8") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: expected keys and values, got {type(raw).__name__}")
     return raw
@@ -156,7 +156,7 @@ def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> A
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}{line}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as thousands of digits or of brackets
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # for example with thousands of digits or brackets
         raise UserError(f"{where}: not valid YAML: {brief(error)}") from None
 
 
@@ -171,10 +171,10 @@ def typed(word: str) -> tuple[str, Any]:
 def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: Sequence[tuple[str, Raw]] = ()) -> Kind:
     """Validate `raw` with pydantic as `kind`.
 
-    Raise one `UserError` that names the path of each wrong key.
+    Raise one `UserError` that names the path of each wrong key, for the first 8 errors.
 
-    `layers` are the paths and settings from which `raw` was merged, later over earlier. A wrong value is reported with
-    the path of the layer that set it.
+    `raw` was merged from `layers`, pairs of key path and settings; later layers override earlier layers. The error
+    names the path of the layer that set the wrong value.
     """
     try:
         return TypeAdapter(kind).validate_python(raw)
@@ -183,7 +183,7 @@ def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: S
 
 
 def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
-    """Return one line for each wrong value in `raw`; see `validate`."""
+    """Return a message with one line for each wrong value in `raw`; see `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
         keys = _path(raw, item["loc"])
@@ -191,13 +191,13 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
         if item["type"] == "unknown_key":
             culprits = [(*keys, item["ctx"]["key"])]
         elif item["type"] == "value_error":
-            # The message of a check over several keys names these keys.
+            # If a check involves several keys, its message names the keys.
             culprits = [(*keys, *name.split(".")) for name in re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", item["msg"])]
         written = [path for path, layer in layers if any(holds(layer, culprit) for culprit in culprits)]
         prefix = written[-1:] or [path for path, _ in layers[-1:]]
         path = ".".join(map(str, [*prefix, *keys]))
         reason = _elsewhere(kind, keys, item, prefix) if item["type"] == "unknown_key" else _reason(item)
-        # One line per value: each member of a union has its own error for the same value.
+        # One line per value, because each member of a union has an error of its own for the same value.
         reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 1_500))
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
@@ -210,13 +210,13 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
     key, here, valid = item["ctx"]["key"], tuple(map(str, keys)), item["ctx"]["keys"].split(", ")
     if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a typing error is likelier than a wrong section
         return str(item["msg"])
-    # For each key: distance from here in the tree (up to a constant), its path, and the number of common steps.
+    # For each key: distance from `here` in the tree (up to a constant), path, and length of the common prefix.
     every = [(len(path) - 2 * same, path, same) for path in set(key_paths(kind)) for same in [_shared(path, here)]]
-    # Keys of other members of a union are not valid here.
+    # Skip keys of other members of a union, because these keys are not valid in this section.
     every = [each for each in sorted(every) if each[2] < len(here) or {*each[1][len(here) :][:1]} <= {*valid}]
     named = [each for each in every if each[1][-1] == key]
     near = [each for each in named if each[0] == named[0][0]]
-    if not 1 <= len(near) <= 3:  # a key of many sections, such as `kind`, gives no useful suggestion
+    if not 1 <= len(near) <= 3:  # a suggestion is useless if many sections have the key, such as `kind`
         return str(item["msg"])
     places = [
         ".".join(path[same:] if same == len(here) < len(path) else (*prefix, *here[:same], *path[same:]))
@@ -262,7 +262,7 @@ def _reason(item: Any) -> str:
         case "too_short":
             return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
         case "less_than_equal" if why := BOUNDS.get(context["le"]):
-            expected = f"at most {context['le']:{',.0f' if context['le'] < 1e9 else 'g'}}: {why}"
+            expected = f"at most {context['le']:{',.0f' if context['le'] < 1e9 else 'g'}} ({why})"
         case "int_parsing_size":
             expected = "a smaller number"
         case _:
@@ -279,12 +279,12 @@ def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     path: list[int | str] = []
     here = raw
     for position, key in enumerate(location):
-        if key == "[key]":  # the name itself is wrong; it precedes this marker
+        if key == "[key]":  # this marker follows a name that is itself wrong
             continue
         try:
             here = here[key]
         except (KeyError, IndexError, TypeError):
-            # A missing key can only be the last element; other missing elements are tags.
+            # Only the last element can be a missing key; other missing elements are tags.
             last = position == len(location) - 1
             if not last or not isinstance(here, Mapping) or here.get("kind") == key:
                 continue

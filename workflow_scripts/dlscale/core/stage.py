@@ -1,4 +1,4 @@
-"""Row of the table of stages, and options of its command."""
+"""Class for the rows of the table of stages, and helpers for command-line options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Option = tuple[str, dict[str, Any]]
 
 
 def option(flag: str, text: str, required: bool = True, **more: Any) -> Option:
-    """Return an option; `more` goes to `argparse`."""
+    """Return an option; `more` are further keyword arguments for `argparse`."""
     return flag, {"help": text, "required": required, **more}
 
 
@@ -28,13 +28,13 @@ def path(flag: str, text: str, **more: Any) -> Option:
     return option(flag, text, metavar="PATH", **more)
 
 
-#: Work of a validation sample as a fraction of a training sample's. The forward pass takes 2 of the 6 FLOPs per
-#: parameter; the rest is the backward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+#: Work for a validation sample as a fraction of the work for a training sample. Validation only has a forward pass,
+#: which takes 2 of a training step's 6 FLOPs per parameter (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
 VALIDATION = 1 / 3
 
 
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of all steps plus a third of the samples of all validations.
+    """Return the training samples plus a third of the samples of all validations.
 
     Return None for an empty dataset.
     """
@@ -47,7 +47,7 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
     return float(samples + VALIDATION * (epochs + 1) * valid)
 
 
-#: Option: words that start the processes of an external program; its command follows them.
+#: Option with the words that start the processes of an external program; the program's command follows these words.
 START = option("--start", "words that start the processes of an external program, as JSON", False, metavar="JSON")
 
 
@@ -62,21 +62,23 @@ class Stage:
     text: str  #: Description for `--help`.
     scope: Scope
     options: tuple[Option, ...] = ()  #: Options, without `--log` and the common options of a run's stages.
-    #: Keys of a run that the stage reads in addition to the common keys. Other keys do not make it run again.
+    #: Keys of a run that the stage reads in addition to the common keys. Other keys do not make the stage run again.
     settings: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()  #: Files in the run's folder; the first one shows that the stage is done.
+    outputs: tuple[str, ...] = ()  #: Files in the run's folder; if the first file exists, the stage is done.
     usual: bool = False  #: Whether the stage is in `measure` of a plan by default.
     nodes: Nodes = "here"
     #: Function of (run, training samples, validation samples) for the work, in units of one training sample.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
-    seconds: Callable[[Any], float] | None = None  #: Function of the run for the time that does not depend on its rate.
-    starts: Callable[[Any], int] | None = None  #: Function of the run for the number of process starts; None: 1.
+    #: Function of the run that returns the time, s, that does not depend on the run's rate.
+    seconds: Callable[[Any], float] | None = None
+    #: Function of the run that returns the number of processes that a rank starts one after the other; None means 1.
+    starts: Callable[[Any], int] | None = None
     minutes: int = 60  #: Time limit of a job of unknown duration; a site may set another one.
     warned: bool = False  #: Whether the job gets a signal before its time limit.
     science: str = ""  #: Module that decides the results, if it is not the entry module.
-    #: Entry module for an external program instead of dlscale's training; None: the stage does not exist for it.
+    #: Entry module of the stage for an external program; None if the stage does not support external programs.
     program: str | None = None
-    after: str = ""  #: Name of the row after which an extension inserts this row; empty: at the end.
+    after: str = ""  #: Name of the row after which an extension inserts this row; if empty, the row is the last.
 
     @property
     def decides(self) -> str:

@@ -1,7 +1,7 @@
 """Table of stages.
 
-The command line, a plan's `measure`, the params of rules, cost, doctor, time limits and Slurm requests are derived from
-it. To add a stage that measures a run, add a row here, its module, and a thin rule.
+This table defines the command line, the values of `measure`, the params of rules, cost, doctor, time limits and Slurm
+requests. To add a stage that measures a run, add a row to this table, the module of the stage, and a thin rule.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from dlscale.core.stage import START, Stage, option, path, training_work
 def throughput_trials(run: Any) -> int:
     """Return the number of warm-up and counted trials over all modes.
 
-    There are 3 modes, or 4 if steps without communication are measured, too.
+    There are 3 modes. A run on several groups of devices has a fourth mode, steps without communication, if its
+    settings allow such steps.
     """
     modes = 3 + (run.geometry.dp > 1 and run.can_step_alone)
     return int(modes * (run.throughput.warmup + run.throughput.trials))
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return trials x batches x batch size, as if all trials were in the slowest mode."""
+    """Return trials x batches x batch size; each trial counts as a trial in the slowest mode."""
     return float(throughput_trials(run) * run.throughput.batches * run.batch_size)
 
 
@@ -33,15 +34,15 @@ def throughput_seconds(run: Any) -> float:
 
 
 def turns_seconds(run: Any) -> float:
-    """Return the time of a run's paired timing on an idle machine, s."""
+    """Return the time of a run's paired timing on an idle machine, s; 0 for a run of several processes."""
     return float(run.throughput.beside) if run.processes.world_size == 1 else 0.0
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
     """Return the samples of the profile stage.
 
-    They are (skipped steps x starts + 3 x profilers x profiled steps) x batch size; 3 windows per profiler are with
-    it, before it and after it.
+    The number of samples is (skipped steps x starts + 3 x profilers x profiled steps) x batch size. Each profiler has
+    3 windows of steps: before the profiler starts, while the profiler records, and after the profiler stopped.
     """
     steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps
     return float(steps * run.batch_size)
@@ -50,13 +51,13 @@ def profile_work(run: Any, train: int | None, valid: int | None) -> float | None
 def profile_starts(run: Any) -> int:
     """Return the number of processes that a rank starts one after the other.
 
-    One profiles with PyTorch; each profiler of an extension starts another one.
+    The first process profiles with PyTorch. Each profiler of an extension starts one more process.
     """
     return 1 + len(registry.profilers().keys() & run.profile.tools)
 
 
 _PAGE = option(
-    "--page", "options of report, as JSON, to write a live page from the current results", False, metavar="JSON"
+    "--page", "write a live page from the current results, with these options of report", False, metavar="JSON"
 )
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)
@@ -66,7 +67,7 @@ RUN_OPTIONS = (
     path("--config", "the run's config.yaml, or its settings as JSON"),
     path("--manifest", "manifest.json of the run's dataset"),
     option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
-    option("--threads", "CPU threads per node, divided among its processes", False, type=int, metavar="N"),
+    option("--threads", "CPU threads per node, divided among the node's processes", False, type=int, metavar="N"),
     path("--telemetry", "CSV file for telemetry of the node, one row per second", required=False),
     _RECORD,
 )
@@ -98,7 +99,7 @@ STAGES: dict[str, Stage] = {
     ),
     "preprocess": Stage(
         "dlscale.data.preprocess",
-        "Downsample and transform one piece of one part of a dataset, as a stream.",
+        "Downsample and transform one piece of a dataset part, as a stream.",
         "piece",
         (
             _DATASET,
@@ -122,7 +123,9 @@ STAGES: dict[str, Stage] = {
         "dataset",
         (
             _DATASET,
-            path("--source", "files of a prepared dataset, used as they are", required=False, nargs="*", default=[]),
+            path(
+                "--source", "files of a prepared dataset, which stay unchanged", required=False, nargs="*", default=[]
+            ),
             path("--manifest", "manifest.json to write, in the dataset's folder"),
             path("--stats", "folder of .npy files to write"),
             _RECORD,
@@ -164,8 +167,10 @@ STAGES: dict[str, Stage] = {
         "Measure a run's throughput (samples/s) in loading, computing and training.",
         "run",
         (
-            path("--beside", "first run of the plan, for paired timing with this run; like --config", required=False),
-            path("--beside-manifest", "manifest.json of the dataset of that run, if it differs", required=False),
+            path("--beside", "config.yaml or JSON of the plan's first run, for paired timing", required=False),
+            path(
+                "--beside-manifest", "manifest.json of the first run's dataset, if the datasets differ", required=False
+            ),
             path("--out", "JSON file to write"),
             START,
         ),
@@ -193,20 +198,25 @@ STAGES: dict[str, Stage] = {
         "run",
         (
             path("--out", "folder to write: tune.json, tuned.yaml"),
-            option("--run", "name of the run, which is the base of the plan in tuned.yaml", metavar="PLAN.RUN"),
+            option("--run", "name of the tuned run, on which the plan in tuned.yaml is based", metavar="PLAN.RUN"),
             option(
                 "--call",
-                "shell command of the workflow, up to its files; shown with tuned.yaml",
+                "shell command of the workflow; tune appends files and shows the command with tuned.yaml",
                 False,
                 default="snakemake --configfile",
                 metavar="WORDS",
             ),
-            option("--candidates", "runs of an external program to try, with their changes", False, metavar="JSON"),
+            option(
+                "--candidates",
+                "candidates for an external program: each has changed settings and the resulting run",
+                False,
+                metavar="JSON",
+            ),
         ),
         settings=("tune",),
         outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
         nodes="geometry",
-        work=lambda run, train, valid: 0.0,  # its time is set in seconds; the work before is short compared to it
+        work=lambda run, train, valid: 0.0,  # `tune.seconds` sets the time; the work before the search is short
         seconds=lambda run: float(run.tune.seconds),
         minutes=30,
     ),
@@ -241,7 +251,7 @@ STAGES: dict[str, Stage] = {
             path("--references", "reference.json files", required=False, nargs="*", default=[]),
             option(
                 "--call",
-                "shell command of the workflow; shown with runs that should be measured again",
+                "shell command of the workflow, which the page shows for runs that should be measured again",
                 False,
                 default="snakemake",
                 metavar="WORDS",

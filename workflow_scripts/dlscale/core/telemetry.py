@@ -28,7 +28,10 @@ PATIENCE = 5.0  #: Time that a stage waits for the last row when it ends, s.
 
 @dataclass(frozen=True)
 class GpuSample:
-    """Activity of a GPU of the run; None if unknown. Columns are `gpu0_utilization`, `gpu0_memory_bytes`, ..."""
+    """Activity of one GPU of the run.
+
+    Unknown values are None. The columns in the file are `gpu0_utilization`, `gpu0_memory_bytes`, ...
+    """
 
     utilization: float | None = None  #: Fraction of the driver's last interval (1/6 to 1 s) in which a kernel ran.
     memory_bytes: float | None = None  #: Memory in use by all processes, bytes.
@@ -43,25 +46,26 @@ class GpuSample:
 class Sample:
     """A row of the file; rates and fractions are means over the `seconds` before `time`.
 
-    The run's processes are all ranks on the node and their descendants. If some of them are not visible (ranks in
-    separate containers), `cpu_others` is None, and the run's values only include visible processes.
+    The run's processes are all ranks on the node and the descendants of these ranks. If some ranks are not visible
+    because they are in separate containers, `cpu_others` is None and the run's values only include visible processes.
     """
 
     time: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
     cores: int  #: Number of cores of the machine.
     cpu: float | None = None  #: Fraction of the machine's processor time that was used, 0 to 1.
-    cpu_run: float | None = None  #: Fraction that the run's processes used.
-    cpu_others: float | None = None  #: Fraction that all other processes used.
-    #: Fraction that other jobs of the same call used, a part of `cpu_others`; None if Snakemake is not an ancestor of
-    #: the run.
+    cpu_run: float | None = None  #: Fraction of the processor time that the run's processes used.
+    cpu_others: float | None = None  #: Fraction of the processor time that all other processes used.
+    #: Fraction of the processor time that other jobs of the same Snakemake call used. `cpu_others` includes this
+    #: fraction. None if Snakemake is not an ancestor of the run.
     cpu_call: float | None = None
     rss_bytes: float | None = None  #: Memory of the run's processes; shared memory counts once per process.
     read_bytes_per_second: float | None = None  #: Bytes requested by read calls of the run, without mapped files.
     reads_per_second: float | None = None  #: Number of these read calls per second.
     disk_read_bytes_per_second: float | None = None  #: Bytes fetched from disks for the run, mapped files included.
     write_bytes_per_second: float | None = None
-    #: Energy since sampling began, if the run uses no GPUs: of the node (Cray), or of processors and memory (RAPL), J.
+    #: Energy since sampling began, J, if the run uses no GPUs: energy of the node (Cray), or energy of the processors
+    #: and the memory (RAPL).
     joules: float | None = None
     gpus: tuple[GpuSample, ...] = field(default=())
 
@@ -77,7 +81,7 @@ _GPU = tuple(column.name for column in fields(GpuSample))
 
 
 def header(gpus: int) -> str:
-    """Return the header line of a file with columns for `gpus` GPUs."""
+    """Return the header line of a file that has columns for `gpus` GPUs."""
     return ",".join(Sample(0, 1, 1, gpus=(GpuSample(),) * gpus).cells()) + "\n"
 
 
@@ -91,7 +95,7 @@ def line(sample: Sample) -> str:
 def read(path: str | Path) -> list[Sample]:
     """Read the samples in a file.
 
-    A missing or empty file has no samples, and an incomplete last line is ignored.
+    Return an empty list for a missing or empty file. Ignore an incomplete last line.
     """
     try:
         no_pipe(path)
@@ -99,7 +103,7 @@ def read(path: str | Path) -> list[Sample]:
         return [_sample(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
     except FileNotFoundError:
         return []
-    except (KeyError, TypeError, ValueError, csv.Error) as error:  # one of them is UnicodeDecodeError
+    except (KeyError, TypeError, ValueError, csv.Error) as error:  # a UnicodeDecodeError is a ValueError
         raise UserError(f"{path}: not telemetry ({error}); delete the file and run its stage again") from None
 
 
@@ -133,7 +137,7 @@ def _sample(row: Mapping[str, str]) -> Sample:
     }
     count = sum(name.endswith("_throttled") for name in row)
     gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
-    values = {"joules": None, "cpu_call": None} | values  # earlier versions lack these columns
+    values = {"joules": None, "cpu_call": None} | values  # files of earlier versions lack these columns
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
     numbers = [value for value in values.values() if isinstance(value, float)]
     if not (all(map(math.isfinite, numbers)) and sample.seconds > 0 and sample.cores > 0):
@@ -147,11 +151,11 @@ def _sample(row: Mapping[str, str]) -> Sample:
 def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: float = math.inf) -> float | None:
     """Return the energy of a run between two times (seconds since 1970-01-01 UTC), J.
 
-    Return None if unknown.
+    Return None if the energy is unknown.
 
-    With GPUs it is the energy of the GPUs, from their counters, or else from power x time, with constant power between
-    samples. Without GPUs it is the energy of the nodes, if they have a counter. A counter that was reset continues from
-    its new value.
+    For a run with GPUs, the result is the energy of the GPUs. A GPU without an energy counter contributes power x time,
+    with constant power between two samples. For a run without GPUs, the result is the energy of the nodes, if the nodes
+    have a counter. If a counter decreases, it was reset: the interval counts as 0 J.
     """
     found = list[float]()
     for samples in nodes:
@@ -171,9 +175,9 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
 
 @dataclass(frozen=True)
 class Summary:
-    """A node's activity during a stage, by column of the file.
+    """A node's activity during a stage.
 
-    Columns without values are absent.
+    `means` and `peaks` have the columns of the file as keys; columns without values are absent.
     """
 
     seconds: float = 0.0
@@ -182,7 +186,7 @@ class Summary:
     joules: float | None = None  #: Energy of the GPUs, or of a node without GPUs, J.
     throttled_seconds: float = 0.0  #: Time in which at least one GPU of the run was throttled, s.
     throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Time by reason, summed over the GPUs, s.
-    #: Fraction of cycles lost by throttling, compared with the maximum clock of the samples, for the worst GPU.
+    #: Fraction of clock cycles that the most throttled GPU lost, relative to the maximum clock in its samples.
     clock_loss: float = 0.0
 
 
@@ -195,7 +199,7 @@ def summary(samples: Sequence[Sample]) -> Summary:
     throttled = 0.0
     for sample in samples:
         for name, value in list(sample.cells().items())[3:]:
-            if isinstance(value, float | int) and not name.endswith("joules"):  # energy is a sum, without a mean
+            if isinstance(value, float | int) and not name.endswith("joules"):  # the energy is a running total
                 columns[name].append((value, sample.seconds))
         held = [reason for gpu in sample.gpus for reason in (gpu.throttled or "").split("+") if reason]
         for reason in held:
@@ -224,15 +228,15 @@ def _clock_loss(samples: Sequence[Sample], number: int) -> float:
 
 @contextlib.contextmanager
 def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
-    """Sample the node into a new file `path`, a row each second, during this context.
+    """Sample the node's activity into a new file `path`, one row per second, during this context.
 
-    Sampling also ends if this process ends.
+    If this process ends earlier, sampling ends as well.
 
     Parameters
     ----------
     root
-        Id of the process whose descendants are the run on this node: this process, or its parent, the launcher of
-        several.
+        Id of the root process of the run on this node: this process, or its parent if a launcher started several
+        processes. The root process and all its descendants count as the run.
     ranks
         Number of the run's processes on this node.
     gpus
@@ -241,11 +245,11 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # the sampler of a killed stage may still write to the old file
-        file = open(path, "ab", buffering=0)  # noqa: SIM115 - as standard output
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 - becomes the standard output
     except OSError as error:
         raise translate_error(error, path) from error
     words = map(str, (root, ranks, gpus))
-    # A separate process group, since Ctrl-C could end the sampler with a traceback before it ignores the signal.
+    # The sampler has a separate process group: before it ignores Ctrl-C, the signal would end it with a traceback.
     with file:
         sampler = subprocess.Popen(
             [sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file, process_group=0
@@ -255,7 +259,7 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            sampler.stdin.write(b"\n")  # closing is not enough: forked processes may keep the pipe open
+            sampler.stdin.write(b"\n")  # closing is not enough, because forked processes may keep the pipe open
             sampler.stdin.close()
         try:
             sampler.wait(PATIENCE)
@@ -265,7 +269,10 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
 
 
 def show(file: Path) -> None:
-    """Write means, energy and throttled time of telemetry to the run's event files for TensorBoard."""
+    """Write the means, energy and throttled time in a telemetry file to the run's TensorBoard event files.
+
+    Write nothing for a file outside a folder `telemetry`, or a missing file.
+    """
     if file.parent.name != "telemetry" or not file.exists():
         return
     try:

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 #: Text for an unknown value.
 NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
-_SPACE = "\u00a0"  # a number and its unit stay on one line
-#: Text that a spreadsheet runs as a formula, also after leading quotes.
+_SPACE = "\u00a0"  # keeps a number and its unit on one line
+#: Start of a text that a spreadsheet runs as a formula, or of such a text behind quotes.
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 _COLOURS = {"bold": 1, "red": 31}
@@ -25,7 +25,11 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits, all digits before the point, and thousands separators."""
+    """Return `value` as text with `digits` significant digits and thousands separators.
+
+    All digits before the point are kept. A number below 1e-4 or from 1e9 on has a power of ten. None is `NONE`, and
+    infinite values are ∞.
+    """
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -45,19 +49,19 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: int | None) -> str:
-    """Return a whole number with thousands separators."""
+    """Return a whole number with thousands separators, or `NONE` for None."""
     return NONE if value is None else f"{value:,}"
 
 
 def many(value: int, what: str) -> str:
-    """Return a number with its noun; `what` is the singular."""
+    """Return a number with its noun in the singular or plural; `what` is the noun in the singular."""
     return f"{value} {what}{'' if value == 1 else 'es' if what.endswith('s') else 's'}"
 
 
 def unit(text: str | None) -> str:
-    """Return a unit with superscript powers (`m s**-1` and `m s-1`: m s⁻¹).
+    """Return a unit with superscript powers (both `m s**-1` and `m s-1` become m s⁻¹).
 
-    Return an empty string for `1`.
+    Return an empty string for `1` and for a missing unit.
     """
     if text in (None, "", "1"):
         return ""
@@ -71,7 +75,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in its two largest units."""
+    """Return a duration in hours and minutes, in minutes and seconds, or below a minute in seconds."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 60:
@@ -84,7 +88,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(bytes_: float | None, space: str = _SPACE) -> str:
-    """Return a size in decimal units (1 kB = 1000 bytes), `space` before the unit."""
+    """Return a size in decimal units (1 kB = 1000 bytes), with `space` before the unit."""
     if bytes_ is None:
         return NONE
     for name in ("B", "kB", "MB", "GB", "TB"):
@@ -95,7 +99,7 @@ def size(bytes_: float | None, space: str = _SPACE) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines of aligned columns; column numbers in `right` are right-aligned."""
+    """Return rows of cells as lines with aligned columns; the columns with numbers in `right` are right-aligned."""
     rows = list(rows)
     sides = [(">" if place in right else "<") for place in range(len(rows[0]))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -106,14 +110,14 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def readable(text: str) -> str:
-    """Return a word of a command line; bytes that are not UTF-8 become hexadecimal escapes."""
+    """Return a command-line word as valid text; bytes that are not UTF-8 become hexadecimal escapes."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def escape_formula(value: Any) -> Any:
     """Put a quote before text that a spreadsheet would run as a formula.
 
-    Return other values unchanged.
+    Return other values unchanged, and text that is a number.
     """
     if not isinstance(value, str) or not _FORMULA.match(value):
         return value
@@ -125,7 +129,7 @@ def escape_formula(value: Any) -> Any:
 
 
 def unescape_formula(text: str) -> str:
-    """Return the original of a text that `escape_formula` wrote."""
+    """Return the original text for a text from `escape_formula`."""
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 

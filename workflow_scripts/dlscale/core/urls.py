@@ -16,9 +16,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from dlscale.core.errors import UserError
 
-#: Environment variable: full addresses by redacted address, as JSON.
+#: Environment variable with full addresses by redacted address, and secrets of programs by marker, as JSON.
 VARIABLE = "DLSCALE_URLS"
-#: Query keys whose values may change while the file stays the same: logins, and signatures of presigned addresses.
+#: Query keys for logins and for signatures of presigned addresses; their values may change although the file does not.
 LOGINS = re.compile(
     r"x-(amz|goog|ms)-.*|.*(token(?!s|iz)|secret|signature|passw(or)?d|credential).*|sig|pw|pwd|pass|auth|authorization"
     r"|expires|(api|access|aws)[-_]?(access)?[-_]?key([-_]?id)?|googleaccessid|key-pair-id|key|policy|s[etpvr]|spr|sip|"
@@ -27,17 +27,18 @@ LOGINS = re.compile(
 )
 #: Marker that replaces a secret of a program: `***secret.NAME***`.
 MARKER = re.compile(r"\*\*\*secret\.[\w-]+(\.\d+)?\*\*\*")
-#: Text that replaces a value of a query or a secret of a program.
+#: Text that replaces a query value or a program's secret.
 HIDDEN = re.compile(rf"\*\*\*|~[0-9a-f]{{8}}|{MARKER.pattern}")
 IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def hidden(url: str) -> str:
-    """Return a redacted address: without login, fragment, and the values of its query.
+    """Return an address without its login, its fragment, and the values in its query.
 
-    The value of a login's key becomes `***`. Other values become `~` and eight digits of their SHA-256, so that
-    different files have different addresses; a short secret could be guessed from these digits. A text that is not an
-    address, or is already redacted, stays. A malformed address with any of `@`, `?`, `#` becomes `***`.
+    The query value of a login key (`LOGINS`) becomes `***`. Any other query value becomes `~` and the first eight
+    digits of the value's SHA-256, so that different files have different addresses. Login keys get no digits, because a
+    short secret could be guessed from its digits. A text that is not an address or is already redacted does not change.
+    A malformed address that contains `@`, `?` or `#` becomes `***`.
     """
     parts = split(url)
     if parts is None:
@@ -47,7 +48,7 @@ def hidden(url: str) -> str:
 
 
 def split(url: str) -> SplitResult | None:
-    """Return the parts of a well-formed address with a host, else None."""
+    """Return the parts of a well-formed address that has a host; None for other texts."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises for an invalid port, such as the start of a password with a slash
@@ -69,7 +70,7 @@ def _hidden_value(word: str) -> str:
 def has_secret(settings: Any) -> bool:
     """Return whether an address in settings has a login or a secret in its query.
 
-    A query value is secret under a login's key or without a key.
+    A query value is a secret if its key is a login key (`LOGINS`), or if it has no key.
     """
     if isinstance(settings, Mapping):
         return any(map(has_secret, settings.values()))
@@ -91,7 +92,7 @@ def hidden_in(text: str) -> str:
 def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> Any:
     """Return settings with redacted addresses; add the full addresses to `secrets` by redacted address.
 
-    A malformed address is a `UserError` that names its key, whose path begins with `where`.
+    Raise a `UserError` for a malformed address. The message begins with `where` and the path of the key.
     """
     if isinstance(settings, Mapping):
         return {key: hide(value, f"{where}.{key}", secrets) for key, value in settings.items()}
@@ -111,7 +112,7 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 
 
 def publish(secrets: Mapping[str, str]) -> None:
-    """Put full addresses into the environment for the stages that this process starts."""
+    """Put full addresses and secrets into the environment of the stages that this process starts."""
     os.environ.pop(VARIABLE, None)
     text = json.dumps(secrets)
     if len(text) > 100_000:  # Linux starts no process if a variable has more than 131,072 bytes
@@ -124,14 +125,17 @@ def publish(secrets: Mapping[str, str]) -> None:
 
 
 def exchanged(text: str, addresses: Mapping[str, str]) -> str:
-    """Return a JSON text with addresses replaced as in `addresses` (old: new)."""
+    """Return a JSON text in which each key of `addresses` is replaced by its value."""
     for old, new in addresses.items():
         text = text.replace(json.dumps(old), json.dumps(new))
     return text
 
 
 def full_url(url: str) -> str:
-    """Return the full address of a redacted one."""
+    """Return the full address for a redacted address.
+
+    Raise a `UserError` if this process does not have the redacted query values.
+    """
     found: str = json.loads(os.environ.get(VARIABLE, "{}")).get(url, url)
     parts = split(found)
     if parts and any(_hidden_value(word) == word and word[-1:] != "=" for word in parts.query.split("&") if word):
