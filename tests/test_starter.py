@@ -366,7 +366,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         ((text,), r"text.h5: cannot be read .*not a readable HDF5 file"),
         ((objects,), "cannot be read"),
         ((words,), "type <U1, shape .*expected numbers"),
-        ((good, good, (0.0, 0.1)), "split 'train' is empty: 4 rows"),
+        ((good, good, (0.0, 0.1)), "split 'train' is empty: the file has 4 rows"),
     ):
         with pytest.raises(UserError, match=message):
             opened(*arguments)  # type: ignore[arg-type]

@@ -61,14 +61,18 @@ def download(
 ) -> str:
     """Download `url` to `destination`, check it, and return its SHA-256; the file appears atomically.
 
-    Received bytes stay in `.NAME.download`: a later attempt or call requests only the rest, unless the remote file has
-    changed. Messages and logs redact the secrets of `url`.
+    Received bytes stay in `.NAME.download`, so that a later attempt or call requests only the rest. The download begins
+    anew if the remote file has changed, or if the server sends no version of it. Messages and logs redact the secrets
+    of `url`.
 
     Parameters
     ----------
-    attempts, timeout_s, backoff_s
-        Largest number of requests; seconds without data after which a request has stalled; longest wait after the
-        first failure in seconds, doubled after each further failure up to one minute.
+    attempts
+        Largest number of requests.
+    timeout_s
+        Time without data after which a request has stalled, seconds.
+    backoff_s
+        Longest wait after the first failure, seconds; each further failure doubles it, up to one minute.
     progress
         Called with the number of bytes received and the size of the file (None: unknown).
 
@@ -92,7 +96,7 @@ def download(
         except _TransientError as error:
             raise UserError(
                 f"{urls.hidden(url)}: not downloaded, attempt {attempts} of {attempts} failed: {error}; check the "
-                "network and run it again later; the download then resumes"
+                "network and run the workflow again later; the download then resumes"
             ) from None
         found = files.sha256(partial.path)
         if sha256 not in (None, found):
@@ -122,7 +126,7 @@ class _Partial:
 
     def fetch(self) -> None:
         offset, version = self._kept()
-        # Lengths and ranges count the file's own bytes, so the server must not compress them.
+        # Lengths and ranges count the bytes of the file, so the server must not compress the file.
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers |= {"Range": f"bytes={offset}-", "If-Range": version}
