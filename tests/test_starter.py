@@ -358,7 +358,10 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
 
     opened(good)
     for arguments, message in (
-        ((h5,), r"no array is called 'input' \(did you mean 'inputs'\?\); there are: inputs; name it in `array`"),
+        (
+            (h5,),
+            r"no array is called 'input' \(did you mean 'inputs'\?\); there are: inputs; name the array in `array`",
+        ),
         ((npz,), r"no array is called 'input' \(did you mean 'inputs'\?\)"),
         ((good, fewer), "3 targets, but 4 inputs in .*"),
         ((cut,), r"cut.npy: cannot be read .*expected .npy"),

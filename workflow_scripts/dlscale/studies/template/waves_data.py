@@ -1,7 +1,7 @@
 """Data of the study in waves.py, made in memory.
 
-Changes of this file make the data again; changes of waves.py do not. Opening a file that `parts` does not name is an
-error: return a `RawFile` for it, and read `paths`.
+A change of this file makes the data again; a change of waves.py does not. It is an error to open a file that `parts`
+does not name: return a `RawFile` for the file from `parts`, and read `paths`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RowSamples
 
 
 class WavesDataset(DatasetSettings):
-    """Number of samples of each split, and their noise."""
+    """Number of samples of each split, and noise of the samples."""
 
     kind: Literal["waves"]
     train: int = 512
