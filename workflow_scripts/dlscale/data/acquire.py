@@ -59,7 +59,7 @@ def download(
     backoff_s: float = 1.0,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> str:
-    """Download `url` to `destination`, check it, and return its SHA-256; the file appears atomically.
+    """Download a file from `url` to `destination`, check and return its SHA-256; the file appears atomically.
 
     Received bytes stay in `.NAME.download`, so that a later attempt or call requests only the rest. The download begins
     anew if the remote file has changed, or if the server sends no version of it. Messages and logs redact the secrets
@@ -81,7 +81,7 @@ def download(
     UserError
         The server refuses or keeps failing, the digest differs, or another process is fetching the file.
     """
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # its warnings quote full addresses, secrets included
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # urllib3's warnings quote addresses with secrets
     partial = _Partial(url, destination, timeout_s, progress)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TransientError),
@@ -102,8 +102,8 @@ def download(
         if sha256 not in (None, found):
             partial.discard()
             raise UserError(
-                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the file or the expected "
-                "digest changed: correct one of them"
+                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the file has changed or "
+                "the expected digest is wrong; correct the address or the digest"
             )
         partial.path.replace(destination)
         partial.discard()
@@ -111,7 +111,7 @@ def download(
 
 
 class _Partial:
-    """Received bytes of one address, and a note of its address and version (ETag or Last-Modified)."""
+    """Received bytes of a file, and a note with the file's address and version (ETag or Last-Modified)."""
 
     def __init__(
         self, url: str, destination: Path, timeout_s: float, progress: Callable[[int, int | None], None]
@@ -177,7 +177,7 @@ class _Partial:
         length = None if left is None else done + left
         with open(self.path, "ab", opener=files.open_regular) as file:
             self._progress(done, length)
-            # read1 returns bytes as they arrive, so bytes before a stall are kept. They are never decoded.
+            # read1 returns bytes as they arrive, so bytes before a stall are kept. The bytes are never decoded.
             while chunk := response.raw.read1(2**20, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)

@@ -74,7 +74,7 @@ class File(Record):
 
 
 class FieldInfo(Record):
-    """One field in all files of a dataset; `dlscale.data.store.Field` describes it in one file."""
+    """One field in all files of a dataset; `dlscale.data.store.Field` describes a field in one file."""
 
     channels: list[str]  # channel names; one name if there is no channel axis
     units: list[str]  # physical unit of each channel

@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
 def channel_panels(info: FieldInfo, values: np.ndarray, labels: tuple[str, str]) -> Iterator[Panel]:
     """Yield a panel for each channel of a slice [C, H, W] in stored units.
 
-    Panels show physical values, or their log10 if the channel's transform is a logarithm.
+    Panels show physical values, or the log10 of these values if the channel's transform is a logarithm.
     """
     for channel, unit, transform, picture in zip(info.channels, info.units, info.transforms, values, strict=True):
         physical = transform.inverse(picture) if info.stored == "model" else picture

@@ -34,9 +34,8 @@ _CODE = (".py", ".pyc", ".pyi", ".so")
 class _Guard:
     """Guard that checks each file that this process opens."""
 
-    active: _Guard | None = (
-        None  #: The current guard. A single audit hook calls it, because Python cannot remove hooks.
-    )
+    #: Current guard. A single audit hook calls the current guard, because Python cannot remove hooks.
+    active: _Guard | None = None
     hooked = False
 
     def __init__(self, named: Iterable[str | Path]) -> None:

@@ -99,7 +99,7 @@ class ImageWindows:
 class CroppedImages(WritingSamples):
     """Samples that are windows of images, uint8 [3, size, size], with a label.
 
-    Pixels may differ between decoders, because they round differently.
+    Pixels may differ between decoders, because decoders round differently.
     """
 
     @property
@@ -250,7 +250,7 @@ class BoxField:
 
     @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Type of buffers for stored values: float16 if all files have it, else float32."""
+        """Type of buffers for stored values: float16 if all files store float16, else float32."""
         return np.dtype(np.float16 if all(r.dataset.dtype == np.float16 for r in self.readers) else np.float32)
 
     @functools.cached_property
@@ -397,9 +397,8 @@ class RowField:
             self._numbers[file] = self._decoding(reader)
         mapped, numbers = reader.mapped, self._numbers[file]
         if mapped is not None and numbers is None and mapped.dtype == out.dtype:
-            np.take(
-                mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip"
-            )  # mode `raise` would copy
+            # The mode `raise` would make a copy.
+            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")
             return
         if mapped is None:
             stored = np.concatenate([reader.stored((slice(row, row + 1),)) for row in rows.tolist()])

@@ -30,9 +30,9 @@ MAX_CHUNKS = 10**6
 
 
 def check_structure(paths: Sequence[Path]) -> None:
-    """Refuse files on which HDF5 loops or crashes; a child process tries to read them.
+    """Refuse files on which HDF5 loops or crashes, by reading the files' structure in a child process.
 
-    HDF5 may follow a damaged file's addresses in circles, and Python's signal handlers run only after it returns.
+    HDF5 may follow a damaged file's addresses in circles, and Python's signal handlers run only after HDF5 returns.
     """
     for path in paths:
         no_pipe(path)
@@ -41,9 +41,8 @@ def check_structure(paths: Sequence[Path]) -> None:
         return
     current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that the child reads
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python warns about a fork while threads run; the threads do not use HDF5
+        # Python warns about a fork while threads run; the threads do not use HDF5.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         _walk_and_exit(paths, current)
@@ -67,7 +66,7 @@ def check_structure(paths: Sequence[Path]) -> None:
 def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
     """Read the structure of files, and end this forked process.
 
-    Exceptions are ignored: the files' reader will report them.
+    Exceptions are ignored, because the stage's reader of the files will report them.
     """
     try:
         faulthandler.disable()

@@ -93,8 +93,8 @@ def _complete(original: Manifest, copy: Path, staging: str) -> None:
     sources = {copy / "stats" / path.name: path for path in original.folder.glob("stats/*.npy")}
     splits = {}
     for split, files in original.splits.items():
-        # Files of other splits are not copied, because no process reads them from a copy. The copy's manifest lists
-        # them with the paths of the original files.
+        # Files of other splits are not copied, because no process reads them from a copy. The copy's manifest has
+        # the paths of the original files instead.
         names = [str(original.path(file).resolve()) for file in files]
         if split in ("train", "valid"):
             names = [f"{split}/{number:04}-{Path(file.path).name}" for number, file in enumerate(files)]

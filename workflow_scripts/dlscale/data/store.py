@@ -39,7 +39,7 @@ BLOCK = 2**16
 
 @dataclass(frozen=True)
 class Field:
-    """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes it in all files of a dataset."""
+    """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes a field in all files of a dataset."""
 
     name: str
     channels: tuple[str, ...]  # channel names; one name if there is no channel axis
@@ -212,7 +212,7 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
             what = f"'{name}' is a group" if name in file else f"no dataset '{name}'"
             raise UserError(f"{file.filename}: {what}; it holds: {', '.join(names(file)[:20]) or 'nothing'}")
         check_values(values)
-        values.dtype, values.shape  # noqa: B018 - fails if it is damaged
+        values.dtype, values.shape  # noqa: B018 - fails if the dataset is damaged
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):
         expected = f"{ndim} axes of floating-point numbers" if ndim else "numbers"

@@ -54,7 +54,7 @@ class Metrics:
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
         """Return name → errors [B, ...] of baselines without learning, on samples `indices` of a split.
 
-        `summarise` gets the means of these errors, too.
+        `summarise` also gets the means of these errors.
         """
         return {}
 

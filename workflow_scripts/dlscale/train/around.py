@@ -151,7 +151,7 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     try:
         data = Manifest.read(manifest)
         needed = predict(run, data, world.device).peak or 0
-        # The step failed, so less than it needs was available, even if more seemed to be free.
+        # The step failed, so less memory than predicted was available, even if more memory seemed to be free.
         fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
     except Exception as failure:  # fake tensors do not support every model
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))

@@ -53,8 +53,8 @@ def build_step(
     set_matmul_precision(run.precision)
     torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as in all published programs
 
-    # 1. Make the model. Its weights are drawn on the host from the seed, so they are the same on any device and any
-    #    number of ranks. (A model too large for a host would be made on `meta`, and get its weights after part 2.)
+    # 1. Make the model. Weights are drawn on the host from the seed, so weights are equal on any device and any
+    #    number of ranks. (A model too large for a host would be made on `meta`, and get its weights after 2.)
     torch.manual_seed(run.seed)
     model = make()
     partition = sharding(model)

@@ -136,7 +136,7 @@ class Checkpoints:
         """Wait for the previous save, copy this rank's shards, and start to write the copies.
 
         The caller may change the shards afterwards. After the write, the oldest checkpoints beyond `keep` are removed,
-        and so are checkpoints of later steps, which an earlier try made.
+        and so are checkpoints of later steps, up to the last step of this training.
         """
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()

@@ -1,7 +1,7 @@
 """Memory of a device, and of a run's step on it: predicted with fake tensors, and measured.
 
-Fake tensors have shapes, types and a device, but no memory. A step on them calls the same operators as in training
-without computing anything, so that its memory and its work can be counted in advance.
+Fake tensors have shapes, types and a device, but no memory. A step on fake tensors calls the same operators as in
+training without computing anything, so that the memory and the work of a step can be counted in advance.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def predict(
     batch: Batch | None = None,
     attention: Context | None = None,
 ) -> MemoryUse:
-    """Return the memory that a step of the run needs on each of its devices; only the shapes of `batch` count.
+    """Return the memory that a step of the run needs on each device; only the shapes of `batch` count.
 
     The prediction does not include libraries' own memory (contexts, workspaces, NCCL's buffers), memory pools of CUDA
     graphs, loaders, fragmentation, or savings by a compiler's fusion.

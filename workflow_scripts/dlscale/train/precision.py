@@ -183,7 +183,7 @@ class Weights:
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return the model's state in float32, with master weights; empty on devices that do not `keep` it.
 
-        Devices that share a model gather its tensors one after the other, so all of them must call this.
+        Devices that share a model gather its tensors one after the other, so all these devices must call this method.
         """
         return self.gathered(self.shards(), keep)
 

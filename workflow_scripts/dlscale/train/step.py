@@ -79,7 +79,7 @@ class Network(nn.Module):
 
 
 class Step:
-    """Optimiser step: forward pass, backward pass and update; `build_step` makes it.
+    """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
     The step waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
     synchronised batch normalisation outside of a CUDA graph. Each rank computes its part of the batch. Gradients are
@@ -134,7 +134,7 @@ class Step:
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
-        """Return the context of a call; the first call of a shape has a longer timeout, because it compiles code."""
+        """Return the context of a call; the first call of a shape compiles code, and has a longer timeout."""
         if key in self._known:
             return nullcontext()
         self._known.add(key)

@@ -65,9 +65,8 @@ class Trainer:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
-        self.epochs = -(
-            -self.total_steps // len(self.train_loader)
-        )  #: number of epochs; the last epoch may be cut short
+        #: number of epochs; the last epoch may be cut short
+        self.epochs = -(-self.total_steps // len(self.train_loader))
         self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: last epoch of this process
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: completed epochs
@@ -210,9 +209,8 @@ class Trainer:
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
         numbers = range(done + first, done + steps)
         run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
-        train_loss, *scores = (
-            total / samples for total in sums.total()
-        )  # waits for the device, so that the time includes all work
+        # `total` waits for the device, so that the time of the epoch includes all work.
+        train_loss, *scores = (total / samples for total in sums.total())
         sums.finish()
         requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
@@ -298,9 +296,7 @@ class Trainer:
         """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
         end = self._end(record.history)
         if end and record.step > end.step:
-            return (
-                f"the checkpoint is beyond epoch {end.epoch}, which reaches the target: training again up to this epoch"
-            )
+            return f"the checkpoint is beyond epoch {end.epoch}, which reaches the target: training to this epoch again"
         # A checkpoint of the last step may be from before the last validation. This validation is then still to do.
         trained = record.step == self.last_step and len(record.history) >= self.last_epoch
         if (end or trained) and record.made_with != self._made_with:

@@ -26,8 +26,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Share:
     """The part of each global batch that one data-parallel rank delivers.
 
-    Global step s takes samples [s B, (s + 1) B) of the epoch; rank r of R takes the r-th of R contiguous ranges of
-    them, of sizes as equal as possible. Processes that share a model replica have the same data-parallel rank.
+    Global step s takes samples [s B, (s + 1) B) of the epoch. These samples are divided into R contiguous ranges, whose
+    sizes are as equal as possible, and rank r takes the r-th range. Processes that share a model replica have the same
+    data-parallel rank.
     """
 
     batch_size: int  #: samples of a global batch, B
@@ -35,7 +36,7 @@ class Share:
     size: int = 1  #: number of data-parallel ranks, R
 
     def steps(self, samples: int) -> int:
-        """Return the number of global steps in an epoch of `samples` samples, a smaller last one included."""
+        """Return the number of global steps in an epoch of `samples` samples, including a smaller last step."""
         return -(-samples // self.batch_size)
 
     def count(self, step: int, samples: int) -> int:

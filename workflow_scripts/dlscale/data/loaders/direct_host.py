@@ -1,8 +1,8 @@
 """Decoding on a CPU: write boxes of mapped files straight into reused batches.
 
-Numba compiles the loop over cells: numpy and PyTorch would pass over the data several times, and memory traffic is the
-main cost. If channels are adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of words
-are gathered in the order of the result, then split by channel.
+Numba compiles the loop over cells, because numpy and PyTorch would pass over the data several times, and memory traffic
+is the main cost. If channels are adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of
+words are gathered in the order of the result, then split by channel.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from numba.extending import intrinsic
 
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples, WritingSamples
 
-#: Cells added to the two faster axes of a thread's buffer. Without them, distances in memory may be powers of two, for
-#: which neighbours along a slow axis compete for the same few lines of the processor's cache.
+#: Cells added to the two faster axes of a thread's buffer. Without padding, distances in memory may be powers of two,
+#: for which neighbours along a slow axis compete for the same few lines of the processor's cache.
 PAD = 4
-#: Number of words that are fetched together and then decoded; this number fits into the fastest cache.
+#: Number of words that are fetched together and then decoded; these words fit into the fastest cache.
 BLOCK = 1024
 #: Values in a line of the processor's cache; the values of a line are written together, past the cache.
 LINE = 16

@@ -39,7 +39,7 @@ Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 
 
 class Ring:
-    """Reused host buffers of `slots` batches, and a separate stream that copies them to the device.
+    """Reused host buffers of `slots` batches, and a separate stream that copies the buffers to the device.
 
     `kinds` are the shapes and types of a slot's buffers. For a GPU, buffers are page-locked. On a CPU, the buffers are
     the batch itself.
@@ -54,7 +54,7 @@ class Ring:
         self._copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(slots)]
 
     def free(self, slot: int) -> list[torch.Tensor]:
-        """Return the buffers of a slot after the last copy out of them has finished."""
+        """Return the buffers of a slot after the last copy out of these buffers has finished."""
         if (event := self._copied[slot]) is not None:
             event.synchronize()
         return self._buffers[slot]
@@ -139,7 +139,7 @@ class Streamed:
 
 
 class Resident:
-    """Stored values that are all kept on the device; batches are decoded from them on a separate stream."""
+    """Stored values that are all kept on the device; a separate stream decodes batches from these values."""
 
     def __init__(self, samples: GridSamples, device: torch.device) -> None:
         self._samples = samples
@@ -191,7 +191,7 @@ def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[Decode
 
 
 def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.Tensor:
-    """Decode `stored` [values] by the formula of `DecodePlan`, on its device; return float32 [B, *spec.shape]."""
+    """Decode `stored` [values] on the device of `stored`, by the formula of `DecodePlan`; float32 [B, *spec.shape]."""
     device, shape = stored.device, (len(plan.places), *field.spec.shape)
     numbers = [torch.from_numpy(each) for each in plan]
     if device.type == "cuda":  # PyTorch reuses pinned memory after its copies have finished
