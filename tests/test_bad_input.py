@@ -322,7 +322,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "a truncated year": (
         lambda root: (root / "valid/2002.h5").write_bytes((root / "valid/2002.h5").read_bytes()[:-50]),
         {},
-        ("2002.h5: incomplete or still being written (truncated file)", "fetch it again"),
+        ("2002.h5: incomplete or still being written (truncated file)", "fetch the file again"),
     ),
 }
 

@@ -169,7 +169,7 @@ class _Partial:
         else:
             raise UserError(
                 f"{urls.hidden(self._url)}: the server returned HTTP status {status} instead of the file; check the "
-                "address, add the login to ~/.netrc if it needs one, and accept its terms of use"
+                "address; if the server needs a login, add it to ~/.netrc; accept the server's terms of use"
             )
 
     def _append(self, response: requests.Response, done: int) -> None:

@@ -103,7 +103,7 @@ class FieldInfo(Record):
             if not std > 0:
                 raise UserError(
                     f"{where}: channel '{channel}' is constant over the training part (variance 0), so it cannot be "
-                    "normalised; remove it or correct the input"
+                    "normalised; remove the channel or correct the input"
                 )
 
 

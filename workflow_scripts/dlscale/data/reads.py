@@ -70,9 +70,9 @@ class _Guard:
                 self._written |= {real} if made else set()
             elif self._is_unseen(real):
                 self.refused = UserError(
-                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so its changes "
-                    "would be ignored; return a `RawFile` for it from `parts` and open `paths`, or use kind `starter` "
-                    "with `source: {kind: arrays}` (docs/adding.md)"
+                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so changes of "
+                    "this file would be ignored; return a `RawFile` for it from `parts` and open `paths`, or use kind "
+                    "`starter` with `source: {kind: arrays}` (docs/adding.md)"
                 )
                 raise self.refused
 

@@ -57,7 +57,9 @@ def staged(manifest: str | Path, staging: str) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 _complete(original, copy, staging)
         except OSError as error:
-            raise UserError(f"{folder}: data cannot be copied here ({error.strerror}); {INSTEAD}") from error
+            raise UserError(
+                f"{folder}: data cannot be copied into this folder ({error.strerror}); {INSTEAD}"
+            ) from error
         try:
             yield copy / "manifest.json"
         finally:

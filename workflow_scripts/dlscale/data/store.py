@@ -106,8 +106,8 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
         except OSError as error:
             if unfinished := re.search("already open|consistency flags|unable to lock|truncated file", str(error)):
                 raise UserError(
-                    f"{path}: incomplete or still being written ({unfinished[0]}); wait for its writer, fetch it "
-                    "again, or, if its writer was killed, clear its flags with `h5clear -s`"
+                    f"{path}: incomplete or still being written ({unfinished[0]}); wait until its writer ends, "
+                    "or fetch the file again; if its writer was killed, clear the file's flags with `h5clear -s`"
                 ) from None
             raise
         _check_own(file)
@@ -137,10 +137,12 @@ def check_link(file: h5py.File, name: str) -> None:
             missing = "" if target.exists() else ", which is missing"
             raise UserError(
                 f"{file.filename}: '{path}' lies in other files, which are not read: it is a link to '{link.path}' in "
-                f"{link.filename}{missing}; copy its values into this file, e.g. with h5repack, or name that file"
+                f"{link.filename}{missing}; copy its values into this file, e.g. with h5repack, or name the other file"
             )
         if isinstance(link, h5py.SoftLink) and file.get(path) is None:
-            raise UserError(f"{file.filename}: '{path}' is a link to '{link.path}', which is missing; name another")
+            raise UserError(
+                f"{file.filename}: '{path}' is a link to '{link.path}', which is missing; name another array"
+            )
 
 
 def names(file: h5py.File) -> list[str]:

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         calls += [f"{call} -n", call]
         page = f"results/{name}/report/index.html"
     print("\nNext:", *(f"  {call}" for call in calls), sep="\n")
-    print(f"`{'make install-dev' if CHECKOUT else 'pip install pytest'}` installs pytest; the rest needs no pytest.")
+    print(f"`{'make install-dev' if CHECKOUT else 'pip install pytest'}` installs pytest, which only the tests need.")
     guide = "from_notebook.md" if images else "adding.md"
     guide = _seen(CHECKOUT / "docs" / guide, Path.cwd()) if CHECKOUT else DOCS + guide
     page = _seen(place / page, Path.cwd())

@@ -49,7 +49,7 @@ def build_step(
     world = world or World()
     device = world.device
     if run.cuda_graph and device.type != "cuda":
-        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set it to false")
+        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set cuda_graph to false")
     set_matmul_precision(run.precision)
     torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as in all published programs
 

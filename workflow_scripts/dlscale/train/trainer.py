@@ -316,7 +316,7 @@ class Trainer:
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # if a rank ended first, ranks that still save would be killed
-            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again to resume")
+            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; repeat the run to resume")
 
     def _save(self, step: int, **partial: Any) -> None:
         best = self.best
