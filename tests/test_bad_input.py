@@ -228,7 +228,7 @@ def test_names_that_are_not_there(tmp_path: Path, refused: Check, cosmo_data: Pa
     text = refused("acquire", *options, "--file", "box00.h5", "--out", tmp_path / "x")
     assert "did you mean 'box00" in text
     text = refused("preprocess", *options, "--part", "train/box9", "--source", "x", "--out", tmp_path / "x")
-    assert "--part train/box9: no such part; there are: train/box000" in text
+    assert "--part train/box9: no such part; the dataset has: train/box000" in text
 
 
 # ---- series ----------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "a truncated year": (
         lambda root: (root / "valid/2002.h5").write_bytes((root / "valid/2002.h5").read_bytes()[:-50]),
         {},
-        ("2002.h5: incomplete or still being written (truncated file)", "fetch it again"),
+        ("2002.h5: incomplete or still being written (truncated file)", "fetch the file again"),
     ),
 }
 
@@ -363,7 +363,7 @@ def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
     data.write_bytes(data.read_bytes()[:-100])
-    with pytest.raises(UserError, match=rf"{data}: \d+ bytes, expected \d+; it changed"):
+    with pytest.raises(UserError, match=rf"{data}: \d+ bytes, expected \d+ bytes: .*changed"):
         manifest.check_files()
     data.unlink()
     with pytest.raises(UserError, match=f"{data}: no such file"):
@@ -442,6 +442,6 @@ def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content[:told] + struct.pack("<Q", len(content) - 80) + content[told + 8 :])
     with (
         h5py.File(path) as file,
-        pytest.raises(UserError, match=r"a.h5: values of '/x' are beyond its end; the file may"),
+        pytest.raises(UserError, match=r"a.h5: values of '/x' are beyond the file's end; the file may"),
     ):
         map_chunks(file["x"])

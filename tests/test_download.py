@@ -195,7 +195,7 @@ def test_a_cut_body_is_resumed_at_the_very_byte(remote: Remote, target: Path, at
 
 def test_a_further_call_resumes_what_a_failed_one_kept(remote: Remote, target: Path) -> None:
     remote.script = [cut(1000)]
-    with pytest.raises(UserError, match=r"connection failed or broke .*run it again.*resumes"):
+    with pytest.raises(UserError, match=r"connection failed or broke .*run the workflow again.*resumes"):
         fetch(remote, target, attempts=1)
     assert not target.exists()
     fetch(remote, target)
@@ -259,7 +259,7 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
 @pytest.mark.parametrize(
     ("script", "options", "words", "requests"),
     [
-        ([status(503)] * 9, {"attempts": 3}, "attempt 3 of 3 failed: HTTP status 503; .*run it again later", 3),
+        ([status(503)] * 9, {"attempts": 3}, "attempt 3 of 3 failed: HTTP status 503; .*again later", 3),
         ([status(401)] * 2, {}, "HTTP status 401 .*check the address", 1),
         ([status(404)] * 2, {}, "HTTP status 404 .*check the address", 1),
         ([], {"sha256": digest(b"another file")}, f"{digest(BODY)}, expected {digest(b'another file')}", 1),

@@ -357,7 +357,7 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
     assert "contains no weights" in message([1, 2]) and "contains no weights" in message({"state_dict": {"epoch": 3}})
     state = ResNet(18, classes=9, width=8).state_dict()
     text = message({name: v for name, v in state.items() if not name.startswith("layer4")} | {"head": torch.ones(1)})
-    assert "tensors of the model that it lacks: layer4.0.conv1.weight, " in text and " …" in text
+    assert "tensors of the model that the file lacks: layer4.0.conv1.weight, " in text and " …" in text
     assert "1 tensor that the model lacks: head" in text
     assert "fc.weight [9, 64] in the file, [7, 64] in the model" in text
     file.write_bytes(b"half a file")

@@ -358,7 +358,10 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
 
     opened(good)
     for arguments, message in (
-        ((h5,), r"no array is called 'input' \(did you mean 'inputs'\?\); there are: inputs; name it in `array`"),
+        (
+            (h5,),
+            r"no array is called 'input' \(did you mean 'inputs'\?\); there are: inputs; name the array in `array`",
+        ),
         ((npz,), r"no array is called 'input' \(did you mean 'inputs'\?\)"),
         ((good, fewer), "3 targets, but 4 inputs in .*"),
         ((cut,), r"cut.npy: cannot be read .*expected .npy"),
@@ -366,7 +369,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         ((text,), r"text.h5: cannot be read .*not a readable HDF5 file"),
         ((objects,), "cannot be read"),
         ((words,), "type <U1, shape .*expected numbers"),
-        ((good, good, (0.0, 0.1)), "split 'train' is empty: 4 rows"),
+        ((good, good, (0.0, 0.1)), "split 'train' is empty: the file has 4 rows"),
     ):
         with pytest.raises(UserError, match=message):
             opened(*arguments)  # type: ignore[arg-type]
@@ -383,7 +386,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         h5py.h5d.create(file.id, b"packed", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(x.shape), plan)
     for array, message in (
         ("group/gone", "a link to 'x' in gone.h5, which is missing; copy its values"),
-        ("soft", "'soft' is a link to '/nowhere', which is missing; name another"),
+        ("soft", "'soft' is a link to '/nowhere', which is missing; name another array"),
         ("group", "'group' is a group; name one of its arrays in `array`: group/own"),
         ("packed", r"'packed' is compressed by the filter 32001 \(blosc\), which is missing.*HDF5_PLUGIN_PATH"),
     ):
@@ -394,7 +397,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"folder.h5: a folder; expected a file, name the files in it"):
         opened(folder)
     (short := tmp_path / "short.h5").write_bytes(h5.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"short.h5: incomplete or still being written \(truncated file\); wait for"):
+    with pytest.raises(UserError, match=r"short.h5: incomplete or still being written \(truncated file\); wait until"):
         opened(short)
     (marked := tmp_path / "marked.h5").touch()
     with h5py.File(marked, "w", libver="latest") as file:

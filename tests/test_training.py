@@ -779,7 +779,7 @@ def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monk
         assert checkpoints.steps() == [1, 2]
     assert loaded(checkpoints, w=w) == (2, {"w": torch.full((1,), 2.0)})
     for like in ({"w": torch.zeros(2)}, {"v": w}):  # another shape, and a missing tensor
-        with pytest.raises(UserError, match="this training cannot resume from it"):
+        with pytest.raises(UserError, match="this training cannot resume from this checkpoint"):
             loaded(checkpoints, **like)
     _cut(tmp_path / "step-00000002" / SHARD)
     assert loaded(checkpoints, w=w) == (1, {"w": torch.ones(1)})

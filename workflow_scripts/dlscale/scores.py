@@ -1,6 +1,6 @@
 """Losses and metrics per sample, in plain PyTorch, that several studies use.
 
-Shape suffixes: B batch, C channels, H W grid; without H W, any axes of a grid follow.
+Shape suffixes: B batch, C channels, H W grid; a suffix without H W allows a grid with any number of axes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: float = 0.0) -> torch.Tensor:
     """Return the mean absolute error of each sample, [B], plus a term for high densities.
 
-    The term is `density_weight` times the mean absolute error of exp(14 x) for channel 0. With a weight of zero it is
-    not computed.
+    The term is `density_weight` times the mean absolute error of exp(14 x) for channel 0. With a weight of zero, the
+    term is not computed.
     """
     loss_B = _mean((prediction_BC - target_BC).abs())
     if density_weight:
@@ -53,7 +53,10 @@ def anomaly_correlation(
 
 
 def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
-    """Return 1 - error / error of the baseline without learning, scalars or [C]; NaN if the baseline is exact."""
+    """Return the skill 1 - `error` / `naive`, scalars or [C]; `naive` is the error of a baseline without learning.
+
+    The skill is NaN if `naive` is zero.
+    """
     return torch.where(naive > 0, 1 - error / naive, torch.nan)
 
 

@@ -59,16 +59,20 @@ def download(
     backoff_s: float = 1.0,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> str:
-    """Download `url` to `destination`, check it, and return its SHA-256; the file appears atomically.
+    """Download a file from `url` to `destination`, check and return its SHA-256; the file appears atomically.
 
-    Received bytes stay in `.NAME.download`: a later attempt or call requests only the rest, unless the remote file has
-    changed. Messages and logs redact the secrets of `url`.
+    Received bytes stay in `.NAME.download`, so that a later attempt or call requests only the rest. The download begins
+    anew if the remote file has changed, or if the server sends no version of it. Messages and logs redact the secrets
+    of `url`.
 
     Parameters
     ----------
-    attempts, timeout_s, backoff_s
-        Largest number of requests; seconds without data after which a request has stalled; longest wait after the
-        first failure in seconds, doubled after each further failure up to one minute.
+    attempts
+        Largest number of requests.
+    timeout_s
+        Time without data after which a request has stalled, seconds.
+    backoff_s
+        Longest wait after the first failure, seconds; each further failure doubles it, up to one minute.
     progress
         Called with the number of bytes received and the size of the file (None: unknown).
 
@@ -77,7 +81,7 @@ def download(
     UserError
         The server refuses or keeps failing, the digest differs, or another process is fetching the file.
     """
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # its warnings quote full addresses, secrets included
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # urllib3's warnings quote addresses with secrets
     partial = _Partial(url, destination, timeout_s, progress)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TransientError),
@@ -92,14 +96,14 @@ def download(
         except _TransientError as error:
             raise UserError(
                 f"{urls.hidden(url)}: not downloaded, attempt {attempts} of {attempts} failed: {error}; check the "
-                "network and run it again later; the download then resumes"
+                "network and run the workflow again later; the download then resumes"
             ) from None
         found = files.sha256(partial.path)
         if sha256 not in (None, found):
             partial.discard()
             raise UserError(
-                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the file or the expected "
-                "digest changed: correct one of them"
+                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the file has changed or "
+                "the expected digest is wrong; correct the address or the digest"
             )
         partial.path.replace(destination)
         partial.discard()
@@ -107,7 +111,7 @@ def download(
 
 
 class _Partial:
-    """Received bytes of one address, and a note of its address and version (ETag or Last-Modified)."""
+    """Received bytes of a file, and a note with the file's address and version (ETag or Last-Modified)."""
 
     def __init__(
         self, url: str, destination: Path, timeout_s: float, progress: Callable[[int, int | None], None]
@@ -122,7 +126,7 @@ class _Partial:
 
     def fetch(self) -> None:
         offset, version = self._kept()
-        # Lengths and ranges count the file's own bytes, so the server must not compress them.
+        # Lengths and ranges count the bytes of the file, so the server must not compress the file.
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers |= {"Range": f"bytes={offset}-", "If-Range": version}
@@ -165,7 +169,7 @@ class _Partial:
         else:
             raise UserError(
                 f"{urls.hidden(self._url)}: the server returned HTTP status {status} instead of the file; check the "
-                "address, add the login to ~/.netrc if it needs one, and accept its terms of use"
+                "address; if the server needs a login, add it to ~/.netrc; accept the server's terms of use"
             )
 
     def _append(self, response: requests.Response, done: int) -> None:
@@ -173,7 +177,7 @@ class _Partial:
         length = None if left is None else done + left
         with open(self.path, "ab", opener=files.open_regular) as file:
             self._progress(done, length)
-            # read1 returns bytes as they arrive, so bytes before a stall are kept. They are never decoded.
+            # read1 returns bytes as they arrive, so bytes before a stall are kept. The bytes are never decoded.
             while chunk := response.raw.read1(2**20, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)

@@ -19,7 +19,7 @@ from dlscale.data.store import Field, Moments
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.manifest` and `args.stats` of the dataset in `args.config`."""
+    """Write the manifest `args.manifest` and the statistics `args.stats` of the dataset in `args.config`."""
     dataset = reads.load_dataset(args.config)
     folder = Path(args.manifest).resolve().parent
     if parts.kind_of(dataset).prepared(dataset):
@@ -82,7 +82,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
 def new_manifest(
     dataset: DatasetSettings, fields: dict[str, FieldInfo], splits: dict[str, list[File]], folder: Path
 ) -> Manifest:
-    """Return the manifest of a dataset before its kind completes it."""
+    """Return the manifest of a dataset, which the dataset's kind may then complete."""
     provenance: dict[str, Any] = {"settings": dataset.model_dump(mode="json")}
     raws = {raw.origin: Path(raw.origin) for raw in parts.raws(dataset).values() if "://" not in raw.origin}
     provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.is_file()}
@@ -91,7 +91,7 @@ def new_manifest(
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:
-    """Return the description of a field with these statistics; its values are in model units."""
+    """Return the description of a field with these statistics, whose values are in model units."""
     statistics = {key: getattr(moments, key).tolist() for key in ("mean", "std", "minimum", "maximum")}
     return FieldInfo(
         channels=list(field.channels),
@@ -106,7 +106,7 @@ def describe_field(field: Field, moments: Moments) -> FieldInfo:
 
 
 def check_alike(path: Path, field: Field, first: Field) -> None:
-    """Refuse a field whose rows differ from the first file's; volumes may differ in size."""
+    """Refuse a field whose channels, type or row shape differ from the first file's; volumes may differ in size."""
     rows_differ = field.row_axis == 0 and field.shape[1:] != first.shape[1:]
     if rows_differ or (field.channels, field.dtype) != (first.channels, first.dtype):
         raise UserError(
@@ -122,6 +122,6 @@ def check_disjoint(manifest: Manifest) -> None:
         for file in files:
             if seen.setdefault(file.digest, split) != split:
                 raise UserError(
-                    f"{manifest.path(file)}: the same file is in {seen[file.digest]} and {split}: validation would "
+                    f"{manifest.path(file)}: the same file is in {seen[file.digest]} and {split}, so validation would "
                     "see training data; give each split its own files"
                 )

@@ -1,21 +1,23 @@
 """Kinds of datasets: how a kind describes its files to the workflow.
 
-The workflow calls a kind's methods while it builds its graph, so they are pure and quick. The work is done by functions
-in the kind's other modules (`dlscale.core.registry.module_of`), so that a stage depends only on code that it uses. A
-kind that dlscale does not ship has all functions in one module.
+The workflow calls the methods of a kind while it builds its graph, so these methods are pure and quick. Functions in
+the kind's other modules (`dlscale.core.registry.module_of`) do the work, so that each stage depends only on the code
+that the stage uses. A kind that dlscale does not ship has all functions in one module. The functions, by module:
 
-(`acquirer`)
-    `acquire(dataset, raw, out, progress)` makes a raw file. Without it, users' files are read directly, URLs fetched.
+(`acquirer`: the module that this method returns)
+    `acquire(dataset, raw, out, progress)` makes a raw file. Without an acquirer, users' files are read directly, and
+    URLs are fetched.
 `source`
-    `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do not need it.
+    `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do not need this function.
 `samples`
-    `open_samples(manifest, split, settings, seed)`; by default each row is a sample.
+    `open_samples(manifest, split, settings, seed)` opens the samples of a split. Without this function, each row is a
+    sample.
 `describe`
-    `describe_prepared(dataset, sources, folder) -> Manifest` describes prepared files. Optional:
-    `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest and may refuse the data. It may write into
-    the folder `stats`, which later lies next to the manifest under the name `name`.
+    `describe_prepared(dataset, sources, folder) -> Manifest` describes prepared files. The optional function
+    `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest and may refuse the data. This function may
+    write files into the folder `stats`, which is later moved next to the manifest and gets the name `name`.
 `preview`
-    `preview(manifest)` yields `dlscale.data.preview.Panel`s; by default the first rows are drawn.
+    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without this function, the first rows are drawn.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from dlscale.core.schema import PositiveInt, Strict
 class RawFile:
     """One input of preprocessing."""
 
-    name: str  # file name, in the dataset's `source/` folder if it is acquired
+    name: str  # file name; an acquired file is in the dataset's folder `source/`
     origin: str  # a path, a URL, a store, or `simulated`
     index: int = 0  # number of a simulated box or year
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) to take from a store
@@ -52,9 +54,9 @@ class Part:
 
     split: Split
     name: str
-    raws: tuple[RawFile, ...] = ()  # its inputs; empty if it is made in memory
-    fraction: tuple[float, float] = (0.0, 1.0)  # fraction (from, to) of the raw file's rows
-    period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) that it holds
+    raws: tuple[RawFile, ...] = ()  # raw files that the part is made from; empty if the part is made in memory
+    fraction: tuple[float, float] = (0.0, 1.0)  # range (from, to) of the raw file's rows, as fractions
+    period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) of the part
 
     @property
     def label(self) -> str:
@@ -63,12 +65,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """Content of a dataset that follows from its settings alone, such as a simulated one."""
+    """Content of a dataset that its settings alone determine, for example of a simulated dataset."""
 
-    fields: dict[str, tuple[int, tuple[int, ...]]]  # number of channels, and grid, as in `FieldInfo`
-    rows: dict[Split, list[int]]  # number of rows of each file
+    fields: dict[str, tuple[int, tuple[int, ...]]]  # field name → number of channels, and grid as in `FieldInfo`
+    rows: dict[Split, list[int]]  # split → number of rows of each file
     values: int  # total number of simulated values
-    classes: dict[str, int] = field(default_factory=dict)  # number of classes of each label field
+    classes: dict[str, int] = field(default_factory=dict)  # name of a label field → number of classes
 
 
 def is_url(origin: str) -> bool:
@@ -82,7 +84,11 @@ def file_name(origin: str) -> str:
 
 
 def name_files(origins: list[str]) -> dict[str, RawFile]:
-    """Return a raw file for each origin, named after it in safe characters; a repeated stem gets a number."""
+    """Return the raw file of each origin, as origin → raw file.
+
+    The name of a raw file is the last part of its origin, with unsafe characters replaced. If two names have the same
+    stem, the second name gets a number.
+    """
     named: dict[str, RawFile] = {}
     taken: set[str] = set()
     for origin in origins:
@@ -96,7 +102,7 @@ def name_files(origins: list[str]) -> dict[str, RawFile]:
 
 
 def stem(raw: RawFile) -> str:
-    """Return a raw file's name without its last suffix, dots replaced: the name of its part."""
+    """Return the name of a raw file's part: the file's name without its last suffix, with `_` for each dot."""
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
@@ -106,35 +112,46 @@ class RowSamples(Strict):
     kind: Literal["rows"]
     input: str = Field(description="Field of the dataset that is the model's input.")
     target: str = Field(description="Field that the model is to predict.")
-    train: PositiveInt | None = Field(None, description="At most this many training samples an epoch; all if absent.")
-    valid: PositiveInt | None = Field(None, description="At most this many, evenly spaced; all if absent.")
+    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch (default: all).")
+    valid: PositiveInt | None = Field(
+        None, description="Largest number of validation samples and of test samples, evenly spaced (default: all)."
+    )
 
 
 class DatasetKind(ABC):
-    """A kind of dataset: `KIND` in a folder's `kind.py`, or an item of `KINDS` in a module outside dlscale."""
+    """Base class of kinds of datasets.
+
+    A kind is the object `KIND` in its folder's `kind.py`, or an item of the list `KINDS` in a module outside dlscale.
+    """
 
     name: ClassVar[str]  # value of a dataset's key `kind`
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
-    rows: ClassVar[str] = "samples"  # name for the rows of a file
-    standardised: ClassVar[bool] = False  # whether readers standardise each channel by its statistics
-    #: Keys of the dataset and its source that select parts and raw files without changing their content.
+    rows: ClassVar[str] = "samples"  # name of a file's rows in texts
+    standardised: ClassVar[bool] = False  # whether readers standardise each channel by its mean and deviation
+    #: Keys of the dataset and its source that only select parts and raw files, and do not change the files' content.
     selection: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def parts(self, dataset: Any) -> list[Part]:
-        """Return the files that preprocessing makes, in order; for a prepared dataset, its files."""
+        """Return the parts that preprocessing makes, in order.
+
+        For a prepared dataset, return a part for each file, or an empty list if the kind overrides `prepared_files`.
+        """
 
     def acquirer(self, dataset: Any) -> str | None:
-        """Return the module (see `dlscale.core.registry.module_of`) that makes raw files; None if missing."""
+        """Return the module that makes raw files (see `dlscale.core.registry.module_of`).
+
+        Return None if raw files are read directly or fetched.
+        """
         return None
 
     def maker(self, dataset: Any) -> str | None:
-        """Return the acquirer if a change of its code makes the files again; None if they are fetched."""
+        """Return the acquirer if a change of its code must make the raw files again; None if the files are fetched."""
         return self.acquirer(dataset)
 
     def prepared(self, dataset: Any) -> bool:
-        """Return whether the files are used as they are, without preprocessing."""
+        """Return whether the files are used without preprocessing."""
         return getattr(dataset.source, "kind", None) == "prepared"
 
     def origins(self, dataset: Any) -> list[str]:
@@ -143,7 +160,7 @@ class DatasetKind(ABC):
         return list(dict.fromkeys(origin for origin in origins if origin != "simulated"))
 
     def prepared_files(self, dataset: Any) -> list[str]:
-        """Return the files of a prepared dataset, missing ones included; `*` stands for unknown names."""
+        """Return the paths of a prepared dataset's files, including missing files; `*` stands for unknown names."""
         return [raw.origin for part in self.parts(dataset) for raw in part.raws]
 
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
@@ -154,27 +171,27 @@ class DatasetKind(ABC):
     def look(self, dataset: Any, raw: RawFile, made: Path) -> str | None:
         """Return a digest of the state of an acquired file's origin; None if the state is unknown.
 
-        The file is acquired again when the digest changes. `made` is the path of the acquired file: a kind whose origin
-        is missing may return the digest that this file contains.
+        The file is acquired again when the digest changes. `made` is the path of the acquired file. If the origin is
+        missing, a kind may return the digest that the acquired file contains.
         """
         return None
 
     def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
-        """Return the settings that decide the content of a part's pieces, given its raw files."""
+        """Return the settings that, together with the raw files, determine the content of a part's pieces."""
         left_out = {"storage", *self.selection} | ({"source"} if part.raws else set())
         settings = dataset.model_dump(mode="json", exclude=left_out)
         return {**settings, "fraction": part.fraction, "period": _days(part.period)}
 
     def grid(self, dataset: Any) -> tuple[int, ...] | None:
-        """Return the grid of the stored fields if the settings alone decide it, else None."""
+        """Return the grid of the stored fields if the settings alone determine the grid, else None."""
         return None
 
     def outline(self, dataset: Any) -> Outline | None:
-        """Return the dataset's content, for costs and time limits; None if it depends on the files."""
+        """Return the content from which costs and time limits are estimated; None if it depends on the files."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
-        """Return the number of samples in files with these numbers of rows; None if rows do not determine it."""
+        """Return the number of samples in files with `rows` rows each; None if it depends on more than the rows."""
         return sum(rows)
 
 
@@ -188,14 +205,19 @@ Both = TypeVar("Both", bound=Strict)  # fields: paths or URLs, in the order in w
 
 
 class Paired(Strict, Generic[Both]):
-    """Pairs of files that belong together, such as images and labels: one for each split, or `all` with `shares`."""
+    """Pairs of files that belong together, such as images and labels.
+
+    Either each split has its own pair, or `shares` divides the pair `all` among the splits.
+    """
 
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")
     test: Both | None = Field(None, description="Files of the test part.")
     all: Both | None = Field(None, description="Files that `shares` divides among the parts.")
     shares: Shares | None = Field(None, description="Fraction of `all` that each part gets.")
-    sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
+    sha256: dict[str, Sha256] = Field(
+        {}, description="Expected digests of fetched files, by file name (the part of the URL after the last '/')."
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Paired[Both]:
@@ -225,13 +247,16 @@ def _origins(files: Strict | None) -> list[str]:
 
 
 def share(rows: int, part: Part, path: Path, gap: int = 0) -> tuple[int, int]:
-    """Return first row and number of rows of a part's fraction of a file, `gap` rows after the fraction before."""
+    """Return the first row and the number of rows of a part's fraction of a file.
+
+    A fraction that does not begin at the start of the file loses its first `gap` rows.
+    """
     low, high = part.fraction
     first = math.ceil(low * rows - 1e-9) + (gap if low > 0 else 0)
     own = math.floor(high * rows + 1e-9) - first
     if own < 1:
         raise UserError(
-            f"{path}: split '{part.split}' is empty: {rows} rows, shares {low:g} to {high:g}, gap {gap}; choose a "
-            "larger share or a smaller gap"
+            f"{path}: split '{part.split}' is empty: the file has {rows} rows, and the split takes the fraction from "
+            f"{low:g} to {high:g} without its first {gap} rows (the gap); choose a larger share or a smaller gap"
         )
     return first, own

@@ -29,7 +29,10 @@ class Transform:
     floor: float = 1e-30
 
     def forward(self, x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Map physical to model units, float32, same shape; write into `out`, which may be `x`, if given."""
+        """Map physical to model units, float32, in the shape of `x`; write the result into `out` if given.
+
+        `out` may be `x`.
+        """
         out = np.empty(x.shape, np.float32) if out is None else out
         if self.kind == "log":
             x = np.log(np.maximum(x, np.float32(self.floor), out=out), out=out)
@@ -59,9 +62,9 @@ class File(Record):
 
     @classmethod
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
-        """Describe the file at `path`; `folder` is the manifest's.
+        """Describe the file at `path`; `folder` is the folder of the manifest.
 
-        Without a digest, path, size and time identify the content: reading users' files could mean terabytes.
+        Without a digest, path, size and modification time identify the content: users' files may have terabytes.
         """
         (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
         digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()
@@ -71,17 +74,17 @@ class File(Record):
 
 
 class FieldInfo(Record):
-    """One field in all files of a dataset; `dlscale.data.store.Field` describes it in one file."""
+    """One field in all files of a dataset; `dlscale.data.store.Field` describes a field in one file."""
 
     channels: list[str]  # channel names; one name if there is no channel axis
-    units: list[str]  # physical units, by channel
+    units: list[str]  # physical unit of each channel
     grid: list[int]  # shape without rows and channels; for volumes, which differ in size, the first file's [D, H, W]
-    transforms: list[Transform]  # physical to model units, by channel
+    transforms: list[Transform]  # transform of each channel from physical to model units
     stored: Literal["model", "physical"]  # units on disk; readers transform physical values
-    mean: list[float]  # mean of the training part, by channel, in stored units; the next three likewise
-    std: list[float]
-    minimum: list[float] = []  # empty if unknown, like `maximum`
-    maximum: list[float] = []
+    mean: list[float]  # mean of each channel over the training part, in stored units
+    std: list[float]  # standard deviation, like `mean`
+    minimum: list[float] = []  # smallest value, like `mean`; empty if unknown
+    maximum: list[float] = []  # largest value, like `mean`; empty if unknown
     dtype: str = "float32"  # as read: float32 for all floating-point numbers, else the stored type
     channel_axis: int | None = None  # 0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels
     classes: int | None = None  # number of classes of labels (one integer a row) in all splits
@@ -100,7 +103,7 @@ class FieldInfo(Record):
             if not std > 0:
                 raise UserError(
                     f"{where}: channel '{channel}' is constant over the training part (variance 0), so it cannot be "
-                    "normalised; remove it or correct the input"
+                    "normalised; remove the channel or correct the input"
                 )
 
 
@@ -108,12 +111,12 @@ class Manifest(Record):
     """The content of `manifest.json`."""
 
     kind: str  # kind of dataset
-    rows: str = "rows"  # name for the rows of a file
-    fields: dict[str, FieldInfo]  # fields by name of the HDF5 dataset
+    rows: str = "rows"  # name of a file's rows in texts
+    fields: dict[str, FieldInfo]  # name of the HDF5 dataset → field
     splits: dict[str, list[File]]
     facts: list[str] = []  # short facts for the report
     extra: dict[str, Any] = {}  # the kind's own additions
-    provenance: dict[str, Any] = {}  # the dataset's `settings`
+    provenance: dict[str, Any] = {}  # the dataset's `settings`, and `raws`: path of a raw file → size and time
     own: str = ""  # SHA-256 of the manifest without this key; reveals changes of numbers that results depend on
     folder: Path = Field(Path(), exclude=True)  # folder of the manifest; not in the file
 
@@ -129,15 +132,15 @@ class Manifest(Record):
     def check_files(self) -> None:
         """Refuse a missing file, or a file whose size differs from the manifest.
 
-        HDF5 reads a missing end of a file as zeros: training would continue on a truncated file without an error.
+        HDF5 reads a missing end of a file as zeros, so a training would continue on a truncated file without an error.
         """
         for file in (file for files in self.splits.values() for file in files):
             path = self.path(file)
             found = f"{path.stat().st_size} bytes" if path.is_file() else "no such file"
             if found != f"{file.bytes} bytes":
                 raise UserError(
-                    f"{path}: {found}, expected {file.bytes}; it changed since it was described; "
-                    f"put it back, or delete {self.folder / 'manifest.json'} and run the workflow again"
+                    f"{path}: {found}, expected {file.bytes} bytes: the file changed after the manifest was written; "
+                    f"put the original file back, or delete {self.folder / 'manifest.json'} and run the workflow again"
                 )
 
     def write(self, path: str | Path) -> None:
@@ -149,7 +152,7 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a manifest that `write` wrote; any change since then, such as of a number, is a `UserError`."""
+        """Read a manifest that `write` wrote; a later change of the file, such as of a number, is a `UserError`."""
         manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
         if manifest.own != manifest._sealed().own:
             raise UserError(

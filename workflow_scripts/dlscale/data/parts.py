@@ -1,6 +1,6 @@
-"""Files of a dataset of any kind: raw files, parts made from them, pieces of a part.
+"""Files of a dataset of any kind: raw files, parts that are made from raw files, and pieces of a part.
 
-The workflow calls these functions while it builds its graph, so they are pure and quick.
+The workflow calls these functions while it builds its graph, so these functions are pure and quick.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ def parts(dataset: DatasetSettings) -> list[Part]:
     kind = kind_of(dataset)
     found = kind.parts(dataset)
     missing = {"train", "valid"} - {part.split for part in found}
-    if missing and not kind.prepared(dataset):  # only the readers of prepared files know their splits
-        raise UserError(f"dataset of kind {dataset.kind}: no part has the split {', '.join(sorted(missing))}; add one")
+    if missing and not kind.prepared(dataset):  # splits of prepared files are known only after reading
+        raise UserError(
+            f"dataset of kind {dataset.kind}: no part has the split {', '.join(sorted(missing))}; add a part with this "
+            "split"
+        )
     return found
 
 
@@ -71,12 +74,12 @@ def part(dataset: DatasetSettings, label: str) -> Part:
     """Return the part called `SPLIT/NAME`."""
     known = {part.label: part for part in parts(dataset)}
     if label not in known:
-        raise UserError(f"--part {label}: no such part; there are: {', '.join(known)}")
+        raise UserError(f"--part {label}: no such part; the dataset has: {', '.join(known)}")
     return known[label]
 
 
 def raws(dataset: DatasetSettings) -> dict[str, RawFile]:
-    """Return all raw files of a dataset by name."""
+    """Return all raw files of a dataset, as name → raw file."""
     return {raw.name: raw for part in parts(dataset) for raw in part.raws}
 
 

@@ -1,6 +1,6 @@
-"""Stages `preprocess` and `assemble`: write the pieces of a part, and join them into its file.
+"""Stages `preprocess` and `assemble`: write the pieces of a part, and join the pieces into the part's file.
 
-Data are streamed from the raw files, so memory is bounded for files of any size.
+Data are streamed from the raw files, so memory is bounded for files of any size; only a single row must fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlscale.data.store import Field, Moments
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write one piece of a part to `args.out`, or join `args.pieces` to the part.
+    """Write one piece of a part to `args.out`, or join the pieces `args.pieces` into the part's file `args.out`.
 
     `args.config` has the dataset's settings.
     """
@@ -88,9 +88,9 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
 
 
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
-    """Join the pieces of a part, in order, into its file, in the stored type and layout."""
+    """Join the pieces of a part, in order, into the part's file, in the stored type and layout."""
     pieces = [store.open_file(path) for path in paths]
-    # Each chunk is written once, completely: HDF5's chunk cache (8 MB per dataset by default) would only take memory.
+    # HDF5's chunk cache (by default 8 MB per dataset) is off, because each chunk is written once and completely.
     with atomic_write(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(out))
@@ -111,7 +111,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     for piece in pieces:
         moments = moments.merged(Moments.from_json(piece.attrs["moments"]))
     half = dataset.storage.dtype == "float16" and field.floating
-    # Centred and scaled values use float16 where its numbers are dense; a constant channel stays exact.
+    # Values are centred and scaled to the range in which float16 is most precise; a constant channel stays exact.
     scale = np.where(moments.std > 0, moments.std, 1.0)
     target = store.create(
         file,
@@ -124,7 +124,8 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     target.attrs["moments"] = moments.to_json()
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
-    # A block has room for values as read, scaled and compared. It ends at a chunk's end, so chunks are written once.
+    # Memory holds the values of a block as read, as scaled, and as compared. A block that is larger than a chunk ends
+    # at the end of a chunk, so that chunks are written once.
     block = max(1, store.MEMORY // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
     block -= block % rows_of_chunk if block > rows_of_chunk else 0
@@ -136,7 +137,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
                 values = piece[field.select(first, last)]
                 if half:
                     exact, values = values, ((values - offset_c) / scale_c).astype(np.float16)
-                    exact -= values * scale_c + offset_c  # as a reader decodes them
+                    exact -= values * scale_c + offset_c  # minus the values that a reader decodes
                     error = np.maximum(error, np.abs(exact, out=exact).max(axis=axes))
                     del exact
                 store.write(target, field.select(done + first, done + last), values)

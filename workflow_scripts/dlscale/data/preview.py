@@ -16,7 +16,7 @@ from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
 STRIP = 4  # images along each edge of the mosaic
-BARS = 30_000  # most classes that get a bar each: integers may be counts, up to millions
+BARS = 30_000  # largest number of classes with one bar each; integers may also be counts, up to millions
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Panel:
 
     title: str
     unit: str
-    values: np.ndarray  # [H, W], or uint8 [H, W, 3], for a picture and histogram; [N] for a histogram alone
+    values: np.ndarray  # [H, W], or uint8 [H, W, 3], for a picture and its histogram; [N] for only a histogram
     labels: tuple[str, str] = ("", "")  # labels of the picture's axes, x and y
-    classes: int | None = None  # number of classes if the values are labels; each gets a bar
+    classes: int | None = None  # number of classes if the values are labels; each of at most `BARS` classes has a bar
 
 
 def main(args: argparse.Namespace) -> None:
-    """Draw the dataset of `args.manifest`, at most ten panels, to `args.out`."""
+    """Draw at most ten panels of the dataset of `args.manifest`, and write the picture to `args.out`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
         "xtick.labelsize": 7,
         "ytick.labelsize": 7,
     }
-    with matplotlib.rc_context(style):  # draws `$` as text; saving is inside because it makes tick labels
+    with matplotlib.rc_context(style):  # draws `$` as text, also in tick labels, which saving makes
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
 def channel_panels(info: FieldInfo, values: np.ndarray, labels: tuple[str, str]) -> Iterator[Panel]:
     """Yield a panel for each channel of a slice [C, H, W] in stored units.
 
-    Panels show physical values, or their log10 if the channel's transform is a logarithm.
+    Panels show physical values, or the log10 of these values if the channel's transform is a logarithm.
     """
     for channel, unit, transform, picture in zip(info.channels, info.units, info.transforms, values, strict=True):
         physical = transform.inverse(picture) if info.stored == "model" else picture
@@ -99,7 +99,7 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
 
 
 def mosaic(images: np.ndarray) -> np.ndarray:
-    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...]; too few images form one row."""
+    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...]; fewer images form one row."""
     down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
     bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
     return np.concatenate(bands)

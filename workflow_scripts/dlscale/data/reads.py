@@ -1,6 +1,6 @@
 """Refuse files that a study's data code opens without naming them in `parts`.
 
-Only changes of named files make the data again.
+The workflow makes data again only if a named file changes, and would miss a change of any other file.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from dlscale.data import parts
 
 #: Environment variables that name folders of caches and settings.
 _CACHES = re.compile(r".*CACHE.*|XDG_CONFIG_HOME|MPLCONFIGDIR|TORCH_HOME|HF_HOME")
-#: Suffixes of code, which may be opened: fingerprints cover the modules of a study.
+#: Suffixes of code files, which may be opened because fingerprints cover the modules of a study.
 _CODE = (".py", ".pyc", ".pyi", ".so")
 
 
 class _Guard:
     """Guard that checks each file that this process opens."""
 
-    active: _Guard | None = (
-        None  #: The current guard. A single audit hook calls it, because Python cannot remove hooks.
-    )
+    #: Current guard. A single audit hook calls the current guard, because Python cannot remove hooks.
+    active: _Guard | None = None
     hooked = False
 
     def __init__(self, named: Iterable[str | Path]) -> None:
@@ -71,9 +70,9 @@ class _Guard:
                 self._written |= {real} if made else set()
             elif self._is_unseen(real):
                 self.refused = UserError(
-                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so its changes "
-                    "would be ignored; return a `RawFile` for it from `parts` and open `paths`, or use kind `starter` "
-                    "with `source: {kind: arrays}` (docs/adding.md)"
+                    f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so changes of "
+                    "this file would be ignored; return a `RawFile` for it from `parts` and open `paths`, or use kind "
+                    "`starter` with `source: {kind: arrays}` (docs/adding.md)"
                 )
                 raise self.refused
 
@@ -88,9 +87,9 @@ class _Guard:
 
 @contextlib.contextmanager
 def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
-    """Refuse to open users' files other than `named`, for kinds of datasets that dlscale does not ship.
+    """Refuse to open users' files that are not in `named`, within this context.
 
-    Files in named folders are allowed.
+    `named` has files and folders; all files in these folders are allowed. Kinds that dlscale ships are not checked.
     """
     if kind in registry.shipped_kinds():
         yield
@@ -117,7 +116,7 @@ def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
 def load_dataset(config: str | Path) -> DatasetSettings:
     """Read a dataset's settings.
 
-    A kind that dlscale does not ship must not open users' files while it is imported.
+    The module of a kind that dlscale does not ship must not open users' files while Python imports the module.
     """
     kind = str(read_settings(config)[0].get("kind"))
     with only_named(kind, []):

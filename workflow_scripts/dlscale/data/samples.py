@@ -1,8 +1,8 @@
 """Samples of a split, as loaders read them.
 
-`read` returns one sample; every loader must deliver the same values. The other classes let loaders be faster:
-`GridSamples` give the positions of boxes and how to decode them, `WritingSamples` write themselves into a batch,
-`CroppedImages` give windows of images.
+`Samples.read` returns one sample, and every loader must deliver the same values. With the subclasses, loaders can be
+faster: `GridSamples` give the positions of boxes and the formula that decodes the boxes, `WritingSamples` write
+themselves into a batch, and `CroppedImages` give windows of images.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Input or target of one sample."""
+    """Shape and type of the input or the target of one sample."""
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    classes: int | None = None  #: number of classes: labels, and drawn integers, are 0 ... classes - 1; None: unknown
+    #: number of classes, None if unknown; labels, and integers of the loader `synthetic`, are 0 ... classes - 1
+    classes: int | None = None
 
 
 class Samples(Protocol):
@@ -98,7 +99,7 @@ class ImageWindows:
 class CroppedImages(WritingSamples):
     """Samples that are windows of images, uint8 [3, size, size], with a label.
 
-    Pixels may differ between decoders, because they round differently.
+    Pixels may differ between decoders, because decoders round differently.
     """
 
     @property
@@ -114,7 +115,8 @@ class CroppedImages(WritingSamples):
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
     """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
 
-    For unscaled values the shift is the mean: subtracting it first keeps their digits.
+    `scaling` is `Reader.scaling`. Without scaling, the shift is the mean of the field, because values keep more digits
+    if the mean is subtracted first.
     """
     transforms = info.transforms if info.stored == "physical" else []
     mean, std = (  # rounded to float32, like the published statistics
@@ -134,7 +136,7 @@ class BoxIndex:
     """Positions of the boxes of n samples."""
 
     file: np.ndarray  #: number of the file, int64 [n]
-    input: np.ndarray  #: first cell of the input's box along its three axes without channels, int64 [n, 3]
+    input: np.ndarray  #: first cell of the input's box along the three axes other than channels, int64 [n, 3]
     target: np.ndarray  #: first cell of the target's box, int64 [n, 3]
     symmetry: np.ndarray  #: number of the symmetry applied to both boxes, int64 [n]
 
@@ -180,14 +182,14 @@ class BoxField:
     name
         Field of the files: volumes [C, D, H, W] or series [T, C, H, W], whose boxes are [C, T, H, W].
     extent
-        Size of a box along its three axes without channels.
+        Size of a box along the three axes other than channels.
 
     Attributes
     ----------
     shape
         Shape of a stored box: (C, *extent).
     spec
-        Shape and type (float32) of a delivered box; a single time has no time axis.
+        Shape and type (float32) of a delivered box; a box with a single time has no time axis.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class BoxField:
         assert self._info.channel_axis is not None
         files = manifest.files(split)
         self.readers = [Reader(manifest.path(file), name) for file in files]
-        #: Digests of the files, and common start of their mirrors' paths.
+        #: `digests` of the files, and `stem`, with which the paths of the files' mirrors begin.
         self.digests, self.stem = [file.digest for file in files], manifest.folder / "mirrors" / f"{split}-{name}"
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
@@ -219,7 +221,7 @@ class BoxField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
         """Return the box at `start` [3] as the model takes it: float32, shape `spec.shape`, any memory order.
 
-        Operations without effect are skipped: values that need no decoding cost as much as in published loaders.
+        Operations without effect are skipped, so that values without decoding are read as fast as by published loaders.
         """
         values = self.stored(file, start).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
@@ -244,11 +246,11 @@ class BoxField:
         box.insert(self.channel_axis, slice(None))
         return tuple(box)
 
-    # ---- all files in memory: for loaders that copy stored values and decode them later
+    # ---- stored values of all files, for loaders that copy values first and decode them later
 
     @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Type of buffers for stored values: float16 if all files have it, else float32."""
+        """Type of buffers for stored values: float16 if all files store float16, else float32."""
         return np.dtype(np.float16 if all(r.dataset.dtype == np.float16 for r in self.readers) else np.float32)
 
     @functools.cached_property
@@ -336,7 +338,7 @@ class GridSamples(Samples):
 class ArrangedSamples(Samples):
     """Samples whose input is computed from a box and a few numbers, on the model's device.
 
-    Loaders read the boxes; `dlscale.data.loaders.base.ArrangedLoader` computes the inputs, for any loader.
+    Any loader reads the boxes, and `dlscale.data.loaders.base.ArrangedLoader` computes the inputs from the boxes.
     """
 
     def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:
@@ -363,7 +365,7 @@ class ArrangedSamples(Samples):
 
 
 def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
-    """Return the field that the key `key` of a run's `samples` names; an unknown name is a `UserError`."""
+    """Return the field `name`, which the key `key` of a run's `samples` selects; raise a `UserError` if unknown."""
     fields = manifest.fields
     if name not in fields:
         raise UserError(
@@ -378,9 +380,10 @@ class RowField:
     def __init__(self, manifest: Manifest, split: str, key: str, name: str) -> None:
         self._info = info = known_field(manifest, key, name)
         if info.channel_axis == 0:
-            raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W]; expected a sample per row")
+            raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W]; expected one sample per row")
         stored = "float32" if info.stored == "physical" else info.dtype
-        # The loader `synthetic` draws integers up to the highest stored value, so that tokens and masks are valid.
+        # The loader `synthetic` draws integers up to the highest stored value, but at most 255, so that tokens and
+        # masks are valid.
         highest = int(max(info.maximum, default=0)) if np.dtype(info.dtype).kind in "iu" else 0
         among = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
         self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, among)
@@ -394,7 +397,8 @@ class RowField:
             self._numbers[file] = self._decoding(reader)
         mapped, numbers = reader.mapped, self._numbers[file]
         if mapped is not None and numbers is None and mapped.dtype == out.dtype:
-            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")  # `raise` copies
+            # The mode `raise` would make a copy.
+            np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")
             return
         if mapped is None:
             stored = np.concatenate([reader.stored((slice(row, row + 1),)) for row in rows.tolist()])

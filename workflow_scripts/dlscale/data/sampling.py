@@ -1,4 +1,4 @@
-"""Sample stream: (seed, epoch, index) gives the same sample to any reader, on any machine, after any resume.
+"""Sample stream: seed, epoch and index determine each sample, for every reader and machine, and after every resume.
 
 Random numbers come from a counter-based generator, Philox 4x64 (Salmon et al. 2011), with a key made of seed, epoch and
 stream. Each sample has its own block of four words.
@@ -35,7 +35,7 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
-    """Return the items that an epoch visits, at most `wanted` of `count`, int64.
+    """Return the numbers of the items that an epoch visits, int64: at most `wanted` of `count` items.
 
     Training visits a random choice in random order. Validation and test always visit the same items, evenly spread and
     in order.
@@ -44,14 +44,14 @@ def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool
 
 
 def locate(counts: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each item's file and its number in that file, int64 [n] each; file i holds `counts[i]` items."""
+    """Return the file of each item, and the item's number in this file, int64 [n]; file i has `counts[i]` items."""
     ends = np.cumsum(counts)
     file = np.searchsorted(ends, items, side="right")
     return file, items - (ends - counts)[file]
 
 
 def evenly(count: int, wanted: int | None) -> np.ndarray:
-    """Return at most `wanted` of `count` indices, evenly spread from the first on, int64."""
+    """Return at most `wanted` of the indices 0 to `count` - 1, evenly spaced and beginning with 0, int64."""
     if wanted is None or wanted >= count:
         return np.arange(count)
     return np.arange(wanted) * count // wanted
@@ -71,7 +71,7 @@ class Visits:
         """Return each sample's row, counted over all files, int64 [size]."""
         return visits(self._seed, epoch, int(self._counts.sum()), self.size, self._training)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - one result serves all samples of an epoch; two epochs overlap
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - one result serves a whole epoch; two results, because epochs overlap
     def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each sample's file and row, int64 [size] each."""
         return locate(self._counts, self.order(epoch))

@@ -30,20 +30,19 @@ MAX_CHUNKS = 10**6
 
 
 def check_structure(paths: Sequence[Path]) -> None:
-    """Refuse files on which HDF5 loops or crashes; a child process tries to read them.
+    """Refuse files on which HDF5 loops or crashes, by reading the files' structure in a child process.
 
-    HDF5 may follow a damaged file's addresses in circles, and Python's signal handlers run only after it returns.
+    HDF5 may follow a damaged file's addresses in circles, and Python's signal handlers run only after HDF5 returns.
     """
     for path in paths:
         no_pipe(path)
     paths = [path for path in paths if path.is_file() and h5py.is_hdf5(path)]
     if not paths:
         return
-    current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that it reads
+    current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that the child reads
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python warns about a fork with running threads; these do not use HDF5
+        # Python warns about a fork while threads run; the threads do not use HDF5.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         _walk_and_exit(paths, current)
@@ -67,7 +66,7 @@ def check_structure(paths: Sequence[Path]) -> None:
 def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
     """Read the structure of files, and end this forked process.
 
-    Exceptions are ignored: the files' reader will report them.
+    Exceptions are ignored, because the stage's reader of the files will report them.
     """
     try:
         faulthandler.disable()
@@ -90,7 +89,7 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
 
 
 def _read_structure(item: Any, stop: float) -> bool:
-    """Read attributes, members, dimensions and chunk addresses of an object; return whether CPU time `stop` passed."""
+    """Read an object's attributes, members, dimensions and chunk addresses; return whether CPU time `stop` is over."""
     with contextlib.suppress(Exception):
         dict(item.attrs)
     with contextlib.suppress(Exception):
@@ -110,28 +109,31 @@ class Source(ABC):
     bytes_per_row: int  # memory of `read` for one row, bytes: raw buffers and results
     coordinates: Mapping[str, np.ndarray] = {}  # small arrays stored with the data, the same in every piece
     row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] stored with the data, such as times
-    summed: tuple[str, ...] = ()  # names of fields [N, ...]; their sums over rows are stored as `sum/NAME`, float64
+    summed: tuple[str, ...] = ()  # names of fields [N, ...] whose sums over rows are stored as `sum/NAME`, float64
     attributes: Mapping[str, Any] = {}  # provenance of the raw files, plain values
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:
-        """Return rows [start, stop) of each field, by name, in the field's type; the next call may overwrite them."""
+        """Return rows [start, stop) of each field, in the field's type, as field name → values.
+
+        The next call may overwrite the values.
+        """
 
     def close(self) -> None:  # noqa: B027 - arrays in memory need no closing
         """Close the raw files."""
 
 
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:
-    """Average blocks of `factor` cells of `values` [A, B, H, W] along `axes`, some of the last three.
+    """Average blocks of `factor` cells of `values` [A, B, H, W] along each of `axes`, which are among the last three.
 
-    Cells beyond the last full block are dropped. Sums are float32: the error is below factor * 2e-7 of the mean
-    magnitude. The result is in `out` if given. Without `out`, a factor of 1 returns `values` themselves.
+    Cells beyond the last full block are dropped. Sums are float32, so the error is below factor * 2e-7 of the mean
+    magnitude. The result is written into `out` if given. Without `out`, a factor of 1 returns `values` themselves.
     """
     if factor == 1 and out is None:
         return values
     shape = [size // factor if axis in axes else size for axis, size in enumerate(values.shape)]
     out = np.empty(shape, np.float32) if out is None else out
-    for row, averaged in zip(values, out, strict=True):  # one at a time, so that the sums take little memory
+    for row, averaged in zip(values, out, strict=True):  # one row at a time, so that the sums take little memory
         sums = row
         for axis in sorted((axis - 1 for axis in axes), reverse=True):
             whole = np.moveaxis(sums, axis, 0)[: shape[axis + 1] * factor]
@@ -141,7 +143,7 @@ def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.
 
 
 class ArraySource(Source):
-    """Source of arrays [N, ...] in memory, by name of field: booleans become uint8, floats float32.
+    """Source of arrays in memory, given as field name → array [N, ...]; booleans become uint8, floats float32.
 
     Parameters
     ----------
@@ -188,7 +190,7 @@ class ArraySource(Source):
             field = Field(name, names or (name,), own_units, values.shape, axis, dtype=str(values.dtype))
             self.fields += (field,)
         rows = max(1, self.fields[0].rows)
-        # Values as they are, and float64 copies for their statistics.
+        # Memory of the values, and of two float64 copies for their statistics.
         self.bytes_per_row = sum(values.nbytes + 16 * values.size for values in self._arrays.values()) // rows + 1
         self.attributes = attributes or {}
 

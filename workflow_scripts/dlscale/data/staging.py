@@ -1,12 +1,12 @@
 """Copies of data files near the processes that read them, and verification of their content.
 
-A copy is a folder in a node's memory or on its local disk, named by the manifest's digest. The first process of a node
-makes the copy while other processes wait; each reader holds a shared lock on it. The last reader removes a copy in
-memory; a copy on a disk stays until another copy needs the room. A file whose size or time differs from the original's
-is copied again.
+A copy is a folder in a node's memory or on its local disk; the folder's name is the manifest's digest. The first
+process of a node makes the copy while the node's other processes wait. Each reader holds a shared lock on the copy. The
+last reader removes a copy in memory; a copy on a disk stays until another copy needs the room. A file is copied again
+if the copy's size or modification time differs from the original's.
 
-A damaged file may keep its size and time. A stage therefore reads each file that is not verified yet and compares its
-SHA-256 with the manifest's. A record next to the manifest has the size and times of verified files.
+A damaged file may keep its size and time. A stage therefore reads each file that is not verified yet, and compares the
+file's SHA-256 with the manifest's. A record next to the manifest has the digest, size and times of each verified file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlscale.core.progress import tracked
 from dlscale.core.text import size
 from dlscale.data.manifest import File, Manifest
 
-#: Folder of Linux's file system in memory.
+#: Folder of Linux's file system in the machine's memory.
 MEMORY = "/dev/shm"
 #: Name of the record of verified files, next to the manifest.
 RECORD = "verified.json"
@@ -40,7 +40,7 @@ INSTEAD = "use loader.staging none, or for `local` another site.local_disk"
 
 @contextlib.contextmanager
 def staged(manifest: str | Path, staging: str) -> Iterator[Path]:
-    """Copy a dataset to the node's memory or local disk, and yield the path of the copy's manifest.
+    """Copy a dataset to the node's memory or local disk, and yield the path of the manifest in the copy.
 
     `staging` is `memory` or `local` (the run's `loader.staging`).
     """
@@ -57,7 +57,9 @@ def staged(manifest: str | Path, staging: str) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 _complete(original, copy, staging)
         except OSError as error:
-            raise UserError(f"{folder}: data cannot be copied here ({error.strerror}); {INSTEAD}") from error
+            raise UserError(
+                f"{folder}: data cannot be copied into this folder ({error.strerror}); {INSTEAD}"
+            ) from error
         try:
             yield copy / "manifest.json"
         finally:
@@ -73,7 +75,7 @@ def _place(staging: str) -> Path:
     found = os.path.expandvars(given)
     if not given or "$" in found:
         raise UserError(
-            f"loader.staging: local: the node's local disk is '{given}'; expected a folder, with variables that are "
+            f"loader.staging: local: the node's local disk is '{given}'; expected a folder, in which all variables are "
             f"set on this node; set site.local_disk, or the variable {LOCAL_DISK}"
         )
     return Path(found)
@@ -84,8 +86,8 @@ def _check_ours(folder: Path) -> None:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise UserError(
-            f"{folder}: expected a folder, not a link, of user {os.getuid()} with mode 0700: otherwise other users "
-            f"could change the training data; remove it, or {INSTEAD}"
+            f"{folder}: expected a folder, not a link, that belongs to user {os.getuid()} and has mode 0700, because "
+            f"otherwise other users could change the training data; remove it, or {INSTEAD}"
         )
 
 
@@ -93,7 +95,8 @@ def _complete(original: Manifest, copy: Path, staging: str) -> None:
     sources = {copy / "stats" / path.name: path for path in original.folder.glob("stats/*.npy")}
     splits = {}
     for split, files in original.splits.items():
-        # Files of other splits are not copied, because no process reads them here; the manifest still lists them.
+        # Files of other splits are not copied, because no process reads them from a copy. The copy's manifest has
+        # the paths of the original files instead.
         names = [str(original.path(file).resolve()) for file in files]
         if split in ("train", "valid"):
             names = [f"{split}/{number:04}-{Path(file.path).name}" for number, file in enumerate(files)]
@@ -107,14 +110,14 @@ def _complete(original: Manifest, copy: Path, staging: str) -> None:
         _make_room(copy, needed, staging)
         for target, source in stale.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)  # not overwritten: processes that have it open still read it
-            shutil.copy2(source, target)  # sets the time last, so a partial copy counts as stale
+            target.unlink(missing_ok=True)  # not overwritten, because processes may still read the old file
+            shutil.copy2(source, target)  # sets the modification time last, so a partial copy counts as stale
         logging.info("copied %s of data to %s", size(needed), copy)
     original.model_copy(update={"splits": splits}).write(copy / "manifest.json")
 
 
 def _make_room(copy: Path, needed: int, staging: str) -> None:
-    """Remove other copies that are not in use; too little room is a `UserError`.
+    """Remove unused copies of other data, and raise a `UserError` if there is still too little room.
 
     Copies on a disk are removed only if room is short.
     """
@@ -132,7 +135,10 @@ def _make_room(copy: Path, needed: int, staging: str) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of a folder, bytes; in memory, a fifth of it is reserved for the run."""
+    """Return the space that a copy in a folder may take, bytes.
+
+    For a folder in memory, a fifth of the node's free memory is reserved for the run.
+    """
     free = shutil.disk_usage(folder).free
     return min(free, int(0.8 * free_memory())) if folder.is_relative_to(MEMORY) else free
 
@@ -163,20 +169,21 @@ def unverified(manifest: Manifest, splits: Sequence[str]) -> list[File]:
 
 
 def damaged(manifest: Manifest, files: Sequence[File]) -> list[str]:
-    """Read `files` and return a message for each whose SHA-256 differs from the manifest's."""
+    """Read `files`, and return a message for each file whose SHA-256 differs from the manifest's."""
     messages = []
     for file in tracked(files, "verifying data", len(files), "files"):
         path = manifest.path(file)
         if (found := sha256(path)) != file.digest:
             messages.append(
-                f"{path}: damaged: its content changed since it was described (SHA-256 {found[:16]}..., expected "
-                f"{file.digest[:16]}...); put it back, or delete it and run the workflow again to make a new one"
+                f"{path}: damaged: the content changed after the manifest was written (SHA-256 {found[:16]}..., "
+                f"expected {file.digest[:16]}...); put the original file back, or delete this file and run the "
+                "workflow again to make a new file"
             )
     return messages
 
 
 def remember(manifest: Manifest, files: Sequence[File]) -> None:
-    """Record `files` as verified; if the record cannot be written, later stages read them again."""
+    """Record `files` as verified; if the record cannot be written, later stages read the files again."""
     if files:
         with contextlib.suppress(UserError):
             seen = {file.path: _seen(manifest, file) for file in files}
@@ -184,7 +191,7 @@ def remember(manifest: Manifest, files: Sequence[File]) -> None:
 
 
 def read_record(record: Path) -> dict[str, Any]:
-    """Return the states of verified files by path; an unreadable record counts as empty."""
+    """Return path → state of each verified file; an unreadable record counts as empty."""
     found = {}
     with contextlib.suppress(UserError):
         found = read_json(record)
@@ -198,7 +205,7 @@ def _seen(manifest: Manifest, file: File) -> list[Any]:
 def file_state(path: Path, digest: str) -> list[Any]:
     """Return digest, size, modification time and change time of a file, times in ns.
 
-    A program that sets the modification time back changes the change time.
+    If a program changes a file and then restores its modification time, the change time reveals the change.
     """
     status = path.stat()
     return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

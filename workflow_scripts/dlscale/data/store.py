@@ -1,9 +1,9 @@
 """HDF5 layout of preprocessed data, and readers of any HDF5 file.
 
-Each field is one HDF5 dataset, described by its attributes. Volumes are [C, D, H, W], or [D, H, W, C] if marked by
-`channels_last`; their chunks are cubes with all channels, like their samples. All other fields are contiguous, row by
-row: [N, C, H, W], [N, K], [N]. Floats are float32, or float16 of (x - offset) / scale with attributes `offset` and
-`scale` [C]. Readers return channels first.
+Each field is one HDF5 dataset, which its attributes describe. Volumes are [C, D, H, W], or [D, H, W, C] with the
+attribute `channels_last`. Volumes may have chunks, which are cubes with all channels, like samples. All other fields
+are contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are stored as float32, or as (x - offset) / scale in
+float16; the attributes `offset` and `scale` are [C]. Readers return channels first.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FILTERS = {
     **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
     **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
 }
-#: Number of values in a block for statistics.
+#: Number of values in a block, for which statistics are computed at once.
 BLOCK = 2**16
 
 
 @dataclass(frozen=True)
 class Field:
-    """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes it in all files of a dataset."""
+    """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes a field in all files of a dataset."""
 
     name: str
     channels: tuple[str, ...]  # channel names; one name if there is no channel axis
-    units: tuple[str, ...]  # physical units, by channel, like the transforms
+    units: tuple[str, ...]  # physical unit of each channel
     shape: tuple[int, ...]  # shape with rows and channels, channels first
     channel_axis: int | None  # 0: [C, D, H, W] with rows along axis 1; 1: [N, C, ...]; None: [N, ...]
-    transforms: tuple[Transform, ...] = ()
+    transforms: tuple[Transform, ...] = ()  # transform of each channel; the identity if absent
     dtype: str = "float32"  # type before storing: float32 or an integer type
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Field:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape without channels and rows; for volumes [D, H, W], which includes their rows."""
+        """Shape without channels and rows; for volumes [D, H, W], although D is their number of rows."""
         return self.shape[1:] if self.channel_axis is None else self.shape[self.channel_axis + 1 :]
 
     def resized(self, rows: int) -> Field:
@@ -94,7 +94,10 @@ class Field:
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; a missing or damaged file, or links to other files, are a `UserError`."""
+    """Open an HDF5 file for reading.
+
+    A file that is missing or damaged, or that links to other files, is a `UserError`.
+    """
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; expected a file, name the files in it")
     with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
@@ -103,8 +106,8 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
         except OSError as error:
             if unfinished := re.search("already open|consistency flags|unable to lock|truncated file", str(error)):
                 raise UserError(
-                    f"{path}: incomplete or still being written ({unfinished[0]}); wait for its writer, fetch it "
-                    "again, or, if its writer was killed, clear its flags with `h5clear -s`"
+                    f"{path}: incomplete or still being written ({unfinished[0]}); wait until its writer ends, "
+                    "or fetch the file again; if its writer was killed, clear the file's flags with `h5clear -s`"
                 ) from None
             raise
         _check_own(file)
@@ -112,14 +115,14 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values are stored in other files: these could be any files of this machine."""
+    """Refuse a file whose values are stored in other files, which could be any files of this machine."""
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
             check_link(file, name)
         item = file.get(name)
         if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
             raise UserError(
-                f"{file.filename}: '{name}' lies in other files, which are not read: copy its values into this one, "
+                f"{file.filename}: '{name}' lies in other files, which are not read; copy its values into this file, "
                 "e.g. with h5repack"
             )
 
@@ -134,14 +137,16 @@ def check_link(file: h5py.File, name: str) -> None:
             missing = "" if target.exists() else ", which is missing"
             raise UserError(
                 f"{file.filename}: '{path}' lies in other files, which are not read: it is a link to '{link.path}' in "
-                f"{link.filename}{missing}; copy its values into this file, e.g. with h5repack, or name that file"
+                f"{link.filename}{missing}; copy its values into this file, e.g. with h5repack, or name the other file"
             )
         if isinstance(link, h5py.SoftLink) and file.get(path) is None:
-            raise UserError(f"{file.filename}: '{path}' is a link to '{link.path}', which is missing; name another")
+            raise UserError(
+                f"{file.filename}: '{path}' is a link to '{link.path}', which is missing; name another array"
+            )
 
 
 def names(file: h5py.File) -> list[str]:
-    """Return the names of all datasets of a file, those in groups included."""
+    """Return the names of all datasets of a file, including datasets in groups."""
     found = list[str]()
     file.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None)
     return found
@@ -155,8 +160,9 @@ def check_filters(values: h5py.Dataset) -> None:
             name = FILTERS.get(code, own.decode(errors="replace") or "unknown")
             raise UserError(
                 f"{values.file.filename}: '{values.name.strip('/')}' is compressed by the filter {code} ({name}), "
-                "which is missing here; run `pip install hdf5plugin`, and set HDF5_PLUGIN_PATH to what `python -c "
-                "'import hdf5plugin; print(hdf5plugin.PLUGIN_PATH)'` prints; or repack the file with gzip"
+                "which is missing on this machine; run `pip install hdf5plugin`, and set HDF5_PLUGIN_PATH to the path "
+                "that `python -c 'import hdf5plugin; print(hdf5plugin.PLUGIN_PATH)'` prints; or repack the file with "
+                "gzip"
             )
 
 
@@ -181,13 +187,14 @@ def check_values(values: h5py.Dataset) -> None:
             )
     if values.size and not _is_written(values):
         raise UserError(
-            f"{where}: a part was never written and would be read as {values.fillvalue}: its writer ended early; write "
-            "it again, or assign all values once if that value is meant (x[...] = x[...])"
+            f"{where}: a part was never written and would be read as {values.fillvalue}, probably because its writer "
+            "ended early; write the array again, or, if this value is intended, assign all values once "
+            "(x[...] = x[...])"
         )
 
 
 def _is_written(values: h5py.Dataset) -> bool:
-    """Return whether all values were written, or have a fill value that their writer chose."""
+    """Return whether all values were written, or their writer chose the fill value."""
     if values.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
         return True
     if values.chunks is None:
@@ -199,7 +206,7 @@ def _is_written(values: h5py.Dataset) -> bool:
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
     """Return the numeric dataset `name`; any other type or shape is a `UserError`.
 
-    With `ndim` the values must be floats with that many axes; with `channels` the first axis must have that length.
+    With `ndim`, the values must be floats with `ndim` axes. With `channels`, the first axis must have this length.
     """
     with reading(file.filename):
         check_link(file, name)
@@ -207,7 +214,7 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
             what = f"'{name}' is a group" if name in file else f"no dataset '{name}'"
             raise UserError(f"{file.filename}: {what}; it holds: {', '.join(names(file)[:20]) or 'nothing'}")
         check_values(values)
-        values.dtype, values.shape  # noqa: B018 - fails if it is damaged
+        values.dtype, values.shape  # noqa: B018 - fails if the dataset is damaged
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):
         expected = f"{ndim} axes of floating-point numbers" if ndim else "numbers"
@@ -238,15 +245,16 @@ def create(
 ) -> h5py.Dataset:
     """Create the dataset of `field` in `file`, to be filled with `write`.
 
-    `dtype` is the stored type. Two arguments are for [C, D, H, W] only: `chunk`, the edge of a cubic chunk with all
-    channels, and `channels_last`, which stores [D, H, W, C]. `scaling` marks scaled values: offset and scale, [C] each.
+    `dtype` is the stored type (default: the field's). For volumes [C, D, H, W], `chunk` is the edge of a cubic chunk
+    with all channels, and `channels_last` stores [D, H, W, C]. `scaling` marks scaled values, and has their offset and
+    scale, [C] each.
     """
     shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
         chunks = (shape[0], *(min(chunk, size) for size in shape[1:]))
     if channels_last:
         shape, chunks = (*shape[1:], shape[0]), chunks and (*chunks[1:], chunks[0])
-    # All values will be written: filling chunks first would only take time, and the memory of a chunk.
+    # Chunks are not filled first, because all values will be written: filling takes time, and the memory of a chunk.
     created = file.create_dataset(field.name, shape, dtype or field.dtype, chunks=chunks, fill_time="never")
     created.attrs["channels_last"] = channels_last
     created.attrs["channels"], created.attrs["units"] = list(field.channels), list(field.units)
@@ -259,7 +267,10 @@ def create(
 
 
 def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
-    """Write `values` [C, D, H, W] or [T, C, H, W] to `where`, which has the same axes, in `target`'s stored order."""
+    """Write `values` [C, D, H, W] or [T, C, H, W] to the slices `where` of `target`, in the stored order of axes.
+
+    `where` has the same axes as `values`.
+    """
     order = stored_order(target)
     target[tuple(where[axis] for axis in order)] = values.transpose(order)
 
@@ -267,8 +278,8 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 class Reader:
     """Reader of one dataset of one file, channels first.
 
-    It opens the file on first use in each process, so it may be forked and pickled. The HDF5 library copies in one
-    thread at a time. If a file stores plain values, `copy` takes them from the mapped file, in any number of threads.
+    A reader opens its file on first use in each process, so a reader may be forked and pickled. The HDF5 library serves
+    one thread at a time. If a file stores plain values, `copy` reads the mapped file in any number of threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
@@ -304,7 +315,7 @@ class Reader:
 
     @functools.cached_property
     def chunks(self) -> dict[tuple[int, ...], np.ndarray]:
-        """Mapped values by the first cell of each chunk, channels first; see `map_chunks`."""
+        """First cell of each chunk → mapped values of the chunk, channels first; see `map_chunks`."""
         axes = np.argsort(self.order)
         return {
             tuple(int(corner[axis]) for axis in axes): values.transpose(axes)
@@ -332,7 +343,7 @@ class Reader:
         return values.transpose([order.index(axis) for axis in range(values.ndim)])
 
     def copy(self, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy values, from the start of each slice on, into `out` [C, D, H, W] or [T, C, H, W], in its type."""
+        """Copy the selected values into `out` [C, D, H, W] or [T, C, H, W], and convert them to the type of `out`."""
         if not self.chunks:
             np.copyto(out, self.stored(index))
             return
@@ -348,7 +359,10 @@ class Reader:
             np.copyto(out[tuple(target)], self.chunks[corner][tuple(source)])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a fresh array, unscaled float32 or integers (all axes kept: slices only)."""
+        """Return the selected values as a new array: integers, or float32 without the stored scaling.
+
+        `index` has only slices, so the result keeps all axes.
+        """
         values = self.stored(index)
         if values.dtype.kind == "f":
             values = values.astype(np.float32, copy=False)
@@ -361,10 +375,11 @@ class Reader:
 
 
 def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
-    """Map a dataset's file, and return the values of each chunk by its first cell, axes as stored.
+    """Map a dataset's file, and return first cell → values of each chunk, axes as stored.
 
-    Contiguous data count as one chunk. The result is empty if values are compressed, in a foreign byte order, not
-    aligned, in another file, in memory, or partly not written.
+    Contiguous data count as one chunk. The result is empty if the dataset is empty, or its values are compressed, in a
+    foreign byte order, not aligned, in another file, in memory, or partly not written. Files with a user block are not
+    mapped either.
     """
     with reading(dataset.file.filename):
         plan = dataset.id.get_create_plist()
@@ -392,7 +407,7 @@ def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
         return {}
     size = math.prod(shape) * dtype.itemsize
     if max(offsets.values()) + size > file.size:
-        raise UserError(f"{dataset.file.filename}: values of '{dataset.name}' are beyond its end; {TORN}")
+        raise UserError(f"{dataset.file.filename}: values of '{dataset.name}' are beyond the file's end; {TORN}")
     return {corner: file[first : first + size].view(dtype).reshape(shape) for corner, first in offsets.items()}
 
 

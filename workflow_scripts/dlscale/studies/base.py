@@ -1,6 +1,7 @@
 """Base classes of a study: a model for a kind of dataset, with loss, metrics, figure and checks of a run's settings.
 
-Reading a configuration imports the study's module. To keep this quick, its methods import PyTorch and the model.
+Reading a configuration imports the study's module. To keep this quick, the module does not import PyTorch or the model;
+the study's methods import them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class PublishedLog:
     """TensorBoard tags of the published program, which are written in addition to dlscale's tags."""
 
-    tags: Mapping[str, str] = field(default_factory=dict)  #: Tags, each with dlscale's (`dlscale.train.logs`).
+    tags: Mapping[str, str] = field(default_factory=dict)  #: Published tag → dlscale's tag (see `dlscale.train.logs`).
     over: Literal["step", "epoch"] = "step"  #: Unit that published steps count; 0 is before training.
     percent: frozenset[str] = frozenset()  #: Published tags with values in per cent.
 
@@ -47,15 +48,18 @@ class Metrics:
         return []
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return per-sample values [B, ...] of a batch's input, target and prediction, in model units."""
+        """Return name → values [B, ...] of each sample of a batch, whose arguments are in model units."""
         return {}
 
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
-        """Return errors [B, ...] of baselines without learning on samples of a split, for `summarise`."""
+        """Return name → errors [B, ...] of baselines without learning, on samples `indices` of a split.
+
+        `summarise` also gets the means of these errors.
+        """
         return {}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Turn means over all samples, scalars or [C], into numbers `NAME`, or `NAME/CHANNEL`."""
+        """Turn means over all samples into numbers: a scalar into `NAME`, [C] into `NAME/CHANNEL` for each channel."""
         numbers: dict[str, float] = {}
         for name, mean in means.items():
             names = [f"{name}/{channel}" for channel in self.channels] if mean.dim() else [name]
@@ -70,7 +74,7 @@ class Study(ABC):
     Model: ClassVar[type[Strict]]  #: Settings of the model (key `model`).
     Loss: ClassVar[type[Strict]]  #: Settings of the loss (key `loss`).
     loss_info: ClassVar[LossInfo] = LossInfo()  #: Title and unit of the loss.
-    #: Operations of the model with known defects in libraries; any of `conv2d`, `conv3d`, `attention`.
+    #: Operations of the model for which libraries have known defects; any of `conv2d`, `conv3d`, `attention`.
     operations: ClassVar[frozenset[str]] = frozenset()
     #: Optional abilities of the model; any of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -117,9 +121,12 @@ class Study(ABC):
         return Metrics()
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure | None:
-        """Draw the first validation sample with its prediction, numpy arrays; None for no figure."""
+        """Draw the first validation sample with its prediction, from numpy arrays; return None for no figure."""
         return None
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray] | None:
-        """Return a name and pixels [H, W, 3] of that sample for TensorBoard after an epoch; None for no picture."""
+        """Return name and pixels [H, W, 3] of a picture of the first validation sample; None for no picture.
+
+        TensorBoard gets the picture after an epoch.
+        """
         return None

@@ -35,7 +35,7 @@ def comparison(
 
     (height, width), rows = rows[0][2][0].shape, rows[:20]
     height = min(height, 8 * width)  # limits the number of pixels of the figure
-    panel, count = 2.6, len(columns)  # inches; fixed positions take a fifth of the time of a constrained layout
+    panel, count = 2.6, len(columns)  # inches; with fixed positions, drawing takes a fifth of the time
     size = (panel * (count + 1) + 2.6, (panel * height / width + 0.3) * len(rows) + 0.8)
     figure = Figure(figsize=size)
     edges = {"left": 0.6 / size[0], "right": 1 - 0.7 / size[0], "bottom": 0.5 / size[1], "top": 1 - 0.55 / size[1]}
@@ -67,7 +67,10 @@ def comparison(
 def beside_bars(
     picture: np.ndarray, title: str, classes: tuple[str, list[str]], probabilities: np.ndarray, right: str, **shown: Any
 ) -> Figure:
-    """Draw an image next to the probabilities of `classes`, given as axis label and class names."""
+    """Draw an image next to the probabilities of `classes`, given as axis label and class names.
+
+    The bar of the class `right` is green.
+    """
     from matplotlib.figure import Figure
 
     noun, names = classes

@@ -1,6 +1,6 @@
 """Command `dlscale new-study NAME`: write a small example as the start of a user's study.
 
-The example for arrays of any shapes is `waves`, in `template`; with --images it is the study `starter_cnn`.
+For arrays of any shapes, the example is `waves`, in `template`. With --images, the example is the study `starter_cnn`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlscale.core.fingerprint import CHECKOUT, DOCS
 PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = CHECKOUT or Path.cwd()  # for an installed dlscale, the folder of `dlscale init`
 TEMPLATE = PACKAGE / "studies/template"
-#: Names of the copied study in modules and in classes, with --images (True) and without (False).
+#: Whether --images is given → name of the copied study in modules, and in classes.
 ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
 
 #: Words that YAML reads as a boolean or null instead of the name of a study.
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         calls += [f"{call} -n", call]
         page = f"results/{name}/report/index.html"
     print("\nNext:", *(f"  {call}" for call in calls), sep="\n")
-    print(f"`{'make install-dev' if CHECKOUT else 'pip install pytest'}` installs pytest; the rest works without it.")
+    print(f"`{'make install-dev' if CHECKOUT else 'pip install pytest'}` installs pytest, which only the tests need.")
     guide = "from_notebook.md" if images else "adding.md"
     guide = _seen(CHECKOUT / "docs" / guide, Path.cwd()) if CHECKOUT else DOCS + guide
     page = _seen(place / page, Path.cwd())
@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
     known = {*registry.studies(), *registry.shipped_kinds()}
     if name in known or any(spec and spec.origin for spec in specs):  # a folder without code has no origin
         raise UserError(
-            f"NAME: {name}: a study or kind of dataset of dlscale, or a Python module, has this name; choose another"
+            f"NAME: {name}: a study or kind of dataset of dlscale, or a Python module, has this name; choose a new one"
         )
 
 
@@ -81,12 +81,13 @@ def write(name: str, folder: Path | None, images: bool) -> None:
     words = {original: name, classes: "".join(word.capitalize() for word in name.split("_"))}
     if folder is not None:
         words |= {"CALL": _call(name, folder), "NAME": name}
-        words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}  # before the name that it contains
+        # The module's name comes before the study's name, which it contains.
+        words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}
     anyone = re.compile("|".join(map(re.escape, words)))
     try:
         for path, source in files.items():
             write_text(path, anyone.sub(lambda found: words[found[0]], source.read_text(encoding="utf-8")))
-    except BaseException:  # otherwise the next call would find some of the files
+    except BaseException:  # otherwise files that remain would stop the next call
         for path in files:
             remove(path)
         raise
@@ -94,7 +95,7 @@ def write(name: str, folder: Path | None, images: bool) -> None:
 
 
 def outside(name: str, folder: Path, images: bool) -> dict[Path, Path]:
-    """Return the files of a study in its own folder, each with the file that it copies."""
+    """Return new file → copied file, for a study in its own folder."""
     original, _ = ORIGINALS[images]
     shipped = PACKAGE / "studies" / original
     code = {"": shipped / "study.py", "_model": shipped / "model.py"}
@@ -109,7 +110,7 @@ def outside(name: str, folder: Path, images: bool) -> dict[Path, Path]:
 
 
 def inside(name: str) -> dict[Path, Path]:
-    """Return the files of a study in the repository, each with the file that it copies."""
+    """Return new file → copied file, for a study in the repository."""
     tests, own, (original, _) = REPOSITORY / "tests", PACKAGE / "studies" / name, ORIGINALS[True]
     if not (tests / "tiny").is_dir():
         raise UserError("--inside: this dlscale is installed without its repository; name a folder with --at")

@@ -32,12 +32,13 @@ from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World
 from dlscale.train.memory import available, predict, total
 
-#: Fraction, by type of device, of the free memory without `RESERVE` bytes that a predicted step may take. Workspaces,
-#: threads and unused blocks are not predicted; on a CPU they took up to 0.6 of the predicted memory.
+#: Type of device → fraction that a predicted step may take of the free memory minus `RESERVE`. The rest is for
+#: workspaces, threads and unused blocks, which are not predicted; on a CPU they took up to 0.6 of the predicted memory.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
+#: Type of device → part of the free memory that a step must leave, bytes.
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: Parts of a stage in messages, by function; the first function found in the traceback counts.
+#: Function → name of the part of a stage in messages. The first of these functions that is in the traceback counts.
 PLACES = {
     "Tensor.backward": "the backward pass",
     "Step._backward": "the forward pass",
@@ -73,9 +74,9 @@ def run_context(
 
 
 def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
-    """Raise a `UserError` if data files are damaged; ranks divide the unverified files among them.
+    """Raise a `UserError` if data files are damaged; the ranks divide the unverified files among themselves.
 
-    If each node has its own copy of the data, only ranks on one node divide its files.
+    If each node has its own copy of the data, the ranks of each node divide the files of the node's copy.
     """
     manifest.check_files()
     places = world.gather(platform.node() if staging.is_copy(manifest) else "")
@@ -123,7 +124,7 @@ def _says(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes: exceptions that it was raised from, or raised while handling."""
+    """Return an exception and its causes: the exceptions from which, or during whose handling, it was raised."""
     found: list[BaseException] = []
     more: BaseException | None = error
     while more and more not in found:
@@ -150,11 +151,11 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     try:
         data = Manifest.read(manifest)
         needed = predict(run, data, world.device).peak or 0
-        # The step failed, so less than it needs was available, even if more seemed to be free.
+        # The step failed, so less memory than predicted was available, even if more memory seemed to be free.
         fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
     except Exception as failure:  # fake tensors do not support every model
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
-        return f"{text}; try a smaller batch_size, or accumulation_steps"
+        return f"{text}; try a smaller batch_size, or more accumulation_steps"
     each_ = " on each device" if world.size > 1 else ""
     text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}{each_}"
     if not fitting:
@@ -163,7 +164,7 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
 
 
 def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
-    """Return settings with which a step is predicted to take at most `limit` bytes, each with its bytes.
+    """Return settings with which a step is predicted to take at most `limit` bytes, each with its predicted bytes.
 
     The cheapest setting comes first: micro-batches, then recomputation, then a smaller batch, which changes the
     training.

@@ -19,16 +19,17 @@ from dlscale.parallel.world import synchronize
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
-    "fa3": SDPBackend.FLASH_ATTENTION,  # FlashAttention-3 replaces its kernel
+    "fa3": SDPBackend.FLASH_ATTENTION,  # FlashAttention-3 replaces the kernel of `flash`
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
 
-#: Number of elements of the score matrices above which `math`, which stores all of them, is not tried.
+#: Largest number of elements of the score matrices for which a trial includes `math`, which stores all elements. If no
+#: other kernel works, `math` is tried in any case.
 MAX_SCORES = 2**28
 
-#: Context of the forward and the backward pass: recomputed activations choose their kernel again.
+#: Context of the forward pass, and of the backward pass, in which recomputed activations choose their kernel again.
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -57,8 +58,8 @@ def attention_context(
         except (RuntimeError, ImportError):
             usable = trial(shape, dtype, device, repeats=1)
             raise UserError(
-                f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of {shape[3]} on {device.type}; "
-                f"use default, auto or one of: {', '.join(usable)}"
+                f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of width {shape[3]} on {device.type}"
+                f"; use default, auto or one of: {', '.join(usable)}"
             ) from None
     if kind == "fa3":  # once per process, because registering takes longer than a step
         from torch.nn.attention import activate_flash_attention_impl
@@ -81,12 +82,12 @@ def only(kind: str) -> Iterator[None]:
 def trial(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, repeats: int = 5
 ) -> dict[str, float]:
-    """Return the time of a forward and backward pass with each usable kernel, seconds, shortest of `repeats`."""
+    """Return usable kernel → time of a forward and backward pass, seconds; the shortest of `repeats` times."""
     times: dict[str, float] = {}
     for name in BACKENDS:
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MAX_SCORES:
             continue
-        # A kernel may be missing, or memory too small for it. If no kernel works, the error of `math` is raised.
+        # A kernel may be missing, or need too much memory. If no kernel works, the error of `math` is raised.
         with nullcontext() if name == "math" and not times else suppress(RuntimeError, ImportError):
             _seconds(name, shape, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dtype, device) for _ in range(repeats))

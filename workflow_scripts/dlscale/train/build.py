@@ -1,4 +1,4 @@
-"""Build a run's step from its settings; training repeats the step, throughput measures it."""
+"""Build a run's step from the run's settings; training repeats the step, and throughput measures the step."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def build_step(
     world = world or World()
     device = world.device
     if run.cuda_graph and device.type != "cuda":
-        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set it to false")
+        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set cuda_graph to false")
     set_matmul_precision(run.precision)
     torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as in all published programs
 
-    # 1. Make the model. Its weights are drawn on the host from the seed, so they are the same on any device and any
-    #    number of ranks. (A model too large for a host would be made on `meta`, and its weights drawn after 2.)
+    # 1. Make the model. Weights are drawn on the host from the seed, so weights are equal on any device and any
+    #    number of ranks. (A model too large for a host would be made on `meta`, and get its weights after 2.)
     torch.manual_seed(run.seed)
     model = make()
     partition = sharding(model)
-    # 2. Divide it among the devices that share it; each keeps its part.
+    # 2. Divide the model among the devices that share the model; each device keeps its part.
     divided = None
     if world.mesh:
         if not draws and (layer := drawing(model)):
             raise UserError(
-                f"geometry: study {run.study}: {layer} draws random numbers, but the study does not declare it, so "
-                "devices that share a model would all draw the same numbers; let its draws(run) return True"
+                f"geometry: study {run.study}: {layer} draws random numbers, but the study does not declare this, so "
+                "devices that share a model would all draw the same numbers; let the study's draws(run) return True"
             )
         own = random_seed(run.seed, *(world.mesh.rank(axis) for axis in AXES)) if draws else None
         divided = ModelParallel(model, partition, world.mesh, device, own)
@@ -72,12 +72,12 @@ def build_step(
         model = synchronised(model, device)
     if device.type == "cpu" and compute_dtype(run.precision) == torch.bfloat16:
         check_convolutions(model)
-    # 3. Move it to its device and memory format.
+    # 3. Move the model to its device and memory format.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
-    # 4. and 5. Set the number format, and add loss, other ranks and optimiser.
+    # 4. and 5. Set the number format, and add the loss, the exchange with other ranks, and the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
     step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs, scores)
-    # 6. Compile the result, or record it as a CUDA graph.
+    # 6. Compile the step, and record it as a CUDA graph, if the run asks for this.
     if run.compile.mode != "none":
         logging.info("code is compiled at the first batch of each shape, which may take minutes")
     step.compile(run.compile.mode)
@@ -97,7 +97,7 @@ def assemble(
     graphs: CudaBackend | None = None,
     scores: SampleLoss | None = None,
 ) -> Step:
-    """Return the step, not compiled, of a model that has its device and memory format."""
+    """Return the step of a model that has its device and memory format; the step is not compiled yet."""
     exact = convert(model, run.precision)
     # 4. Wrap model and loss, so that gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format), scores)
@@ -140,7 +140,8 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
         if losses.shape != target.shape[:1]:
             raise UserError(
                 f"study {study}: its loss has shape {tuple(losses.shape)} for {len(target)} samples; expected one "
-                f'number for each, ({len(target)},); use reduction="none", and a mean over all axes except the first'
+                f'number for each sample, shape ({len(target)},); use reduction="none", and a mean over all axes '
+                "except the first"
             )
         return losses
 
@@ -165,7 +166,7 @@ class Session:
         samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning(
-                "batch_size %d is more than the %d training samples: an epoch is one step, with all of them, and a "
+                "batch_size %d is more than the %d training samples: an epoch is one step, with all samples, and a "
                 "learning rate chosen for batches of %d may be too high; use batch_size %d or less, or more training "
                 "samples",
                 *(self.run.batch_size, samples.size, self.run.batch_size, samples.size),
@@ -188,7 +189,10 @@ class Session:
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:
-    """Return the CPU threads of each process: the run's `threads`, its `cpus`, or a part of a node's `threads`."""
+    """Return the number of CPU threads of each process.
+
+    The number is the run's `threads`, else the run's `cpus`, else an equal part of a node's `threads`, else None.
+    """
     return run.threads or run.cpus or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 
 
@@ -196,7 +200,9 @@ def _keep_to(cpus: int, local_rank: int, processes: int) -> None:
     """Bind this process and its children to its part of the usable CPUs."""
     there = sorted(os.sched_getaffinity(0))
     if len(there) < cpus:
-        raise UserError(f"geometry.cpus: {cpus} CPUs per process, but this process may use only {len(there)}; lower it")
+        raise UserError(
+            f"geometry.cpus: {cpus} CPUs per process, but this process may use only {len(there)}; lower geometry.cpus"
+        )
     # In a Slurm task, the usable CPUs may already be this process's part.
     first = cpus * local_rank if len(there) >= cpus * processes else 0
     for thread in Path("/proc/self/task").iterdir():
@@ -229,7 +235,7 @@ def open_session(
     samples = run.samples.model_dump()
     for key in ("input", "target"):
         if samples.get("kind") == "rows" and key in samples:
-            known_field(data, key, samples[key])  # checked before the study reads it
+            known_field(data, key, samples[key])  # checked before the study reads the field
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)

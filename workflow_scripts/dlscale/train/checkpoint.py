@@ -1,9 +1,9 @@
 """Checkpoints: one folder per saved step, written atomically while the training continues.
 
-They are in a folder named by the run's fingerprint, so a retry resumes, and a changed run starts from the beginning.
-Each device writes its shards of each tensor with `torch.distributed.checkpoint` (DCP). The names of tensors do not
-depend on devices, so a training with another number of devices can resume. The files are safetensors: reading them
-executes no code.
+The run's fingerprint names the folder of the checkpoints, so a retry resumes, and a changed run starts from the
+beginning. Each device writes its shards of each tensor with `torch.distributed.checkpoint` (DCP). The names of tensors
+do not depend on devices, so a training with another number of devices can resume. The files have the format
+safetensors, so reading a file executes no code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dlscale.core.record import Number, Record
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import BACKGROUND, World
 
-#: Shard that this device has of each tensor, by name.
+#: Name of a tensor → this device's shard of the tensor.
 State = dict[str, Shard]
 
 # PyTorch warns about this at every checkpoint of a single process.
@@ -62,15 +62,15 @@ class CheckpointRecord(Record):
     sums: list[list[Number]] = []
     seconds: float = 0.0  #: time spent on this epoch's steps in all tries, seconds
     wall_time: float = 0.0  #: end of this epoch's steps, seconds since 1970-01-01 UTC; 0 if unfinished
-    #: Settings that affect times but no weight (`train.NOT_FINGERPRINTED`); None if they changed in the epoch.
+    #: Settings of geometry, parallel, threads and loader, which affect times; None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step; only in records of the first epoch
     places: dict[str, Any] = {}  #: devices of the training; random states are restored only on the same devices
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are stored separately; None: no best epoch is known
-    files: dict[str, str] = {}  #: SHA-256 of each other file
+    files: dict[str, str] = {}  #: name of each other file → SHA-256
     run: str = ""  #: name of the training's folder: its fingerprint
-    own: str = ""  #: SHA-256 of this record
+    own: str = ""  #: SHA-256 of this record without this key
 
     def sealed(self) -> CheckpointRecord:
         """Return the record with its digest."""
@@ -78,13 +78,16 @@ class CheckpointRecord(Record):
         return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
     def rank_sums(self, rank: int, ranks: int) -> list[float]:
-        """Return a rank's sums, [] for zeros; if the number of ranks has changed, the first rank gets all sums."""
+        """Return the sums with which a rank continues the epoch; an empty list stands for zeros.
+
+        If the number of ranks has changed, the first rank gets the sums over all ranks.
+        """
         if len(self.sums) == ranks:
             return self.sums[rank]
         return [] if rank else [sum(values) for values in zip(*self.sums, strict=True)]
 
 
-#: Number of newest checkpoints that are kept of a run.
+#: Number of newest checkpoints of a run that are kept.
 KEPT = 2
 
 
@@ -96,7 +99,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
         self.folder, self.keep, self._world = folder, keep or KEPT, world or World()
-        # A separate group, so that these exchanges do not mix with the exchanges of the training.
+        # A separate group, so that exchanges about checkpoints do not mix with the exchanges of the training.
         group = dist.new_group(backend="gloo", group_desc=BACKGROUND) if self._world.size > 1 else None
         self._background = replace(self._world, control=group)
         self._saving = Future[None]()
@@ -132,7 +135,8 @@ class Checkpoints:
     def save(self, record: CheckpointRecord, state: Mapping[str, Shard]) -> None:
         """Wait for the previous save, copy this rank's shards, and start to write the copies.
 
-        The caller may change the shards afterwards. After the write, the oldest checkpoints beyond `keep` are removed.
+        The caller may change the shards afterwards. After the write, the oldest checkpoints beyond `keep` are removed,
+        and so are checkpoints of later steps, up to the last step of this training.
         """
         with ranges.part(ranges.SAVING, ranges.BETWEEN):
             self.wait()
@@ -159,7 +163,7 @@ class Checkpoints:
                 temporary.mkdir()
             folder = Path(self._background.gather(str(temporary))[0])
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            # All tensors are on the host. Without this, the thread of each rank would use the first GPU's stream.
+            # All tensors are on the host. Without this setting, each rank's thread would use the first GPU's stream.
             writer.per_thread_copy_ahead = 0
             try:
                 save(
@@ -208,11 +212,12 @@ class Checkpoints:
             if not any(problem for problem, _ in told):
                 return found
             problem = next(problem for problem, _ in told if problem)
-            logging.warning("%s: not used (%s); trying an earlier one", self._path(step), problem)
-            if not any(damaged for _, damaged in told):  # another try, or the code that wrote it, may succeed
+            logging.warning("%s: not used (%s); trying an earlier checkpoint", self._path(step), problem)
+            if not any(damaged for _, damaged in told):  # another try, or the code of the checkpoint, may succeed
                 useless = useless or (
-                    f"{self._path(step)}: this training cannot resume from it ({problem}), nor from an earlier one, "
-                    "but it is not known to be damaged; try again, or remove the folder to start from the beginning"
+                    f"{self._path(step)}: this training cannot resume from this checkpoint ({problem}), nor from an "
+                    "earlier one, but the checkpoint is not known to be damaged; try again, or remove the folder to "
+                    "start from the beginning"
                 )
         if useless:
             raise UserError(useless)
@@ -242,7 +247,7 @@ class Checkpoints:
 
 
 def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: int = 1) -> None:
-    """Compare every `step`-th file of a checkpoint with its digest."""
+    """Compare the digests of every `step`-th file of a checkpoint, from file `first` on, with the recorded digests."""
     if not files:
         raise UserError(f"{path}: the list of its files is empty")
     for name, digest in files[first::step]:
@@ -264,7 +269,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # PyTorch's version searches for `meta` tensors, and converts values of types that it does not know.
+        # PyTorch's method searches for `meta` tensors, and converts values of types that the method does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -297,7 +302,7 @@ def fill(path: Path, state: State) -> None:
         if not isinstance(entry, TensorStorageMetadata) or entry.size != shard.shape:
             raise ValueError(f"{name}: {getattr(entry, 'size', 'missing')}, expected {tuple(shard.shape)}")
         if sum(_common(shard, chunk) for chunk in entry.chunks) != shard.tensor.numel():
-            raise ValueError(f"{name}: parts of it are missing, or stored more than once")
+            raise ValueError(f"{name}: parts of this tensor are missing, or stored more than once")
     load(
         dict(state),
         storage_reader=reader,

@@ -24,10 +24,10 @@ PICTURE = "Visualization, "
 
 
 class RunLogs:
-    """Logs in a run's folder `out`, which start with the epochs up to `step`.
+    """Logs in a run's folder `out`, which begin with the epochs in `history`.
 
-    If TensorBoard's files are missing, or the published tags count epochs, these epochs are written again, without
-    pictures.
+    `metrics.jsonl` is always written again. TensorBoard's files are continued after step `step`. If these files are
+    missing, or the published tags count epochs, the epochs in `history` are written again, without pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
@@ -46,7 +46,7 @@ class RunLogs:
         self._board.flush()
 
     def begin(self, untrained: Untrained, wall_time: float) -> None:
-        """Add the scores before the first step, unless an earlier try did."""
+        """Add the scores before the first step, unless an earlier try did so."""
         if not self._begun:
             self._scalars(validation(untrained), 0, 0, wall_time)
             self._begun = True

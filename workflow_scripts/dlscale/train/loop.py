@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.core import ranges
 from dlscale.core.ranges import mark, patience
 
-#: Arguments of `step`: input and target, and in training the weight of this rank's loss.
+#: Arguments of `step`; usually input and target, and in training also the weight of this rank's loss.
 Batch = tuple[Any, ...]
 
 
@@ -36,14 +36,14 @@ class Hook:
 def run_steps(
     step: Callable[..., Any], batches: Iterator[Batch], numbers: Iterable[int], hooks: Sequence[Hook] = ()
 ) -> None:
-    """Call `step(*batch)` with the next batch for each of `numbers`, and the hooks."""
+    """For each of `numbers`, call `step(*batch)` with the next batch, and call the hooks before and after it."""
     around = ranges.kind()
     with ranges.part("steps", ranges.STEPS):
         for count, number in enumerate(numbers):
             with mark("step"):
                 for hook in hooks:
                     hook.before_step(number)
-                with mark("data"), patience(around) if count == 0 else nullcontext():  # workers start
+                with mark("data"), patience(around) if count == 0 else nullcontext():  # the first batch starts workers
                     batch = next(batches)
                 result = step(*batch)
                 for hook in hooks:

@@ -1,7 +1,7 @@
 """Memory of a device, and of a run's step on it: predicted with fake tensors, and measured.
 
-Fake tensors have shapes, types and a device, but no memory. A step on them calls the same operators as in training
-without computing anything, so that its memory and its work can be counted in advance.
+Fake tensors have shapes, types and a device, but no memory. A step on fake tensors calls the same operators as in
+training without computing anything, so that the memory and the work of a step can be counted in advance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dlscale.train.build import Session, assemble, memory_format
 #: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
 
-#: Name of each range in `Memory.measured`, which is taken at the end of the range.
+#: Range of a step → name in `Memory.measured`; the memory is measured at the end of the range.
 STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
 
 
@@ -67,7 +67,7 @@ def peak(device: torch.device) -> int:
     """Return the peak memory in use since `reset_peak`, bytes, on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Not `ru_maxrss`, which a process inherits from its parent.
+    # `ru_maxrss` is used only without VmHWM, because a process inherits `ru_maxrss` from its parent.
     if own := re.search(r"^VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE):
         return 1024 * int(own[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -99,9 +99,10 @@ def _own_limits() -> list[tuple[int, int]]:
 
 
 class FakeStep:
-    """Step of a run on fake tensors, not compiled, for one call of `train`; its optimiser has its state.
+    """Step of a run on fake tensors, for one call of `train`.
 
-    If devices share the model, this is the part of the first device. Weights that FSDP would shard are complete.
+    The step is not compiled, and its optimiser already has its state. If devices share the model, the step has the part
+    of the first device. Weights that FSDP would shard are complete.
 
     Parameters
     ----------
@@ -144,7 +145,7 @@ class FakeStep:
         self._begin()
 
     def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
-        """Make one step on a batch from `like`; `marker` opens its ranges, and `mode` receives its operators."""
+        """Make one step on a batch from `like`; `marker` opens the step's ranges, and `mode` receives its operators."""
         step = self.step
         with marking(marker):
             with self._mode, mode:
@@ -153,7 +154,7 @@ class FakeStep:
                 step.weights.collect_gradients()
                 if step.scaler.is_enabled() and not step.optimizer.defaults.get("fused"):
                     step.scaler.unscale_(step.optimizer)
-                    step.optimizer.step()  # the scaler would read values of gradients
+                    step.optimizer.step()  # `scaler.step` would read values of gradients
                 else:
                     step.scaler.step(step.optimizer)
                 step.weights.distribute()
@@ -165,7 +166,7 @@ class FakeStep:
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _begin(self) -> None:
-        """Make the optimiser's state, as the first step of a training does; its counters are real tensors."""
+        """Make the optimiser's state, as the first step of a training does; the counters in it are real tensors."""
         step = self.step
         if self._device.type == "cuda" and not step.optimizer.defaults.get("fused"):
             for group in step.optimizer.param_groups:  # PyTorch's default on CUDA, but not for fake tensors
@@ -204,7 +205,7 @@ def predict(
     batch: Batch | None = None,
     attention: Context | None = None,
 ) -> MemoryUse:
-    """Return the memory that a step of the run needs on each of its devices; only the shapes of `batch` count.
+    """Return the memory that a step of the run needs on each device; only the shapes of `batch` count.
 
     The prediction does not include libraries' own memory (contexts, workspaces, NCCL's buffers), memory pools of CUDA
     graphs, loaders, fragmentation, or savings by a compiler's fusion.
@@ -213,8 +214,8 @@ def predict(
 
 
 def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
-    """Return the memory of a fake step of the run, as `predict` does; the step is used up."""
-    copies, shard = run.geometry.dp * run.geometry.cp, 1  # devices that average their gradients
+    """Return the memory of a fake step of the run, as `predict` does; the fake step cannot be used again."""
+    copies, shard = run.geometry.dp * run.geometry.cp, 1  # `copies`: number of devices that average their gradients
     if isinstance(run.parallel, FSDP):
         shard = run.parallel.shard or copies
     use = of_step(
@@ -226,7 +227,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     )
     if shard == 1:
         return use
-    # With FSDP, a device keeps its shards, and temporarily gathered weights.
+    # With FSDP, a device has its shards, and for some time also gathered weights.
     assert isinstance(run.parallel, FSDP)
     units = named(fake.step.model, registry.study(run.study).sharding(fake.step.model).units).values()
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
@@ -248,10 +249,10 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
 def of_step(
     fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1, view: bool = True
 ) -> MemoryUse:
-    """Return the memory of one step on a batch of these shapes; the fake step is used up.
+    """Return the memory of one step on a batch of these shapes; the fake step cannot be used again.
 
-    Each of `shard` devices keeps its part of the gradients; weights and optimiser state count completely. Without
-    `view`, several `ranks` have gradients in addition to their buckets.
+    Each of `shard` devices keeps its part of the gradients; weights and optimiser state count completely. If there are
+    several `ranks`, DistributedDataParallel has buckets; without `view`, gradients take memory in addition to buckets.
     """
     step, weights = fake.step, fake.step.weights
     allocations = Allocations(CUDA_BLOCK if step.device.type == "cuda" else 1)
@@ -306,11 +307,11 @@ class Allocations(TorchDispatchMode):
         self._block, self._known = block, dict[int, Any]()
 
     def add(self, values: Iterable[Any]) -> int:
-        """Count the tensors among these values, too; return the bytes of newly counted tensors."""
+        """Count the tensors among these values; return the bytes of tensors that were not counted before."""
         before = self.live
         for value in values:
             if isinstance(value, torch.Tensor):
-                self._add(value.untyped_storage())  # once for all its views
+                self._add(value.untyped_storage())  # a storage counts once for all its views
         return self.live - before
 
     def bytes_of(self, values: Iterable[Any]) -> int:
@@ -357,5 +358,5 @@ def measure(session: Session, batch: Batch) -> Memory:
     reset_peak(device)
     with marking(marker):
         session.step(*batch)
-    most = max(peak(device), *measured.values())  # Linux has different counters for the two
+    most = max(peak(device), *measured.values())  # Linux counts peak and present memory separately
     return Memory(predicted=predicted, measured=measured, peak=most, device=total(device))

@@ -39,7 +39,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimiser's state before the first step, unless it exists; a weight of -0 may become 0."""
+    """Make the optimiser's state before the first step, unless the state exists; a weight of -0 may become 0."""
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -49,7 +49,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()
-    # Counters are 1 now, and moments may contain weight decay; with a momentum of 0 the moment is None.
+    # Counters are 1 now, and moments may contain weight decay. With a momentum of 0, the moment is None.
     for value in (each for state in optimizer.state.values() for each in state.values() if each is not None):
         value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

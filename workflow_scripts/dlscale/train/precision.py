@@ -35,7 +35,7 @@ SCALED = ("fp16", "fp16_master")
 #: Function of each kind of convolution layer.
 CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
-#: Relative error above which a convolution in bf16 counts as wrong; rounding alone gives a few thousandths.
+#: Largest relative error of a correct convolution in bf16; rounding alone gives an error of a few thousandths.
 WRONG = 0.05
 
 #: Environment variable that stops oneDNN from using AMX.
@@ -98,7 +98,8 @@ def check_convolutions(model: nn.Module) -> None:
 def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
     """Convert a model to the format of `precision`, in place, and return its master weights by name.
 
-    Master weights are the exact values of all rounded parameters; other precisions return an empty dictionary.
+    Master weights are the exact values of all rounded parameters. Precisions without master weights return an empty
+    dictionary.
     """
     dtype, master = weight_dtype(precision), precision.endswith("_master")
     exact = {name: p.detach().clone() for name, p in model.named_parameters()} if master else {}
@@ -109,7 +110,7 @@ def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
 
 
 class Weights:
-    """Weights of a model on this device, and the tensors that an optimiser updates for them (`updated`).
+    """Weights of a model on this device, and the tensors that an optimiser updates for these weights (`updated`).
 
     An updated tensor is the parameter itself, the float32 master weight of a 16-bit parameter (`exact`, from
     `convert`), or this device's FSDP shard, in the same memory. `cuts` describe how devices share each parameter, by
@@ -156,7 +157,7 @@ class Weights:
 
     @torch.no_grad()
     def distribute(self, frozen: bool = False) -> None:
-        """Round the updated master weights into the model; with `frozen`, also those that are not trained."""
+        """Round the updated master weights into the model; with `frozen`, also master weights that are not trained."""
         if self._rounded:
             torch._foreach_copy_(self._rounded, self._exact)
         for name, p in self._masters.items() if frozen else ():
@@ -167,7 +168,7 @@ class Weights:
         return Shard(local(tensor).detach(), self._cuts.get(name, ()))
 
     def names(self) -> dict[str, list[str]]:
-        """Return all names of each tensor of the model's state, by its first name; tied weights have several."""
+        """Return first name → all names of each tensor of the model's state; tied weights have several names."""
         firsts: dict[int, str] = {}
         names: dict[str, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -182,7 +183,7 @@ class Weights:
     def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return the model's state in float32, with master weights; empty on devices that do not `keep` it.
 
-        Devices that share a model gather its tensors one after the other, so all of them must call this.
+        Devices that share a model gather its tensors one after the other, so all these devices must call this method.
         """
         return self.gathered(self.shards(), keep)
 
@@ -207,7 +208,7 @@ def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.
         value = each.gathered()
         if keep:
             value = value.float() if value.is_floating_point() else value
-            state[name] = value.cpu() if each.cuts else value  # gathered, it may be too large for a device
+            state[name] = value.cpu() if each.cuts else value  # gathered tensors may be too large
     return state
 
 

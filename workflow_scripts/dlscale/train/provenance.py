@@ -52,7 +52,10 @@ def now() -> str:
 
 
 def provenance(**more: Any) -> Provenance:
-    """Return the provenance of this process, and `more`; Slurm's job variables are its only environment variables."""
+    """Return the provenance of this process, with the fields `more`.
+
+    The only recorded environment variables are the id and the nodes of a Slurm job.
+    """
     return Provenance(
         command=shlex.join(redact([sys.executable.rsplit("/", 1)[-1], "-m", "dlscale", *sys.argv[1:]])),
         finished=now(),

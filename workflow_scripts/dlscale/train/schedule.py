@@ -9,7 +9,10 @@ from dlscale.config.run import Schedule
 
 
 def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
-    """Return the learning rate after warm-up: `lr` times the ratio of batch sizes, the square root of it, or 1."""
+    """Return the learning rate after warm-up.
+
+    The rate is `lr` times a factor: the batch size divided by the base batch size, the square root of this ratio, or 1.
+    """
     if schedule.scaling == "none":
         return lr
     assert schedule.base_batch_size is not None
@@ -20,10 +23,13 @@ def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
 def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
     """Return the learning rate of optimiser step `step` (0-based) of `total`.
 
-    After a linear warm-up to `peak`, the rate depends on the kind of schedule. It is constant; is multiplied by `gamma`
-    after every `step_epochs` epochs or at `milestones` (`step`); is multiplied by `gamma` in each epoch since the
-    warm-up (`exponential`); or falls to `end_lr` at step == total along half a cosine, a line, or a power of the
-    fraction of steps left (`polynomial`).
+    After a linear warm-up to `peak`, the rate depends on the kind of schedule:
+
+    - `constant`: the rate is `peak`.
+    - `step`: the rate is multiplied by `gamma` after every `step_epochs` epochs, or at the epochs in `milestones`.
+    - `exponential`: the rate is multiplied by `gamma` in each epoch since the warm-up, in equal factors at each step.
+    - `cosine`, `linear`, `polynomial`: the rate falls to `end_lr` at step == total, along half a cosine, along a line,
+      or along the square of the fraction of steps left.
     """
     warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
     if step < warmup:

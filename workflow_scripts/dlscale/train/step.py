@@ -24,7 +24,7 @@ from dlscale.train.attention import Context
 from dlscale.train.optimizer import make_state
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
-#: Axes that a tensor needs to be stored in a layout.
+#: Layout → number of axes of the tensors that can be stored in the layout.
 AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -33,8 +33,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Network(nn.Module):
     """Model and loss as one module, to be wrapped and compiled.
 
-    `layout` is the memory format of its inputs. `scores` maps prediction and target to metrics of each training sample,
-    [B, n].
+    `layout` is the memory format of the model's inputs. `scores` maps prediction and target to metrics of each training
+    sample, [B, n].
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Network(nn.Module):
         self._layout, self._layout_axes = layout, AXES.get(layout)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean of `losses` over a batch; without samples a scalar 0, with gradients of 0."""
+        """Return the mean of `losses` over a batch; for an empty batch, return a scalar 0 whose gradients are 0."""
         if not len(x):
             return 0.0 * self.predict(x).sum()
         losses = self.losses(x, y)
         return losses.mean() if self._scores is None else losses.mean(dim=0)
 
     def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, float32 [B]; with scores [B, 1 + n], the loss first."""
+        """Return the loss of each sample, float32 [B]; with scores, return loss and scores, [B, 1 + n]."""
         prediction, target = self.predict(x), self._arranged(y, y.dtype)
         loss = self.loss(prediction, target)
         if self._scores is None:
@@ -79,12 +79,12 @@ class Network(nn.Module):
 
 
 class Step:
-    """Optimiser step: forward pass, backward pass and update; `build_step` makes it.
+    """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
     The step waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
-    synchronised batch normalisation outside of a CUDA graph. Each rank computes its part of the batch; gradients are
-    averaged meanwhile, and all ranks make the same update. From `run` this class reads only precision and accumulation
-    steps.
+    synchronised batch normalisation outside of a CUDA graph. Each rank computes its part of the batch. Gradients are
+    averaged over ranks during the backward pass, and all ranks make the same update. From `run`, this class reads only
+    precision and accumulation steps.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Step:
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
         self._overwritten = False  #: whether the next step overwrites the loss
-        self._known = set[object]()  #: shapes of batches, and names of calls, that were run once
+        self._known = set[object]()  #: shapes of batches, with names of calls, that were run once
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
@@ -115,7 +115,7 @@ class Step:
         return self.divided is not None or self.strategy.gathers
 
     def compile(self, mode: str) -> None:
-        """Compile the forward pass, with the loss and alone, in the run's `compile.mode`."""
+        """Compile the forward pass with the loss, and the forward pass of predictions, in the run's `compile.mode`."""
         self._overwritten = mode in ("reduce-overhead", "max-autotune")  # these modes use CUDA graphs of their own
         self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
         self._predict = compiled(self._predict, mode, self.device)
@@ -128,13 +128,13 @@ class Step:
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss on the device, detached: a scalar, or with scores [1 + n].
 
-        `weight` is the weight of this rank's loss: its number of samples divided by the mean over all ranks.
+        `weight` is the weight of this rank's loss: the rank's number of samples divided by the mean number over ranks.
         """
         with self._first(x.shape):
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
-        """Return the context of a call, with a longer timeout for the first call with a shape, which compiles."""
+        """Return the context of a call; the first call of a shape compiles code, and has a longer timeout."""
         if key in self._known:
             return nullcontext()
         self._known.add(key)
@@ -155,7 +155,7 @@ class Step:
 
     def gradients(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Return the loss of one batch, and leave its gradients (times the loss scale) in the model's parameters."""
-        if not self.model.training:  # a call at every step would walk through all modules
+        if not self.model.training:  # `train` at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
         # A small last batch may not fill all parts; with FSDP all ranks need the same number of passes.
@@ -189,7 +189,7 @@ class Step:
 
     @torch.no_grad()
     def predict(self, x: torch.Tensor, once: bool = False) -> torch.Tensor:
-        """Return the prediction in evaluation mode, float32, not compiled if it is made only `once`."""
+        """Return the prediction in evaluation mode, float32; with `once`, do not compile code for this prediction."""
         if self.model.training:
             self.model.eval()
         if not len(x):  # a small last batch may have no sample for this rank, as in `_backward`
@@ -198,9 +198,9 @@ class Step:
             return self.network.predict(x) if once else self._predict(x)
 
     def shards(self) -> dict[str, Shard]:
-        """Return this device's shards of the model and the optimiser, in their own memory.
+        """Return this device's shards of the model and the optimiser, without copies of their memory.
 
-        The optimiser's step counters are copied into one tensor, `optimizer.step`, in the order of parameters.
+        Only the optimiser's step counters are copied, into one tensor `optimizer.step`, in the order of parameters.
         """
         shards = {f"model.{name}": shard for name, shard in self.weights.shards().items()}
         counters: list[torch.Tensor] = []
@@ -219,7 +219,7 @@ class Step:
         return shards
 
     def load(self, shards: Mapping[str, Shard], scaler: Mapping[str, float]) -> None:
-        """Load the result of `shards` and the loss scaler's state; without shards, clear the optimiser's state."""
+        """Load the result of `shards` and the loss scaler's state; without optimiser shards, clear this state."""
         if any(name.startswith("optimizer.") for name in shards):
             make_state(self.optimizer)
         else:
@@ -240,14 +240,16 @@ class Step:
 
 # ---- CUDA graphs -------------------------------------------------------------------------------------
 #
-# A complete step is recorded once, then replayed with one call from the host. Some ordinary steps on a side stream run
-# first: libraries choose their kernels, and the optimiser makes its state. All ranks must record, replay or run a step
-# at the same time ("Using NCCL with CUDA Graphs" in NCCL's user guide), so this must not depend on values of one rank.
+# A complete step is recorded once, then replayed with one call from the host. Before that, some ordinary steps run on a
+# side stream, so that libraries choose their kernels, and the optimiser makes its state. All ranks must record, replay
+# or run a step at the same time ("Using NCCL with CUDA Graphs" in NCCL's user guide), so the choice between the three
+# must not depend on values of a single rank.
 
 Body = Callable[..., torch.Tensor]
 
-#: Number of ordinary steps of a shape before recording, on one rank and on several ranks: DistributedDataParallel
-#: reorders its buckets after the first backward pass, and times the first ten passes with events.
+#: Number of ordinary steps of a shape before recording, on one rank and on several ranks. Several ranks need more
+#: steps, because DistributedDataParallel reorders its buckets after the first backward pass, and times the first ten
+#: passes with events.
 EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
 
 
@@ -262,7 +264,7 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs; this is necessary when memory that they use is replaced."""
+        """Drop all graphs; this is necessary when memory that the graphs use is replaced."""
         self._backend.reset()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -270,7 +272,7 @@ class Graphed:
     def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss; use no graph if ranks have different numbers of samples.
 
-        Either all ranks have weight 1 or none has (see `Share`), so all ranks decide alike.
+        Either every rank has weight 1, or no rank has weight 1 (see `Share`), so all ranks make the same choice.
         """
         if weight != 1.0:
             return self._backend.run(partial(self._body, weight=weight), x, y)
@@ -289,7 +291,7 @@ class Graphed:
 
 
 class CudaBackend:
-    """CUDA graphs on one side stream, with one memory pool for all of them."""
+    """Recorder of CUDA graphs, which all use one side stream and one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -301,7 +303,7 @@ class CudaBackend:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on the side stream, between earlier and later work on the current stream."""
+        """Run this context's work on the side stream, between earlier and later work on the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -347,5 +349,5 @@ def check_compiler(mode: str) -> None:
     if not usable:
         raise UserError(
             f"compile.mode {mode}: torch.compile builds C++ code for a CPU, but this machine lacks a C++ compiler or "
-            "Python's headers; install g++ (or name another in CXX) and python3-dev, or set compile: {mode: none}"
+            "Python's headers; install g++ (or name a compiler in CXX) and python3-dev, or set compile: {mode: none}"
         )

@@ -51,7 +51,7 @@ from dlscale.train.weight_files import weights_digest
 PICTURES = 50
 
 #: Settings that do not change the weights after a given step: when to save and to stop, trackers, devices, loader. The
-#: path of initial weights is not fingerprinted either, but their content is.
+#: path of initial weights is not part of the fingerprint either, but the content of the file is.
 NOT_FINGERPRINTED: Any = {
     "training": {
         *("checkpoint_epochs", "target", "stop_after", "on_divergence", "trackers", "weights"),
@@ -63,7 +63,8 @@ NOT_FINGERPRINTED: Any = {
 }
 
 
-#: Request of each signal. A warning signal may come long before the time limit, so training continues after it.
+#: Signal → request. The warning signals SIGUSR1 and SIGUSR2 may come long before the time limit, so the training saves
+#: and continues.
 REQUESTS = {
     signal.SIGUSR1: Request.SAVE,
     signal.SIGUSR2: Request.SAVE,
@@ -71,7 +72,7 @@ REQUESTS = {
     signal.SIGINT: Request.END,
 }
 
-#: Largest number of steps between two exchanges of requests, because steps may suddenly become slow.
+#: Largest number of steps between two exchanges of requests; this is a limit because steps may suddenly become slow.
 MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
@@ -155,7 +156,9 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
 
     prediction = shown.predict()
     assert prediction is not None
-    with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text, also in tick labels, made by saving
+    with matplotlib.rc_context(
+        {"text.parse_math": False}
+    ):  # draws `$` as text, also in tick labels, which saving makes
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
         save_png(figure or figures.values(shown.y, prediction), file, dpi=100)
 
@@ -186,9 +189,9 @@ def _provenance(
 
 
 def _remove_other_checkpoints(folder: Path) -> None:
-    """Remove checkpoints of the run before its settings, data or code changed.
+    """Remove the run's checkpoints from before a change of its settings, data or code.
 
-    They were kept until the end of this training, in case the change was undone.
+    These checkpoints were kept until the end of this training, in case the user undid the change.
     """
     for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # only folders with a fingerprint as name
         if other != folder:
@@ -214,7 +217,7 @@ def fit_with_signals(
     """Run `trainer.fit` while showing progress and obeying signals; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # prefers a metric that has a baseline without learning
-    samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer than a batch
+    samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
     latest = _Latest(samples)
 
     def tell(record: Epoch) -> None:
@@ -243,8 +246,8 @@ def fit_with_signals(
 class Interruption:
     """Context that turns signals into requests, on which all ranks agree.
 
-    A signal may reach ranks at different steps, but all ranks must save at the same step. They therefore exchange their
-    requests about every `seconds`, on the host.
+    A signal may reach ranks at different steps, but all ranks must save at the same step. The ranks therefore exchange
+    requests on the host, about every `seconds` seconds, and at least every `MAX_STEPS` steps.
     """
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:
@@ -309,7 +312,7 @@ class _Latest:
 
 
 class _Shown:
-    """First validation sample; its prediction is drawn after some epochs."""
+    """First validation sample, whose prediction is drawn after some epochs."""
 
     def __init__(self, session: Session, epochs: int) -> None:
         self.x, self.y = session.samples("valid").read(0, 0)
@@ -320,7 +323,7 @@ class _Shown:
         return record.epoch % self._every == 0 or record.epoch == self._epochs
 
     def predict(self) -> np.ndarray | None:
-        """Return the prediction on the first rank, else None; ranks that share a model compute it together."""
+        """Return the prediction on the first rank, else None; ranks that share a model predict together."""
         world, step = self._session.world, self._session.step
         if not (world.main or step.joint):
             return None
@@ -329,13 +332,16 @@ class _Shown:
 
 
 def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:
-    # With a path, torch.save would store its temporary name in the file, and equal weights would give different bytes.
+    # With a path, torch.save would store the temporary name in the file, and equal weights would give different bytes.
     with atomic_write(file) as path, open(path, "wb") as opened:
         torch.save({key: value.cpu() for key, value in state.items()}, opened)
 
 
 def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
-    """Return the SHA-256 of a training's settings, data, sources and image; an equal one resumes its checkpoints."""
+    """Return the SHA-256 of a training's settings, data, sources and image.
+
+    A training resumes only from checkpoints with the same fingerprint.
+    """
     image = Image.read()
     decisive = {
         "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),

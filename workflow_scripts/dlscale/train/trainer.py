@@ -32,7 +32,7 @@ from dlscale.train.weight_files import load_weights
 
 @contextlib.contextmanager
 def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[Trainer]:
-    """Yield the trainer of a run, resumed from its newest checkpoint, or with its initial weights."""
+    """Yield the trainer of a run, resumed from the run's newest checkpoint, or with the initial weights."""
     with (
         contextlib.closing(session.loader("train")) as train,
         contextlib.closing(session.loader("valid")) as valid,
@@ -48,7 +48,8 @@ def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[T
 class Trainer:
     """Trainer that validates after every epoch, and saves checkpoints after epochs and on signals.
 
-    All ranks do the same, and each writes its part of the checkpoints. These include the weights of the best epoch.
+    All ranks do the same, and each rank writes its part of the checkpoints. With `training.keep_best`, checkpoints
+    include the weights of the best epoch.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Trainer:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
-        self.epochs = -(-self.total_steps // len(self.train_loader))  #: number of epochs; the last may be cut short
+        #: number of epochs; the last epoch may be cut short
+        self.epochs = -(-self.total_steps // len(self.train_loader))
         self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: last epoch of this process
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
         self.history: list[Epoch] = []  #: completed epochs
@@ -82,7 +84,7 @@ class Trainer:
             "order": at.order if at.model_size > 1 else "",
             "device": world.device.type,
         }
-        self._naive: dict[str, torch.Tensor] | None = None  # means over all validation samples
+        self._naive: dict[str, torch.Tensor] | None = None  # mean errors of baselines over all validation samples
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
         self._best: Epoch | None = None  # kept separately, because the history may be long
@@ -90,14 +92,17 @@ class Trainer:
 
     @property
     def best(self) -> Best | None:
-        """Best epoch so far, with weights kept; None without `training.keep_best` or before the first epoch."""
+        """Best epoch so far, whose weights are kept.
+
+        None without `training.keep_best`, and before the end of the first epoch.
+        """
         epoch = self._best
         if self._judge is None or epoch is None:
             return None
         return Best(metric=self._judge.name, value=self._judge.of(epoch), epoch=epoch.epoch, step=epoch.step)
 
     def _improves(self, record: Epoch) -> bool:
-        """Record an epoch if it is better than the best so far, and return whether it is."""
+        """Return whether an epoch is better than all earlier epochs; if so, keep its record as the best."""
         known = [epoch for epoch in (self._best, record) if epoch]
         before, self._best = self._best, self._judge.best(known) if self._judge else None
         return self._best is not before
@@ -119,10 +124,12 @@ class Trainer:
         hooks: Sequence[Hook] = (),
         poll: Callable[[], Request] = lambda: Request.NONE,
     ) -> list[Epoch]:
-        """Train to the last epoch, and return the records of all epochs.
+        """Train, and return the records of all epochs.
 
-        `on_epoch` is called with each record after its epoch, `on_begin` with the scores before the first step. `poll`
-        is called before each batch, and returns the same request (to save or to end) on all ranks.
+        Training ends after the last epoch, or earlier if a loss is not finite, or if an epoch reaches the target and
+        `training.target.stop` is set. `on_begin` is called with the scores before the first step, and `on_epoch` after
+        each epoch, with the epoch's record. `poll` is called before each batch, and returns the same request (to save
+        or to end) on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:
@@ -152,8 +159,8 @@ class Trainer:
                     if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:
-            if isinstance(error, UserError) or self.world.size == 1:  # otherwise other ranks may have ended
-                self.checkpoints.wait()  # keeps the last good state
+            if isinstance(error, UserError) or self.world.size == 1:  # after other errors, other ranks may have ended
+                self.checkpoints.wait()  # finishes a save of the last good state
             raise
         self.checkpoints.wait()
         return self.history
@@ -171,7 +178,7 @@ class Trainer:
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
     def _begin(self) -> None:
-        """Validate before the first step, unless an earlier try did; epoch times do not include this."""
+        """Validate before the first step, unless an earlier try did so; epoch times do not include this validation."""
         if self._untrained or self._resumed.step:
             return
         start = time.perf_counter()
@@ -180,7 +187,7 @@ class Trainer:
         logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
 
     def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
-        """Return the scores before the first step, with the loss of its batch if known; all ranks must call it."""
+        """Return the scores before the first step, with the first batch's loss if known; all ranks must call this."""
         if self._untrained and sums.first_loss is not None:
             samples = min(self.run.batch_size, self.train_loader.samples)
             loss = float(self.world.sum(sums.first_loss.clone())) / samples
@@ -191,7 +198,7 @@ class Trainer:
         done, seen = (self.history[-1].step, self.history[-1].samples or 0) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
-        before, self._resumed = self._resumed, CheckpointRecord()  # only the first epoch may resume in its middle
+        before, self._resumed = self._resumed, CheckpointRecord()  # only a try's first epoch may resume in its middle
         first = max(before.step - done, 0)  # above 0 if an earlier try was stopped in this epoch
         scored = registry.study(self.run.study).train_metrics
         sums = _EpochSums(before, done + first, self.world, self.step.device, 1 + len(scored))
@@ -202,11 +209,12 @@ class Trainer:
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
         numbers = range(done + first, done + steps)
         run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
-        train_loss, *scores = (total / samples for total in sums.total())  # waits, so that the time includes all work
+        # `total` waits for the device, so that the time of the epoch includes all work.
+        train_loss, *scores = (total / samples for total in sums.total())
         sums.finish()
         requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
-        self._naive_answers([requests])  # now, because validation times do not include them
+        self._naive_answers([requests])  # computed now, because validation times must not include them
         start = time.perf_counter()
         valid_loss, metrics = math.nan, dict[str, float]()
         if self._finite(epoch, "training", train_loss):
@@ -246,7 +254,7 @@ class Trainer:
         return learning_rate(self.run.schedule, peak, number, self.total_steps, len(self.train_loader))
 
     def validate(self, hooks: Sequence[Hook] = ()) -> tuple[float, dict[str, float]]:
-        """Return the loss and the metrics over all validation samples, each counted once."""
+        """Return the loss and the metrics over all validation samples; each sample counts once."""
         with ranges.part("validation"):
             naive = self._naive_answers(hooks)
             return validate(self.run.study, self.step, self.metrics, self.valid_loader, self.world, hooks, naive)
@@ -257,11 +265,11 @@ class Trainer:
         return self._naive
 
     def resume(self) -> None:
-        """Load the newest usable checkpoint, if any; all ranks read the same checkpoint."""
+        """Load the newest usable checkpoint, if any, unless training must restart; all ranks load the same one."""
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
-            self.step.optimizer.state.clear()  # `_wanted` made it before the read failed
+            self.step.optimizer.state.clear()  # `_wanted` made this state before the read failed
             if again:
                 logging.info("%s", again)
                 if self.world.main:
@@ -288,11 +296,14 @@ class Trainer:
         """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
         end = self._end(record.history)
         if end and record.step > end.step:
-            return f"the checkpoint is beyond epoch {end.epoch}, which reaches the target: training again, to end there"
-        # A checkpoint of the last step may be from before the last validation, which is then still to do.
+            return f"the checkpoint is beyond epoch {end.epoch}, which reaches the target: training to this epoch again"
+        # A checkpoint of the last step may be from before the last validation. This validation is then still to do.
         trained = record.step == self.last_step and len(record.history) >= self.last_epoch
         if (end or trained) and record.made_with != self._made_with:
-            return "the finished training had another geometry or loader: training again, to measure its times"
+            return (
+                "the finished training had another geometry or loader, or other settings of parallel or threads: "
+                "training again, to measure times with the new settings"
+            )
         return None
 
     def _obey(self, request: Request, sums: _EpochSums, made_with: dict[str, Any] | None) -> None:
@@ -301,17 +312,17 @@ class Trainer:
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
         self._save(sums.step, sums=sums.by_rank(), untrained=untrained, **times)
-        self.checkpoints.wait()  # before the log line, after which this process may be ended
+        self.checkpoints.wait()  # before the log line, because this process may be ended after it
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
-            self.world.barrier()  # if a rank ended before other ranks have saved, they would be killed
-            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; run it again to resume")
+            self.world.barrier()  # if a rank ended first, ranks that still save would be killed
+            raise Stopped(f"asked to end; saved after step {sums.step} of {self.total_steps}; repeat the run to resume")
 
     def _save(self, step: int, **partial: Any) -> None:
         best = self.best
-        if step and self.step.scaler.is_enabled():  # the state is missing if all gradients so far overflowed
+        if step and self.step.scaler.is_enabled():  # no state exists if all gradients so far overflowed
             make_state(self.step.optimizer)
-        # Right after the best epoch its weights are the model's, so they are written only once.
+        # Right after the best epoch, the model has the best weights, so these weights are written only once.
         apart = self.best_weights if best and best.step != step else None
         record = CheckpointRecord(
             step=step,
@@ -363,7 +374,10 @@ class Trainer:
 
 
 class _EpochSums:
-    """Sums of losses and of `count - 1` training metrics, and time, of an epoch on this rank, from step `first` on."""
+    """Sums of an epoch's losses and of `count - 1` training metrics on this rank, and the time of the epoch's steps.
+
+    The sums and the time continue those in the checkpoint `before`, from step `first` on.
+    """
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device, count: int) -> None:
         self.step, self._world = first, world
@@ -386,7 +400,7 @@ class _EpochSums:
         return self._seconds if self.wall_time else time.perf_counter() - self._start
 
     def finish(self) -> None:
-        """Stop the clock after the last step, unless an earlier try did."""
+        """Stop the clock after the last step, unless an earlier try did so."""
         if not self.wall_time:
             self._seconds, self.wall_time = self.seconds, time.time()
 

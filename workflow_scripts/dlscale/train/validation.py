@@ -57,9 +57,9 @@ def validate(
     hooks: Sequence[Hook] = (),
     naive: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Return loss and metrics on all ranks, each sample counted once; `naive` is from `naive_means`."""
+    """Return loss and metrics on all ranks; each sample counts once, and `naive` is the result of `naive_means`."""
     sums = MetricSum()
-    # Running statistics differ by rank; validation uses the first rank's, which are saved.
+    # Running statistics differ by rank. Validation uses the statistics of the first rank, which are also saved.
     world.broadcast(step.model.buffers())
 
     def add(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ def validate(
     if missing := {metric.name for metric in metrics.described} - numbers.keys():
         raise UserError(
             f"study {study}: metrics in `described` have no value: {', '.join(sorted(missing))}; "
-            f"`per_sample` and `summarise` return: {', '.join(numbers) or 'none'}"
+            f"`per_sample` and `summarise` return: {', '.join(numbers) or 'no metrics'}"
         )
     return loss, numbers
 

@@ -41,8 +41,8 @@ def read_weights(path: str | Path) -> State:
     except (Exception, CheckpointException):
         # Reading a damaged pickle may raise any exception.
         raise UserError(
-            f"{path}: not readable as weights: it is damaged, or holds more than tensors and plain values; expected a "
-            "state dict that torch.save wrote"
+            f"{path}: not readable as weights: the file is damaged, or holds more than tensors and plain values; "
+            "expected a state dict that torch.save wrote"
         ) from None
     for place in PLACES:
         if isinstance(content, Mapping) and isinstance(content.get(place), Mapping):
@@ -50,7 +50,7 @@ def read_weights(path: str | Path) -> State:
             break
     if not (isinstance(content, Mapping) and content and all(isinstance(v, torch.Tensor) for v in content.values())):
         raise UserError(
-            f"{path}: contains no weights; expected a state dict: tensors by the names of the model's tensors"
+            f"{path}: contains no weights; expected a state dict, which maps names of the model's tensors to tensors"
         )
     state = {str(name): value for name, value in content.items()}
     for prefix in PREFIXES:
@@ -87,7 +87,7 @@ def load_weights(weights: Weights, path: str | Path) -> None:
     wrong = [
         f"{what}: {', '.join(names[:3])}{' …' * (len(names) > 3)}"
         for what, names in (
-            (f"{many(len(missing), 'tensor')} of the model that it lacks", missing),
+            (f"{many(len(missing), 'tensor')} of the model that the file lacks", missing),
             (f"{many(len(foreign), 'tensor')} that the model lacks", foreign),
             ("other shapes", shapes),
             ("one tensor in the model, several in the file", apart),

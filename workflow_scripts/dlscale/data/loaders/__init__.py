@@ -19,8 +19,8 @@ class Reading(Strict):
 
     staging: Literal["none", "memory", "local"] = Field(
         "none",
-        description="Copy of the data that each node makes first, once for all of its processes. memory: in its "
-        "memory; local: on its own disk (local_disk of the site); none: no copy.",
+        description="Copy of the data that each node makes first, once for all processes of the node. memory: in the "
+        "node's memory; local: on the node's own disk (local_disk of the site); none: no copy.",
     )
 
 
@@ -28,7 +28,7 @@ class TorchLoader(Reading):
     """PyTorch's DataLoader: worker processes, the published baseline."""
 
     kind: Literal["torch"]
-    workers: Workers = Field(2, description="Loader processes; 0 loads in the training process.")
+    workers: Workers = Field(2, description="Number of loader processes; 0: the training process loads the data.")
     prefetch: Few = Field(2, description="Batches that each worker keeps ready.")
     pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
 
@@ -37,12 +37,12 @@ class DirectLoader(Reading):
     """Threads that read mapped files into reused buffers; a GPU transforms and decodes the values."""
 
     kind: Literal["direct"]
-    workers: Workers = Field(2, description="Threads; 0 loads in the thread of the model.")
+    workers: Workers = Field(2, description="Number of threads; 0: the thread of the model loads the data.")
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="Keep all data on the device, and read them once. auto: on a GPU, if they take at most 40 % of "
-        "the device memory that the process does not use yet; the log shows the choice.",
+        description="Whether to keep all data on the device, so that they are read only once. auto: on a GPU, if the "
+        "data take at most 40 % of the device memory that the process does not use yet; the log shows the choice.",
     )
 
 
@@ -52,14 +52,14 @@ class SyntheticLoader(Strict):
     kind: Literal["synthetic"]
 
 
-#: Classes of the loaders' settings; the configuration's key `loader` is one of them.
+#: Classes of the loaders' settings; the configuration's key `loader` has the settings of one class.
 LOADERS = (TorchLoader, DirectLoader, *registry.loader_settings(), SyntheticLoader)
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Ignore signals in a worker: the training, which ends its workers itself, still has to save.
+    """Ignore signals in a worker process.
 
-    Slurm, for one, may signal all processes of a job.
+    Slurm, for example, may signal all processes of a job. The training still has to save, and then ends its workers.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

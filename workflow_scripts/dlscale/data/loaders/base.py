@@ -26,8 +26,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Share:
     """The part of each global batch that one data-parallel rank delivers.
 
-    Global step s takes samples [s B, (s + 1) B) of the epoch; rank r of R takes the r-th of R contiguous ranges of
-    them, of sizes as equal as possible. Processes that share a model replica have the same data-parallel rank.
+    Global step s takes samples [s B, (s + 1) B) of the epoch. These samples are divided into R contiguous ranges, whose
+    sizes are as equal as possible, and rank r takes the r-th range. Processes that share a model replica have the same
+    data-parallel rank.
     """
 
     batch_size: int  #: samples of a global batch, B
@@ -35,7 +36,7 @@ class Share:
     size: int = 1  #: number of data-parallel ranks, R
 
     def steps(self, samples: int) -> int:
-        """Return the number of global steps in an epoch of `samples` samples, a smaller last one included."""
+        """Return the number of global steps in an epoch of `samples` samples, including a smaller last step."""
         return -(-samples // self.batch_size)
 
     def count(self, step: int, samples: int) -> int:
@@ -63,7 +64,7 @@ class Loader(ABC):
     def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share, self._device = share, device
-        # A weak reference: an epoch that the caller drops ends, and its last batch leaves the device.
+        # A weak reference, so that an epoch ends when the caller drops it, and its last batch leaves the device.
         self._open: Callable[[], Generator[Batch] | None] = lambda: None
 
     def __len__(self) -> int:
@@ -73,8 +74,8 @@ class Loader(ABC):
         """Yield batches (x, y) of an epoch from global step `start` on, on the loader's device.
 
         Shapes and types follow the samples' specs. A rank's part of a small last batch may be empty. Requesting the
-        next batch may reuse the memory of this one. A new epoch ends the one before. On a GPU the batch is ready for
-        the current stream.
+        next batch may reuse the memory of the previous batch. A new epoch ends the previous epoch. On a GPU, work on
+        the current stream may use a batch at once.
         """
         self._end()
         batches = self._batches(epoch, start)
@@ -131,7 +132,7 @@ def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
 
 
 def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
-    """Return the run's loader of these samples; the loader `synthetic` needs no arranging."""
+    """Return the run's loader of these samples; the loader `synthetic` makes complete inputs, so it is not wrapped."""
     build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
     if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)

@@ -1,4 +1,4 @@
-"""Triton kernel for the formula of `DecodePlan`: it writes each value once, as the model takes it.
+"""Triton kernel for the formula of `DecodePlan`, which writes each value only once, in the model's form.
 
 The kernel moves 14 MB for a crop of 64^3 cells and 9 channels in float16; PyTorch's operations move about 130 MB.
 """
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 @triton.jit
 def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write `BLOCK` adjacent values of a channel; their neighbours in `stored` are found in the L2 cache."""
+    """Write `BLOCK` adjacent values of a channel; neighbouring programs find their stored values in the L2 cache."""
     sample, c, cells = tl.program_id(2).to(tl.int64), tl.program_id(1), n0 * n1 * n2
     places += sample * (4 + C)
     numbers += sample * (3 * C) + c

@@ -1,8 +1,8 @@
 """Decoding on a CPU: write boxes of mapped files straight into reused batches.
 
-Numba compiles the loop over cells: numpy and PyTorch would pass over the data several times, and memory traffic is the
-main cost. If channels are adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of words
-are gathered in the order of the result, then split by channel.
+Numba compiles the loop over cells, because numpy and PyTorch would pass over the data several times, and memory traffic
+is the main cost. If channels are adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of
+words are gathered in the order of the result, then split by channel.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from numba.extending import intrinsic
 
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples, WritingSamples
 
-#: Cells added to the two faster axes of a thread's buffer: at distances of a power of two, neighbours along a slow axis
-#: compete for the same few lines of the processor's cache.
+#: Cells added to the two faster axes of a thread's buffer. Without padding, distances in memory may be powers of two,
+#: for which neighbours along a slow axis compete for the same few lines of the processor's cache.
 PAD = 4
-#: Words that are fetched together and then decoded; they fit into the fastest cache.
+#: Number of words that are fetched together and then decoded; these words fit into the fastest cache.
 BLOCK = 1024
-#: Values in a line of the processor's cache; they are written together, past the cache.
+#: Values in a line of the processor's cache; the values of a line are written together, past the cache.
 LINE = 16
 
 
 @intrinsic
 def _stream(typing, target, source):  # type: ignore[no-untyped-def]
-    """Write `source` into `target`, float32 [n], past the cache: no line is read only to be overwritten.
+    """Write `source` into `target`, float32 [n], past the cache, so that no line is read only to be overwritten.
 
     n is a multiple of `LINE`, and `target` is aligned to a cache line (64 bytes). Other threads see the values after
     this thread has released a lock, for example Python's at the end of a task.
@@ -65,7 +65,7 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
 
 
 def _compiled(half, wide):  # type: ignore[no-untyped-def]
-    # Numba caches compiled code by the closure's values. They are plain: functions would differ in each process.
+    # Numba caches compiled code by the closure's values. These are booleans, because functions differ in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, places, numbers, out):  # type: ignore[no-untyped-def]
         """Decode a box into `out`, float32 [C, n0, n1, n2]; the bounds of `words` are not checked.
@@ -80,7 +80,7 @@ def _compiled(half, wide):  # type: ignore[no-untyped-def]
         rows, values = np.empty((block, n2), words.dtype), np.empty(n2, np.float32)
         stream = n2 % LINE == 0 and out.ctypes.data % 64 == 0
         for group in range(0, channels, 4 if wide else 1):
-            # The last four channels may overlap the four before, so that no word reaches beyond its cell.
+            # The last group of four channels may overlap the group before it, so that no word reaches beyond its cell.
             begin = min(group, channels - 4) if wide else places[4 + group]
             for top in range(0, n1, block):
                 count = min(block, n1 - top)
@@ -158,7 +158,7 @@ class HostField:
         return buffer
 
     def writers(self, boxes: BoxIndex, starts: np.ndarray, out: np.ndarray) -> Iterator[Callable[[], None]]:
-        """Yield a task for each box, which begins at `starts` [n, 3]; tasks write `out`, float32 [n, C, ...]."""
+        """Yield a task for each of n boxes, which begin at `starts` [n, 3]; tasks write `out`, float32 [n, C, ...]."""
         # A box without symmetry in a contiguous file is decoded from the mapped file; other boxes are copied first.
         mapped = [
             None if symmetry else self._mapped[file] for file, symmetry in zip(boxes.file, boxes.symmetry, strict=True)
@@ -179,7 +179,7 @@ class HostField:
         numbers: np.ndarray,
         out: np.ndarray,
     ) -> None:
-        """Decode the box at `where` (file and start) into `out`; without `stored` it is copied to a buffer first."""
+        """Decode the box at `where` (file and start) into `out`; without `stored`, copy the box to a buffer first."""
         if stored is None:
             stored = self._buffer()
             _, a, b, c = self._field.shape

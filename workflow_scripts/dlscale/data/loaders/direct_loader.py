@@ -2,7 +2,8 @@
 
 On a CPU, threads decode boxes of the mapped files straight into reused batches (`direct_host`); other samples write
 themselves into the batches. On a GPU, threads copy stored values into page-locked buffers, and a separate stream copies
-them to the device ahead of the step and decodes them. Data that fit on the device are copied there once.
+the values to the device ahead of the step and decodes them. The setting `resident` decides whether all data are copied
+to the device only once.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from dlscale.data.loaders import DirectLoader as Settings
 from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
 from dlscale.data.samples import BoxField, DecodePlan, GridSamples, Samples, TableSamples, WritingSamples
 
-#: Largest fraction of the device memory unused by this process that resident data may take. Both runs of a paired
-#: timing keep their data on the device; the rest is for activations, which are allocated later.
+#: Largest fraction that resident data may take of the device memory that this process does not use. Both runs of a
+#: paired timing keep their data on the device; the rest of the memory is for activations, which are allocated later.
 RESIDENT_SHARE = 0.4
-#: Parts of a batch for each thread, so that threads finish at about the same time.
+#: Number of parts of a batch for each thread; with several parts, threads finish at about the same time.
 SHARES = 4
-#: Bytes that are copied to the device at a time while data become resident.
+#: Number of bytes that are copied to the device at a time while data become resident.
 SLAB = 2**26
 
-#: Batch, and on a GPU the event after which it is ready.
+#: Batch, and the event after which the batch is ready; None if it is ready at once, as on a CPU.
 Made = tuple[Batch, torch.cuda.Event | None]
-#: Tasks for threads, in any order, and the function that then returns the batch.
+#: Tasks that threads may run in any order, and the function that returns the batch after all tasks.
 Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 
 
 class Ring:
-    """Reused host buffers of `slots` batches, and a separate stream that copies them to the device.
+    """Reused host buffers of `slots` batches, and a separate stream that copies the buffers to the device.
 
-    `kinds` are the shapes and types of a slot's buffers. For a GPU, buffers are page-locked. On a CPU, they are the
-    batch itself.
+    `kinds` are the shapes and types of a slot's buffers. For a GPU, buffers are page-locked. On a CPU, the buffers are
+    the batch itself.
     """
 
     def __init__(self, kinds: list[tuple[tuple[int, ...], torch.dtype]], slots: int, device: torch.device) -> None:
@@ -53,7 +54,7 @@ class Ring:
         self._copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(slots)]
 
     def free(self, slot: int) -> list[torch.Tensor]:
-        """Return the buffers of a slot after the last copy out of them has finished."""
+        """Return the buffers of a slot after the last copy out of these buffers has finished."""
         if (event := self._copied[slot]) is not None:
             event.synchronize()
         return self._buffers[slot]
@@ -91,7 +92,7 @@ class Written:
 
 
 class ResidentTable:
-    """Rows that are all kept on the device; batches are gathered there, on the model's stream."""
+    """Table whose rows are all kept on the device; the model's stream gathers the batches from the table."""
 
     def __init__(self, samples: TableSamples, device: torch.device) -> None:
         self._samples, self._device = samples, device
@@ -138,14 +139,14 @@ class Streamed:
 
 
 class Resident:
-    """Stored values that are all kept on the device; batches are decoded from them on a separate stream."""
+    """Stored values that are all kept on the device; a separate stream decodes batches from these values."""
 
     def __init__(self, samples: GridSamples, device: torch.device) -> None:
         self._samples = samples
         self.ring = Ring([], 0, device)
         held = {field: self._load(field) for field in {samples.input, samples.target}}
         self._held = held[samples.input], held[samples.target]
-        if self.ring.stream is not None:  # it reads values just written on the current stream
+        if self.ring.stream is not None:  # reads values that the current stream has just written
             self.ring.stream.wait_stream(torch.cuda.current_stream(device))
 
     def _load(self, field: BoxField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -190,10 +191,10 @@ def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[Decode
 
 
 def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.Tensor:
-    """Decode `stored` [values] by the formula of `DecodePlan`, on its device; return float32 [B, *spec.shape]."""
+    """Decode `stored` [values] on the device of `stored`, by the formula of `DecodePlan`; float32 [B, *spec.shape]."""
     device, shape = stored.device, (len(plan.places), *field.spec.shape)
     numbers = [torch.from_numpy(each) for each in plan]
-    if device.type == "cuda":  # PyTorch reuses pinned memory only after the copies from it
+    if device.type == "cuda":  # PyTorch reuses pinned memory after its copies have finished
         numbers = [each.pin_memory().to(device, non_blocking=True) for each in numbers]
     plan = DecodePlan(*numbers)
     if (decode := kernel(device)) is None:
@@ -205,7 +206,7 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.
 
 @functools.cache
 def kernel(device: torch.device) -> Callable[..., None] | None:
-    """Return the fused kernel for a GPU; on a CPU None, unless TRITON_INTERPRET=1 lets Triton interpret it.
+    """Return the fused kernel for a GPU; on a CPU, return None unless TRITON_INTERPRET=1 lets Triton interpret it.
 
     PyTorch for CUDA installs Triton.
     """
@@ -269,7 +270,7 @@ class DirectLoader(Loader):
             return Written(held, batch, slots, device)
         if device.type != "cpu":
             return Streamed(held, batch, slots, device)
-        from dlscale.data.loaders.direct_host import HostBoxes  # compiles code for CPUs alone
+        from dlscale.data.loaders.direct_host import HostBoxes  # compiles code, which only CPUs need
 
         return Written(HostBoxes(held), batch, slots, device)
 
@@ -296,7 +297,8 @@ class DirectLoader(Loader):
         return made
 
     def _make(self, slot: int, epoch: int, indices: range) -> Made:
-        # Limits the batches ahead: the model's thread does not wait for the device, and could fill its memory.
+        # Limits the batches that are made ahead. Otherwise these could fill the device's memory, because the model's
+        # thread does not wait for the device.
         while len(self._used) > self._slots:
             self._used.popleft().synchronize()
         tasks, finish = self._backend.begin(slot, epoch, indices)
@@ -310,7 +312,7 @@ class DirectLoader(Loader):
     def _deliver(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
         if ready is not None:
             current = torch.cuda.current_stream(self._device)
-            # Recorded after the work on the batches before this one.
+            # This event is recorded after the work on all earlier batches.
             self._used.append(current.record_event(torch.cuda.Event(blocking=True)))
             current.wait_event(ready)
             for values in batch:
@@ -329,7 +331,7 @@ def _do(tasks: list[Callable[[], None]]) -> None:
 
 
 def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
-    """Return a pool of threads that use the loader's GPU; without this they would use the machine's first GPU."""
+    """Return a pool of threads that use the loader's GPU instead of the machine's first GPU."""
     if device.type != "cuda":
         return ThreadPoolExecutor(count, "loader")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -339,7 +341,8 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     """Return whether to keep data of `needed` bytes on the device, by the setting or by their size; log the choice.
 
-    Memory of other processes does not count: otherwise the two runs of a paired timing could load data differently.
+    Memory that other processes use counts as free. Otherwise the two runs of a paired timing could load data
+    differently.
     """
     if setting != "auto" or device.type != "cuda":  # a CPU has the data in memory already, in the page cache
         return setting == "always"
@@ -347,7 +350,7 @@ def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     fits = needed <= RESIDENT_SHARE * room
     logging.info(
         f"data of {needed / 1e9:.1f} GB are {'' if fits else 'not '}kept on the device "
-        f"(of its {room / 1e9:.1f} GB, data may take {100 * RESIDENT_SHARE:.0f} %)"
+        f"(data may take {100 * RESIDENT_SHARE:.0f} % of {room / 1e9:.1f} GB that this process does not use)"
     )
     return fits
 

@@ -1,6 +1,6 @@
 """Loader `synthetic`: one batch of random numbers on the device, delivered again and again.
 
-Its speed is the upper limit for every loader.
+The speed of this loader is the upper limit for every loader.
 """
 
 from __future__ import annotations

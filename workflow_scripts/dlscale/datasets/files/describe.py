@@ -12,7 +12,7 @@ from dlscale.datasets.files.kind import KIND, FilesDataset
 
 
 def describe_prepared(dataset: FilesDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe files by their digests, all as split `train`: only the program knows which it trains on."""
+    """Describe files by their digests, all as split `train`, because only the program knows its training files."""
     if any(path.is_dir() for path in sources):
         sources = [*map(Path, KIND.prepared_files(dataset))]
     files = [

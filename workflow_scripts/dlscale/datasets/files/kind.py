@@ -30,7 +30,7 @@ class FileSource(Strict):
 
 
 class FilesDataset(DatasetSettings):
-    """Files that an external program reads; the program runs again if one of them changes."""
+    """Files that an external program reads; the program runs again if one of these files changes."""
 
     kind: Literal["files"]
     source: FileSource = FileSource()
@@ -42,7 +42,7 @@ class FilesDataset(DatasetSettings):
 
 
 class ItsOwnSamples(Strict):
-    """Defined by the external program; dlscale has no settings for it."""
+    """Part of an external program; dlscale has no settings for this part."""
 
     kind: Literal["its_own"] = "its_own"
 

@@ -38,17 +38,17 @@ class Array(Strict):
     array: str | None = Field(
         None, min_length=1, description="The array's name in .npz and HDF5 files; `input` or `target` if absent."
     )
-    channels: list[str] = Field([], description="Names of the channels; numbered if absent.")
+    channels: list[str] = Field([], description="Names of the channels (default: numbers).")
     channel_axis: Literal["none", "first", "last", "new"] | None = Field(
         None,
         description="Channel axis of a sample. none: no channels; first, last: this axis of the sample; new: the "
-        "sample is one channel, and an axis is added. Required if the shape does not show it.",
+        "sample is one channel, and an axis is added. Required if the shape does not show the channel axis.",
     )
     unit: str = Field("1", description="Unit of the values; `1` for a number without a unit.")
 
 
 class ArrayFiles(Strict):
-    """Files with the inputs and the targets of one split: .npy, .npz or HDF5; one may hold both."""
+    """Files with the inputs and the targets of one split: .npy, .npz or HDF5; one file may hold both."""
 
     input: Path = Field(description="File of the inputs.")
     target: Path = Field(description="File of the targets.")

@@ -20,7 +20,7 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 from dlscale.datasets.starter.kind import HDF5
 
-#: Largest number of channels of an image; a sample [C, H, W] with more may be a volume.
+#: Largest number of channels of an image; a sample [C, H, W] with more channels may be a volume.
 IMAGE_CHANNELS = 4
 #: Length over which a simulated field varies, pixels.
 LENGTH = 3.0
@@ -65,7 +65,7 @@ class SimulatedSource(Source):
         shape = (getattr(source, part.split), 1, source.size, source.size)
         names = {"input": "field", "target": source.target}
         self.fields = tuple(Field(key, (name,), ("1",), shape, 1) for key, name in names.items())
-        self.bytes_per_row = 2 * (4 + 16) * source.size**2  # as they are, and as float64 for their statistics
+        self.bytes_per_row = 2 * (4 + 16) * source.size**2  # the values, and float64 copies for their statistics
         self.attributes = {"simulated": source.target}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
@@ -91,7 +91,7 @@ class FileSource(Source):
             for (key, values), path in zip(self._arrays.items(), paths, strict=True)
         )
         self._last = {key for key in self._arrays if getattr(source, key).channel_axis == "last"}
-        # As they are in the file, as they are returned, and as float64 for their statistics.
+        # Memory of a row: values as in the file, as returned, and float64 copies for their statistics.
         self.bytes_per_row = sum((v.dtype.itemsize + 20) * math.prod(v.shape[1:]) for v in self._arrays.values())
         self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
 
@@ -125,7 +125,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
             own = not isinstance(values, h5py.Dataset) or values.file.filename == file.filename
             if not own or getattr(values, "external", None) or getattr(values, "is_virtual", False):
                 raise UserError(
-                    f"{path}: '{name}' lies in another file, which is not read: copy its values into this one"
+                    f"{path}: '{name}' lies in another file, which is not read; copy its values into this file"
                 )
     else:
         with reading(path, f"expected {path.suffix}: write or fetch it again"):
@@ -138,12 +138,12 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
                     )
                     if size > store.MEMORY:
                         raise UserError(
-                            f"{path}: '{name}' has {size / 1e6:.0f} MB; an array of a .npz file may have "
-                            f"{store.MEMORY / 1e6:.0f}, because it is read at once; save the array as .npy"
+                            f"{path}: '{name}' has {size / 1e6:.0f} MB, but an array of a .npz file is read at once "
+                            f"and may have at most {store.MEMORY / 1e6:.0f} MB; save the array as .npy"
                         )
                     values = arrays[name] if name in names else None
     if not isinstance(values, h5py.Dataset | np.ndarray):
-        raise UserError(f"{path}: {unknown('array', name, names)}; name it in `array` of the source")
+        raise UserError(f"{path}: {unknown('array', name, names)}; name the array in `array` of the source")
     with reading(path):
         if isinstance(values, h5py.Dataset):
             store.check_values(values)

@@ -10,7 +10,7 @@ from dlscale.studies.base import SampleLoss, Study
 
 
 class ItsOwn(Strict):
-    """Defined by the external program; dlscale has no settings for it."""
+    """Part of an external program; dlscale has no settings for this part."""
 
     kind: Literal["its_own"] = "its_own"
 

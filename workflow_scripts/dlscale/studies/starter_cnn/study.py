@@ -24,8 +24,8 @@ class StarterCNNSettings(Strict):
     """The network; the data determine its input and output channels."""
 
     kind: Literal["starter_cnn"]
-    hidden: Extent = Field(64, description="Channels between the layers.")
-    layers: Few = Field(5, ge=2, description="Convolutions.")
+    hidden: Extent = Field(64, description="Number of channels between the layers.")
+    layers: Few = Field(5, ge=2, description="Number of convolutions.")
 
 
 class StarterCNNLoss(Strict):
@@ -96,9 +96,9 @@ class StarterCNNStudy(Study):
             or inputs.dtype not in ("float32", "uint8")  # other integers are indices
         ):
             raise UserError(
-                f"dataset {run.dataset}: input {shapes[0]} of {inputs.dtype} and target {shapes[1]} of a sample; study "
-                f"{run.study} expects images [C, H, W] of one size for both, and floats or bytes as input; save "
-                "them so, or write a model for your data"
+                f"dataset {run.dataset}: a sample has input {shapes[0]} of {inputs.dtype} and target {shapes[1]}; "
+                f"study {run.study} expects images [C, H, W] of one size for both, and floats or bytes as input; save "
+                "the data in this form, or write a model for your data"
             )
         return inputs, targets
 

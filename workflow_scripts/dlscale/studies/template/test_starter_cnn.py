@@ -1,4 +1,4 @@
-"""Tests of `starter_cnn` on a tiny dataset: the tests of any study, and a test of the RMSE; adapt it to yours."""
+"""Tests of `starter_cnn` on a tiny dataset: the tests of any study, and a test of the RMSE to adapt to your metrics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dlscale.preflight.study_tests import study_beside
 from dlscale.train.build import Session
 
 STUDY = study_beside(__file__)
-#: Tiny dataset with the shapes of your data: the tests build the network for them.
+#: Tiny dataset with the shapes of your data, for which the tests build the network.
 DATASET: dict[str, Any] = {
     "kind": "starter",
     "source": {"kind": "simulated", "size": 16, "train": 16, "valid": 8, "seed": 3},
 }
-#: Settings over those in the study's YAML file.
+#: Settings that replace settings in the study's YAML file.
 RUN: dict[str, Any] = {"batch_size": 8, "model": {"hidden": 8}, "loader": {"workers": 0}, "precision": "fp32"}
 
 

@@ -8,7 +8,7 @@ from dlscale.preflight.study_tests import *  # noqa: F403
 from dlscale.preflight.study_tests import study_beside
 
 STUDY = study_beside(__file__)
-#: Tiny dataset with the shapes of your data: the tests build the network for them.
+#: Tiny dataset with the shapes of your data, for which the tests build the network.
 DATASET: dict[str, Any] = {"kind": "waves", "train": 16, "valid": 8}
-#: Settings over those in `waves.yaml`.
+#: Settings that replace settings in `waves.yaml`.
 RUN: dict[str, Any] = {"batch_size": 8, "loader": {"kind": "torch", "workers": 0}}

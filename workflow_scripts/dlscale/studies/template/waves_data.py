@@ -15,7 +15,7 @@ from dlscale import ArraySource, DatasetKind, DatasetSettings, Part, RowSamples
 
 
 class WavesDataset(DatasetSettings):
-    """Number of samples of each split, and their noise."""
+    """Number of samples of each split, and noise of the samples."""
 
     kind: Literal["waves"]
     train: int = 512
