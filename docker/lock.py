@@ -32,7 +32,7 @@ PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
 
 
 def locked(path: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return version, and names of packages that require the package, for each package in a lock, by name."""
+    """Return package name → (version, names of the packages that require the package), from a lock."""
     entries = re.findall(r"^(\S+)==(\S+) +# via (.+)$", path.read_text(), re.MULTILINE)
     return {canonicalize_name(name): (version, via.split(", ")) for name, version, via in entries}
 

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
     if engine == "apptainer":
         if not Path(image).is_file():
-            raise UserError(f"{image}: no such file; make it: apptainer pull {image} docker://NAME")
+            raise UserError(f"{image}: no such file; to make this file: apptainer pull {image} docker://NAME")
     elif engine == "shifter":
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):

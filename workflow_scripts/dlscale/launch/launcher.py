@@ -23,7 +23,7 @@ from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-#: Python in an image. With -P it imports nothing from the working folder, which may contain any file.
+#: Python in an image. With -P, Python imports nothing from the working folder, which may contain any file.
 PYTHON = ["python", "-P", "-m", "dlscale"]
 
 #: Python of this process; the caller's PATH may have another `python`.
@@ -230,7 +230,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
 
 
 def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | None = None) -> list[str]:
-    """Return the words before a command that runs in a container, or without an engine, in the site's environment.
+    """Return the words before a command that runs in the site's environment: in a container, or without an engine.
 
     `program` is the external program that the container runs, if any.
     """
@@ -332,7 +332,9 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.packages and not Path(site.packages).is_dir():
-        raise UserError(f"site.packages: {site.packages}: no such folder; make it: pip install --target FOLDER NAME")
+        raise UserError(
+            f"site.packages: {site.packages}: no such folder; to make this folder: pip install --target FOLDER NAME"
+        )
     if site.engine == "auto":
         troubles = {engine: _trouble(engine, site.image, folder) for engine in ENGINES} if site.image else {}
         engine = chosen["engine"] = next((name for name, trouble in troubles.items() if trouble is None), "none")
@@ -393,7 +395,7 @@ def _chain(path: Path) -> list[Path]:
 def check_names(paths: Iterable[str], site: Site) -> None:
     """Raise `UserError` for paths that the engine or the Slurm executor cannot handle."""
     for path in paths:
-        # The executor puts the command in double quotes, where a shell still interprets these characters.
+        # The executor puts the command in double quotes. In double quotes, a shell still interprets these characters.
         if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):
             raise UserError(f"{path}: Slurm jobs cannot be submitted from a path with {bad[0]!r}; use another name")
         if site.engine != "none":

@@ -102,7 +102,10 @@ def become(words: Sequence[str]) -> int:
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
     if not shutil.which(words[0]):
-        print(f"{words[0]}: no such command; load a module with MPI, or name another in site.start", file=sys.stderr)
+        print(
+            f"{words[0]}: no such command; load a module with MPI, or name another command in site.start",
+            file=sys.stderr,
+        )
         return 127
     met = [
         word.replace("{host}", host).replace("{port}", port) if word.startswith("MASTER_") else word for word in words

@@ -162,7 +162,9 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
             f"more than the {scheduler.gpu_nodes.cpus} CPUs of this site's nodes; lower one of the two keys"
         )
     if (geometry.memory_mb or 0) > (most := scheduler.gpu_nodes.memory_mb or math.inf):
-        raise UserError(f"{where}geometry.memory_mb: {geometry.memory_mb} is more than the {most} of this site's nodes")
+        raise UserError(
+            f"{where}geometry.memory_mb: {geometry.memory_mb} MB is more than the {most} MB of this site's nodes"
+        )
     for key in ("cpus", "memory_mb"):
         if scheduler.gpu_nodes.fixed_share and getattr(geometry, key):
             raise UserError(

@@ -36,7 +36,7 @@ class Links(Record):
     processes: int
     nodes: int
     seconds: float  #: Duration of the test.
-    levels: list[LinkLevel]  #: Levels, nearest first.
+    levels: list[LinkLevel]  #: Levels with measured links; the level of the nearest devices is first.
 
     def line(self) -> str:
         """Return latency and bandwidth of all levels in one line."""

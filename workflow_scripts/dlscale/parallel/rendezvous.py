@@ -74,7 +74,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
                     logging.info("an exchange failed: %s", brief(cause))
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    lost = f"{watchdog.describe_lost_rank(cause)}. This process ends, too"
+                    lost = f"{watchdog.describe_lost_rank(cause)}. This process also ends"
                     if kind == "cuda":  # kernels that wait for other ranks would never end
                         end(lost, LOST)
                     raise PeerLost(lost) from cause
@@ -96,7 +96,7 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
     if size != geometry.world_size:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), but "
-            f"{size} were started. Start it with torchrun --nproc-per-node={per_node}, srun --ntasks="
+            f"{size} were started. Start the run with torchrun --nproc-per-node={per_node}, srun --ntasks="
             f"{geometry.world_size} or mpirun -n {geometry.world_size}, as the workflow does"
         )
     if local_rank != rank % per_node:
@@ -205,8 +205,8 @@ def _rendezvous(geometry: Geometry) -> None:
     if geometry.nodes > 1 and (missing := [name for name in needed if name not in os.environ]):
         raise UserError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: on several nodes, all "
-            "processes need the name of the first node and, without a Slurm job, a port that is free there (mpirun -x "
-            "MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the command)"
+            "processes need the name of the first node and, without a Slurm job, a port that is free on the first "
+            "node (mpirun -x MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the command)"
         )
     if geometry.nodes == 1:
         os.environ["MASTER_ADDR"] = "127.0.0.1"

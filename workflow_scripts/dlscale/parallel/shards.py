@@ -62,7 +62,7 @@ class Shard:
         return torch.Size(offsets)
 
     def gathered(self) -> torch.Tensor:
-        """Gather the full tensor on the device that computes with the shard; all devices must call this."""
+        """Gather the full tensor on the device that computes with the shard; all devices must call this method."""
         tensor = self.tensor
         for cut in reversed(self.cuts):
             kind = cut.mesh.device_type

@@ -96,8 +96,8 @@ def connect() -> Any:
         store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
         raise PeerLost(
-            f"{address}:{port}, where the processes met, accepted no connection in {CONNECT:.0f} s ({brief(error)}). "
-            "This process ends, too"
+            f"{address}:{port}, at which the processes met, accepted no connection in {CONNECT:.0f} s "
+            f"({brief(error)}). This process also ends"
         ) from error
     store.set_timeout(timedelta(seconds=ANSWER))
     return stores.PrefixStore("watchdog", store)
@@ -214,7 +214,7 @@ class Watchdog:
             self._unanswered += BEAT
             if self._judges and self._unanswered > self.limits.silent:
                 holder, silent = self._holder or self._name(0), f"{self.limits.silent:.0f} s"
-                self._end(f"{holder} has not answered for {silent}: it, or its node, is stopped or gone")
+                self._end(f"{holder} has not answered for {silent}: stopped, gone or unreachable")
 
     # ---- judgement -------------------------------------------------------------------------------
 
@@ -254,13 +254,15 @@ class Watchdog:
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all ranks compute, or wait for the network or the file system
             limit = max(limit, GRACE)
-            said = f"no process has made progress for {limit:.0f} s, and none is behind the others"
+            said = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
             return said if waited > limit else ""
         names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
             self._named = behind
-            logging.warning("all have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit)
-        return f"all have waited for {limit:.0f} s for {names}" if waited > limit else ""
+            logging.warning(
+                "all other processes have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit
+            )
+        return f"all other processes have waited for {limit:.0f} s for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
         """Return the longest limit, seconds, among the limits for the current ranges of these ranks."""
@@ -293,7 +295,7 @@ class Watchdog:
         for rank in [rank for rank, said in self._heartbeat.sees.items() if said == STOPPED]:
             with contextlib.suppress(OSError):
                 os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # a stopped process reacts to no other signal
-        end(f"{verdict}. This process ends, too", LOST)
+        end(f"{verdict}. This process also ends", LOST)
 
 
 def _exchanges() -> tuple[int, int]:

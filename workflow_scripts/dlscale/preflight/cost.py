@@ -407,9 +407,9 @@ def works(
 
 
 def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan, with only as many trials per rung as the rung will have.
+    """Return the runs of a plan; each rung has only as many trials as it will have in the end.
 
-    Which trials reach a later rung of successive halving is unknown in advance, but their number is known.
+    With successive halving, the trials of a later rung are unknown in advance, but the number of trials is known.
     """
     trained = {name: Results(results).run("provenance.json", run.plan, run.name) for name, run in runs.items()}
     done = {name for name, file in trained.items() if Path(file).exists()}

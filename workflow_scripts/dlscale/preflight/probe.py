@@ -119,7 +119,7 @@ def command_output(words: list[str], limit: float = LIMIT) -> str:
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
     """Check the raw files and the made files of a dataset, and that the files contain samples for each run.
 
-    `samples` has the settings of this name of the runs that read the dataset.
+    `samples` has the settings `samples` of each run that reads the dataset.
     """
     manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
 
@@ -149,7 +149,7 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     for split in ("train", "valid"):
         rows = [file.rows for file in described.splits[split]]
         if any(kind.available(each, rows) == 0 for each in samples):
-            text = f"{split}: no sample fits a run's `samples` settings, in files of {', '.join(map(str, rows))} "
+            text = f"{split}: no sample fits a run's `samples` settings; the files have {', '.join(map(str, rows))} "
             return found("FAIL", text + kind.rows, "change `samples` in the plan, or add data to the dataset")
     return found("ok", f"{len(files)} files, {size(sum(bytes_ for _, bytes_ in files), ' ')}, as in the manifest")
 

@@ -51,7 +51,7 @@ Other options are Snakemake's (`snakemake --help`). Write these options last, be
 options go to Snakemake, except --config and --configfile with their values. Example: dlscale run PLAN --cores 4
 """
 
-#: A setting KEY=VALUE with a dotted key. A file path with `=` does not match: its slash comes before the `=`.
+#: Pattern of a setting KEY=VALUE with a dotted key. A file path with `=` does not match, because a slash precedes `=`.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of `dlscale run` itself.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
