@@ -44,7 +44,7 @@ class ContainerMounts:
     """Folders that a container mounts, and the owner of written files; paths are absolute, and equal inside."""
 
     folder: str  #: Working folder.
-    sources: str  #: Folder that contains the package `dlscale`; its code runs instead of the image's.
+    sources: str  #: Folder that contains the package `dlscale`; this code runs instead of the image's code.
     uid: int  #: User ID of written files.
     gid: int  #: Group ID of written files.
     data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.

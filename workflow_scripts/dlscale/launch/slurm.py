@@ -85,7 +85,8 @@ def request(
         wanted["tasks"] = wanted["nodes"] * wanted.pop("tasks_per_node")
         extra += [f"--gpus-per-node={wanted.pop('gres').removeprefix('gpu:')}"] if "gres" in wanted else []
     if job in STAGES and STAGES[job].warned:
-        # Without `B:`, the signal goes to all processes of the job's steps. It would end the batch shell.
+        # Without `B:`, the signal goes to all processes of the job's steps, but not to the batch shell, which it would
+        # end.
         extra.append(f"--signal=USR2@{scheduler.warning_seconds}")
     return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
 

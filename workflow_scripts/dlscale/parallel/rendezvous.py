@@ -66,7 +66,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
                 yield World(rank, size, local_rank, own, control, mesh)
-                # On several nodes rank 0 hosts the store that all ranks use, so rank 0 must not leave before them.
+                # On several nodes rank 0 hosts the store that all ranks use, so rank 0 must leave last.
                 dist.barrier(group=control)
             except (Exception, SystemExit) as error:
                 # The launcher sends SIGTERM to the remaining ranks: ignore this signal until the cause is reported.
@@ -132,7 +132,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by hand with PyTorch's torchrun: its process hosts the store
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a user started PyTorch's torchrun, whose process hosts the store
         return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -206,7 +206,8 @@ def _rendezvous(geometry: Geometry) -> None:
         raise UserError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: on several nodes, all "
             "processes need the name of the first node and, without a Slurm job, a port that is free on the first "
-            "node (mpirun -x MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the command)"
+            "node (mpirun -x MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the "
+            "command)"
         )
     if geometry.nodes == 1:
         os.environ["MASTER_ADDR"] = "127.0.0.1"

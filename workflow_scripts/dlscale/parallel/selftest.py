@@ -98,7 +98,7 @@ def _tested(world: World, hosts: list[str]) -> Links:
     start = time.perf_counter()
     reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
     if any(reports):
-        world.barrier()  # rank 0 may host the store: all ranks need it until they have the reports
+        world.barrier()  # rank 0 may host the store, which all ranks need until they have the reports
         raise PeerLost(verdict(hosts, reports))
     links = measure(world, schedule(world.size, per_node(hosts)))
     record = Links(
@@ -286,7 +286,7 @@ def _measure(world: World, peer: int) -> Link:
 
     def one_way(bytes_: int) -> list[float]:
         message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
-        for _ in range(1 + SAMPLES):  # the first opens connections and allocates buffers
+        for _ in range(1 + SAMPLES):  # the first measurement opens connections and allocates buffers
             synchronize(device)
             start = time.perf_counter()
             for way in ways * trips:

@@ -19,6 +19,6 @@ class Sharding:
     first: str = ""  #: Module that returns all tokens; devices divide the tokens after this module.
     last: str = ""  #: Module that computes one output per token; devices gather the outputs after this module.
     gather: Sequence[str] = ()  #: Modules that contain `columns` and `rows`, and take all tokens as input.
-    columns: Sequence[str] = ()  #: Linear layers divided by outputs: each device computes some of them.
+    columns: Sequence[str] = ()  #: Linear layers divided by outputs: each device computes some of the outputs.
     rows: Sequence[str] = ()  #: Linear layers divided by inputs (outputs of `columns`); partial outputs are summed.
     attend: Sequence[str] = ()  #: Modules that take queries, keys and values [B, heads, N, head dimension].

@@ -47,7 +47,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 THERE = "its process is running"
 STOPPED = "stopped by a signal"
 ENDED = "its process is gone: killed, or ended by itself"
-UNSEEN = "killed or stopped, or its node is gone, or it runs code that holds Python's lock"
+UNSEEN = "killed or stopped, or its node is gone, or its code holds Python's lock"
 
 
 class Heartbeat(NamedTuple):
@@ -203,7 +203,7 @@ class Watchdog:
         Otherwise rank 0 or 1 judges, and puts its verdict into its next heartbeat.
         """
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
-            # Rank 0 may host the store: it ends later, so that the other ranks can read the verdict in the store.
+            # Rank 0 may host the store, and ends later, so that the other ranks can read the verdict in the store.
             time.sleep(2 * BEAT if self.rank == 0 else 0)
             self._end(verdict)
         if self.rank < 2:

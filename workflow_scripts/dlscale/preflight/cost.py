@@ -53,7 +53,7 @@ Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 #: Seconds from a job's start to its first step (interpreter, libraries, data, first batches): on a site with a
 #: scheduler, and on this machine.
 START_UP, START_UP_HERE = 120.0, 5.0
-#: Upper bound on the seconds to compile a model. Time limits include them; estimates do not.
+#: Upper bound on the seconds to compile a model. Time limits include this time; estimates do not.
 COMPILING = 600.0
 #: Longest duration of paired timing on a busy machine, as a multiple of `throughput.beside` (`measure/turns.py`).
 BUSY = 3

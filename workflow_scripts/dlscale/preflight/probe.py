@@ -30,7 +30,7 @@ Status = Literal["ok", "warn", "FAIL", "skip"]
 LIMIT = 20.0
 #: Timeout of a check, which may run several commands, s.
 PROBE_LIMIT = 3 * LIMIT
-#: Free bytes below which a check fails, and below which it warns.
+#: Free bytes below which a check fails, and free bytes below which the check warns.
 FAIL_FREE_BYTES, WARN_FREE_BYTES = 0.5e9, 20e9
 
 

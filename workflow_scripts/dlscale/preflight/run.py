@@ -183,7 +183,8 @@ class Typed:
 def sort(words: Iterable[str]) -> Typed:
     """Sort the words of a command line.
 
-    From the first option that is not in `OURS`, all words except settings are Snakemake's.
+    From the first option that is not in `OURS`, all words are Snakemake's, except the values of --config and
+    --configfile.
     """
     all_ = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in SETTINGS else [word])]
     ours, rest, settings, files = list[str](), list[str](), list[str](), list[str]()
@@ -329,7 +330,9 @@ def main(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
-        raise UserError("Snakefile: no such file here. Run this in the repository, or in a folder of `dlscale init`")
+        raise UserError(
+            "Snakefile: no such file here. Run this command in the repository, or in a folder of `dlscale init`"
+        )
     _, asked, over = configured(call)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale ignores these signals, and Snakemake would inherit this
         signal.signal(number, signal.SIG_DFL)
