@@ -126,9 +126,8 @@ class LogHandler(LogHandlerBase):
         except (BrokenPipeError, SystemExit):  # rich replaces BrokenPipeError by SystemExit
             if not self._ended.is_set():
                 self._ended.set()
-                os.kill(
-                    os.getpid(), signal.SIGINT
-                )  # end the call, because the reader of its output is gone, as after `... | head`
+                # End the call, because the reader of its output is gone, as after `... | head`.
+                os.kill(os.getpid(), signal.SIGINT)
 
     def _watch(self, progress: CallProgress) -> None:
         """Draw the progress on a terminal twice a second, or print lines, until the call ends."""
