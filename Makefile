@@ -1,11 +1,11 @@
 # Targets for users and developers; `make help` lists them.
 #
-#   make demo                      the whole workflow at demo scale
+#   make demo                      the complete workflow at demo scale
 #   make test ARGS="-k loader"     ARGS reaches pytest, snakemake (demo) or the benchmarks
 #   make demo PYTHON=python3.12    another Python for a new environment
 #   make install UV=               with pip, even if uv is installed
-#   make demo ENGINE=podman        in a container (or docker), without Python here. IMAGE names an existing image;
-#                                  without it, one is built, with BUILD_ARGS for the engine's `build`
+#   make demo ENGINE=podman        in a container of podman (or docker), without Python on this machine. IMAGE names an
+#                                  existing image; without IMAGE, the engine builds an image, with options BUILD_ARGS
 #
 # All tools are in the virtual environment .venv. To use them in a shell: `source .venv/bin/activate`.
 
@@ -22,7 +22,7 @@ ENGINE ?=
 IMAGE ?=
 BUILD_ARGS ?=
 
-# Stages run as `python -P -m dlscale`: that python has to be the environment's.
+# Stages run as `python -P -m dlscale`, so `python` has to be the environment's.
 export PATH := $(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 unexport PYTHONHOME
@@ -39,7 +39,7 @@ help:  ## list the targets
 
 # ---- environment ---------------------------------------------------------------------------------
 
-# The Python that PYTHON names, or the first one that is new enough.
+# The Python that PYTHON names, or the first installed Python that is new enough.
 $(VENV)/bin/python:
 	@ok() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }; \
 	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
@@ -47,26 +47,27 @@ $(VENV)/bin/python:
 	done; \
 	if [ -z "$$python" ]; then \
 	    echo "dlscale needs Python >= 3.11; found: $$($(or $(PYTHON),python3) --version 2>&1 || true)." >&2; \
-	    echo "Name another one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
+	    echo "Name another Python: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; \
 	fi; \
 	printf '==> Making %s with %s (%s)\n' "$(VENV)" "$$python" "$$("$$python" --version)"; \
 	"$$python" -m venv --clear $(VENV) || { rm -rf $(VENV); \
 	    echo "This Python has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
-# The lock. If .venv was made with --system-site-packages (over a module, an image or an environment), PyTorch is left
-# out: the existing one stays if it is in pyproject.toml's range.
+# Constraints from the lock. If .venv was made with --system-site-packages (over a module, an image or an environment),
+# the constraints omit PyTorch, so that the existing PyTorch stays if pyproject.toml allows its version.
 LOCK := $(VENV)/constraints.txt
 $(LOCK): requirements.lock | $(VENV)/bin/python
 	@left='^$$'; ! grep -Eqi '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || left='^(torch|triton)=='; \
 	sed -E "/$$left/d" requirements.lock >$@
 
-# uv if it is installed, as it is faster; otherwise pip. Also pip if it is configured with an index or links, which uv
-# would ignore, or if .venv was made with --system-site-packages, which uv does not see. `UV=` always selects pip.
+# The installer is uv if installed, because uv is faster, and otherwise pip. pip is also the installer if its
+# configuration has an index or links, which uv would ignore, or if .venv was made with --system-site-packages, which uv
+# does not see. `UV=` always selects pip.
 UV ?= $(shell grep -qis '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || \
     python3 -m pip config list 2>/dev/null | grep -E 'index-url|find-links' >/dev/null || command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
     --constraint $(LOCK) --editable
-# On a terminal, the installer's output is one changing line. If it fails, its last lines are printed.
+# On a terminal, the installer's output is one changing line. If the installer fails, its last lines are printed.
 quietly = 2>&1 | tee $(VENV)/install.log | if [ -t 1 ]; then \
     while IFS= read -r line; do printf '\r\033[K%.78s' "$$line"; done; printf '\r\033[K'; else cat >/dev/null; fi || { tail -n 20 $(VENV)/install.log >&2; exit 1; }
 
@@ -100,12 +101,12 @@ taste: $(VENV)/.installed  ## run the ladder of one study and write its report, 
 
 .PHONY: demo
 ifeq ($(ENGINE),)
-demo: $(VENV)/.installed  ## run the whole workflow at demo scale; the last line names the report
+demo: $(VENV)/.installed  ## run the complete workflow at demo scale; the last line names the report
 	$(say) 'Running the workflow (config.yaml)'
 	@$(DEMO)
 else
-# Rootless podman maps user IDs; keep-id keeps the caller's. The demo needs no network. The checkout is not relabelled
-# for SELinux. --init forwards signals; the trap ends a container that is still there.
+# Rootless podman maps user IDs; keep-id keeps the caller's ID. The demo needs no network. The checkout is not
+# relabelled for SELinux. --init forwards signals; the trap ends a container that is still running.
 demo:
 	@command -v $(ENGINE) >/dev/null || { echo "$(ENGINE) is not installed; install it, or run the demo without ENGINE=…" >&2; exit 1; }
 ifeq ($(IMAGE),)
@@ -126,7 +127,7 @@ endif
 	$(say) '/dlscale in the container is $(CURDIR)'
 endif
 
-# Chromium runs without its sandbox, which root in a container may not create; the page is trusted.
+# Chromium runs without its sandbox, because root in a container may not create a sandbox. The page is trusted.
 .PHONY: example
 example: $(VENV)/.installed  ## renew the report in docs/examples and its picture (needs chromium and an idle machine)
 	@snakemake --profile none --workflow-profile local -- plan_cosmo_demo
@@ -149,7 +150,8 @@ bench-gpu: $(VENV)/.installed-dev  ## run the checks and benchmarks that need a 
 	$(say) 'Running the checks and benchmarks of a GPU'
 	@python bench/gpu.py --json $(VENV)/bench-gpu.json --markdown $(VENV)/bench-gpu.md $(ARGS)
 
-# Packages that dlscale imports and a machine with PyTorch may lack: few and small, to copy there for --wheels.
+# Packages that dlscale imports and that a machine with PyTorch may lack. Their wheels are few and small: a user copies
+# them to that machine for --wheels.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS := nvtx safetensors pydantic pydantic-core annotated-types typing-inspection typing-extensions pyyaml h5py psutil nvidia-ml-py \
     scipy pandas python-dateutil six line-profiler
@@ -165,7 +167,7 @@ bench-gpu-wheels: $(VENV)/bin/python  ## collect wheels for bench-gpu on a machi
 
 # ---- development ---------------------------------------------------------------------------------
 
-# Tests run in parallel, each on one core. Options in ARGS override these: -n 0, -m slow.
+# Tests run in parallel, each on one core. Options in ARGS override the options below: -n 0, -m slow.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
 

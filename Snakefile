@@ -10,7 +10,8 @@ from snakemake.utils import min_version
 min_version("9.19")
 
 
-# Documents the software; only `--sdm apptainer` would use it. The site sets the engine and the image of the stages.
+# This line documents the software: only `--sdm apptainer` would use this image. The site sets the engine and the image
+# of the stages.
 container: "docker://ghcr.io/dlscale/dlscale:cpu-0.1.0"
 
 
@@ -20,7 +21,8 @@ include: "rules/locks.smk"
 include: "rules/common.smk"
 
 
-# For `snakemake --lint` and for readers. rules/common.smk has read this file, with messages that name the line.
+# This line is for `snakemake --lint` and for readers: rules/common.smk has already read the file, with error messages
+# that name the line.
 configfile: "config.yaml"
 
 
@@ -48,7 +50,7 @@ localrules:
     report_plan,
 
 
-# Without a network on compute nodes, `fetch` runs here.
+# `fetch` runs on this machine without a scheduler, and if compute nodes have no network (`acquire: here`).
 if not SITE.scheduler or SITE.scheduler.acquire == "here":
 
     localrules:

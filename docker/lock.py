@@ -1,8 +1,8 @@
 """Write docker/requirements-*.txt: the packages of requirements.lock that an image needs, with hashes.
 
-`make lock` calls this after it has written requirements.lock, and a second lock with DALI for CUDA 13. The locks name
-the packages that require each package, so packages for development can be left out. PyTorch and its CUDA packages are
-not in these files: the index in the Dockerfile decides on their build.
+`make lock` calls this script after it has written requirements.lock and a second lock with DALI for CUDA 13. For each
+package, the locks name the packages that require it, so that this script can leave out packages for development.
+PyTorch and its CUDA packages are not in the written files, because the index in the Dockerfile selects their build.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
-#: Not locked: the index decides on PyTorch's build, and on the Triton that belongs to it.
+#: Packages that are not locked, because the index selects PyTorch's build and the matching Triton.
 APART = {"torch", "triton"}
 #: Optional dependencies of each image.
 EXTRAS = {"cpu": ["grib"], "gpu-cuda12": ["dali", "grib"], "gpu-cuda13": ["dali-cuda13", "grib"]}
@@ -32,13 +32,13 @@ PLATFORMS = re.compile(r"any|manylinux.*_(x86_64|aarch64)")
 
 
 def locked(path: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return the version of each package in a lock, and the packages that require it."""
+    """Return package name → (version, names of the packages that require the package), from a lock."""
     entries = re.findall(r"^(\S+)==(\S+) +# via (.+)$", path.read_text(), re.MULTILINE)
     return {canonicalize_name(name): (version, via.split(", ")) for name, version, via in entries}
 
 
 def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str]:
-    """Return the packages that dlscale with `extras` needs, however far down."""
+    """Return the packages that dlscale with `extras` needs, directly or through other packages."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     found: set[str] = set()
@@ -50,13 +50,16 @@ def needed(lock: dict[str, tuple[str, list[str]]], extras: list[str]) -> set[str
 
 
 def usable(tag: Tag) -> bool:
-    """Whether an image can use a wheel with this tag."""
+    """Return whether an image can use a wheel with this tag."""
     compiled = tag.interpreter in PYTHONS or tag.abi == "abi3"
     return bool(PLATFORMS.fullmatch(tag.platform)) and (compiled or tag.interpreter == "py3")
 
 
 def hashes(index: str, name: str, version: str) -> list[str]:
-    """Return the SHA-256 of the wheels of one version that an image can use, or else of its source."""
+    """Return the SHA-256 of the wheels of one version that an image can use.
+
+    Without such a wheel, return the SHA-256 of the version's source distribution.
+    """
     with urllib.request.urlopen(f"{index.rstrip('/')}/{name}/", timeout=60) as page:
         links = re.findall(r'/([^/"#]+)#sha256=([0-9a-f]{64})"', page.read().decode())
     wheels, sources = set(), set()

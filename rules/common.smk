@@ -31,7 +31,8 @@ CAPTIONS = f"{ROOT}/report/captions"
 
 os.environ[CALLER] = callers_values()
 os.environ[SNAKEMAKES] = f"{os.environ.get(SNAKEMAKES, '')} {os.getpid()}"
-# For each `benchmark:`, Snakemake reads all memory maps of a job twice a second: up to 0.3 cores during timed jobs.
+# By default, Snakemake reads all memory maps of a job with a `benchmark:` twice a second, which takes up to 0.3 cores
+# during timed jobs. A longer interval takes less.
 benchmark.BENCHMARK_INTERVAL_SHORT = 5.0  # s
 remember(Path(".snakemake/parsed.json"))
 
@@ -46,15 +47,15 @@ def layers():
     settings = workflow.config_settings
     if urls.has_secret(settings.config) or redact.redact_programs(settings.config) != settings.config:
         raise UserError(
-            "--config: a secret, or an address with a login: everyone can read a command line, and Snakemake logs it. "
-            "Write it to a file, and name the file with --configfile"
+            "--config: a secret, or an address with a login. Everyone can read a command line, and Snakemake logs it. "
+            "Write the setting to a file, and name the file with --configfile"
         )
     files = [*([] if settings.replace_workflow_config else ["config.yaml"]), *settings.configfiles]
     return [*([read_yaml(file), str(Path(file).parent)] for file in files), [settings.config, "."]]
 
 
 def own_settings():
-    """Return the words that give another call the settings of this one; configuration files come last."""
+    """Return the words that give another call the settings of this call; configuration files come last."""
     settings = workflow.config_settings
     words = ["--replace-workflow-config"] if settings.replace_workflow_config else []
     if settings.config:
@@ -64,13 +65,16 @@ def own_settings():
 
 
 def refuse(message):
-    """Print a user's error, and exit. An exception would make Snakemake add where it was raised."""
+    """Print a user's error, and exit. For an exception, Snakemake would also print the line that raised it."""
     print(message, file=sys.stderr)
     sys.exit(2)
 
 
 def say(finding):
-    """Print a finding, and exit on FAIL. In a job's own process, its stage does both."""
+    """Print a finding, and exit on FAIL.
+
+    A call with `--report` does not exit. The process of a job prints nothing, because the job's stage reports errors.
+    """
     if not workflow.is_main_process:
         return
     if finding.status == "FAIL" and not REPORTING:
@@ -90,7 +94,8 @@ def asked_targets():
     return [target for target in found if target]
 
 
-#: Variable with the path of this call's configuration, for its jobs: files may be edited while jobs are queued.
+#: Environment variable with the path of this call's configuration for its jobs, because a user may edit configuration
+#: files while jobs are queued.
 CALLED = "DLSCALE_CALLED"
 
 try:

@@ -3,14 +3,14 @@
 #   name of the site         `workflow.resource_settings`: of a profile, only default resources reach the processes that
 #                            Snakemake starts for its jobs.
 #   requested plans          `snakemake.cli.get_argument_parser`: Snakemake knows the targets only after it has read the
-#                            rules. Misspelt targets, and runs that the machine cannot do, are refused before.
+#                            rules, but misspelt targets, and runs that the machine cannot do, are refused earlier.
 #   dry run or not           `workflow.execute`, `create_report` and others: Snakemake's settings choose one of these
 #                            methods. The call must wait for jobs of an earlier controller before Snakemake checks which
 #                            results exist. `onstart` is too late for that, and `--unlock` or `--lint` must not wait.
 #   end of a call            `workflow.execute`: no hook is called after a dry run, or if all files are up to date.
 #   failed jobs              `workflow.scheduler.failed`: the end of a call lists them, with their last messages.
-#   --keep-going             `workflow.execution_settings`: with it, a broken dataset must not end the call.
-#   requested files          `workflow.dag`: the end of a call lists the pages that show them.
+#   --keep-going             `workflow.execution_settings`: with this option, a broken dataset must not end the call.
+#   requested files          `workflow.dag`: the end of a call lists the pages that show these files.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
 #   requests of jobs         `job.resources`, `workflow._localrules`: Snakemake prints none if a rule has a message.
 #   secrets in a report      `workflow.configfiles`: files with logins in addresses are left out of `--report`.
@@ -27,12 +27,13 @@ from dlscale.preflight.run import in_turn, write_reply
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 
-gc.freeze()  # imported objects stay: searching them for garbage took a fifth of a dry run
+gc.freeze()  # imported objects are never garbage, and searching them took a fifth of a dry run
 
 if workflow.is_main_process:
     interrupt.end_at_once("snakemake")
 else:
-    # Slurm signals a job's time limit to all its processes. This one ignores it; the training saves a checkpoint.
+    # Before a job's time limit, Slurm signals all processes of the job. Snakemake's process ignores this signal; the
+    # training saves a checkpoint.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
@@ -60,7 +61,7 @@ def keeps_going():
 
 
 def asked_names():
-    """Return the targets of the command line, including those of options, which Snakemake adds."""
+    """Return the targets of the command line, including targets in options, which Snakemake adds to the targets."""
     if not workflow.is_main_process:
         return []
     named = (COMMAND_LINE.targets, COMMAND_LINE.prioritize, COMMAND_LINE.forcerun, COMMAND_LINE.until)
@@ -73,7 +74,10 @@ def asked_files():
 
 
 def jobs_to_run():
-    """Return the jobs that would run, without target rules; a dry run has marked them as finished."""
+    """Return the jobs that would run, without target rules.
+
+    Finished jobs are included, because a dry run has marked all jobs as finished.
+    """
     return [job for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
 
 
@@ -107,10 +111,10 @@ def reason_to_run(job):
     return why.Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
-        # Snakemake deletes temporary files after use: the reason is the job that needs them again.
+        # Snakemake deletes temporary files after use: the reason is then the job that needs such a file again.
         missing=[
             f"{file}/" if file.is_directory else str(file)
-            for file in job.output  # in their order; Snakemake's reasons are a set
+            for file in job.output  # in the order of the outputs, because Snakemake's reasons are a set
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
@@ -135,7 +139,10 @@ def failed_jobs():
 
 
 def have_the_last_word(looked, nothing):
-    """End a dry run with `looked`, which returns the status, and a call without jobs with `nothing`."""
+    """Call `looked` at the end of a dry run, and `nothing` at the end of a call without jobs.
+
+    `looked` returns the exit status of the dry run.
+    """
 
     def ended():
         if workflow.dryrun:

@@ -2,7 +2,7 @@
 
 
 rule acquire:
-    """Make one raw file without a network: simulate it, or read a folder or store of this machine."""
+    """Make one raw file without a network: simulate the file, or read a folder or store of this machine."""
     output:
         PATHS.raw_file(),
     log:
@@ -24,7 +24,7 @@ rule acquire:
 
 
 use rule acquire as fetch with:
-    # Needs the network: a login or transfer node.
+    # This rule needs the network, such as on a login or transfer node.
     wildcard_constraints:
         dataset=exactly(FETCHED),
     message:
@@ -78,7 +78,7 @@ rule assemble:
 
 
 rule describe:
-    """Write a dataset's statistics (of the training part alone) and manifest."""
+    """Write a dataset's manifest, and the statistics of its training part."""
     input:
         files=DATASETS.files,
     output:
@@ -119,7 +119,7 @@ rule preview:
         PATHS.log("preview", "{dataset}"),
     benchmark:
         PATHS.benchmark("preview", "{dataset}")
-    priority: 2  # before timed jobs, for which it would wait: first on the live page
+    priority: 2  # before timed jobs, which run alone: the picture appears early on the live page
     params:
         stage=DATASETS.preview_params,
         launch=COMMANDS.launch,

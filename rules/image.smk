@@ -2,7 +2,7 @@
 
 
 rule image:
-    """Build or pull the site's image, and migrate it for podman-hpc. The engine skips what is up to date."""
+    """Build or pull the site's image, and migrate it for podman-hpc. The engine skips steps that are up to date."""
     log:
         PATHS.log("image"),
     benchmark:

@@ -1,4 +1,4 @@
-# Locks, so that only one call at a time changes results, and preparations of Snakemake's methods.
+# Locks that let only one call at a time change results, and functions that run before Snakemake's methods.
 import os
 import signal
 import sys
@@ -33,7 +33,7 @@ def be_the_only_controller():
         try:
             slurm.wait_for_left_running(os.getcwd())
         except KeyboardInterrupt:
-            refuse("Interrupted: no job was started. Those of the earlier call continue.")
+            refuse("Interrupted: no job was started. The jobs of the earlier call continue.")
 
 
 def is_dry(executor_plugin=None, **_):
@@ -42,8 +42,9 @@ def is_dry(executor_plugin=None, **_):
 
 
 def lock_results(**named):
-    """Refuse to change results while another call does; a dry run changes nothing."""
-    interrupt.raise_again(signal.SIGTERM, signal.SIGHUP)  # also for a lost terminal, so that Snakemake removes its lock
+    """Refuse to change results while another call changes results; a dry run needs no lock."""
+    # So Snakemake removes its lock even after SIGTERM, or after SIGHUP, which follows the loss of a terminal.
+    interrupt.raise_again(signal.SIGTERM, signal.SIGHUP)
     if is_dry(**named) or HELD:
         return
     if SITE.scheduler:
@@ -52,12 +53,12 @@ def lock_results(**named):
     be_the_only_writer(RESULTS)
 
 
-#: Not empty if the call makes Snakemake's own report, which only shows existing files.
+#: List that is not empty if the call makes Snakemake's own report, which shows only existing files.
 REPORTING = []
 
 
 def check_report(**_):
-    """Refuse `--report` if it would show missing files: Snakemake names only one, without a remedy."""
+    """Refuse `--report` if a file for the report is missing: Snakemake would name one file, without a remedy."""
     REPORTING.append(True)
     if CONFIG.secrets:  # the report would show the files that contain the addresses
         workflow.configfiles.clear()
@@ -76,7 +77,7 @@ def check_report(**_):
 
 
 def prepare_methods():
-    """Prepare the methods of Snakemake that change or show results."""
+    """Let locks and checks precede the methods of Snakemake that change or show results."""
     for name in ("execute", "delete_output", "cleanup_metadata", "cleanup_shadow"):
         prepare(name, lock_results)
     for name in ("delete_output", "cleanup_metadata", "cleanup_shadow", "create_report", "unlock", "lint"):

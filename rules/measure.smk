@@ -35,7 +35,7 @@ rule throughput:
 
 
 rule profile:
-    """Profile some steps of a run. Traces are in the same folder as the outputs named here."""
+    """Profile some steps of a run. Traces are files in the folder of `profile.json` that are not declared outputs."""
     input:
         manifest=RUNS.manifest,
         data=RUNS.data_files,

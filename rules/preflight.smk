@@ -1,4 +1,4 @@
-# Before the jobs: their cost, and checks of the site. After them: their results.
+# Cost of jobs and checks of the site before the jobs begin; results after the jobs have ended.
 import functools
 import os
 import time
@@ -13,7 +13,7 @@ STARTED = time.time() - progress.age()
 SOURCES = Path(".snakemake/sources")
 CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
 
-# Only in the main process: the processes that Snakemake starts for jobs read this file, too.
+# Only in the main process, because the processes that Snakemake starts for jobs also read this file.
 if workflow.is_main_process:
     for plan in ASKED_PLANS:
         for run, lacking in CONFIG.skipped_runs[plan].items():
@@ -31,7 +31,7 @@ def keep_configuration():
     """Write this call's configuration for its jobs."""
     file, secrets = Path(".snakemake/called.json").absolute(), CONFIG.secrets
     addresses = {whole: url for url, whole in secrets.items() if not redact.has_marker(url)}
-    # A layer may have secrets that another one replaces.
+    # A layer may contain secrets that another layer replaces.
     hidden = redact.redact_programs(json.loads(urls.exchanged(AS_CALLED, addresses)), secrets)
     urls.publish(secrets)
     write_text(file, json.dumps(hidden))
@@ -47,7 +47,7 @@ def show_end():
 def tell_nothing():
     """Print that all files are up to date, unless Snakemake's own message is shown."""
     if displays() and not workflow.dag:
-        tell("Nothing to be done: all files are there, and up to date.")
+        tell("Nothing to be done: all files exist, and are up to date.")
 
 
 def show_nothing():
@@ -57,13 +57,16 @@ def show_nothing():
 
 
 def looked():
-    """Print the findings of a dry run, or send them to the process that asked; return the status."""
+    """Print the findings of a dry run, and return the exit status.
+
+    If another command of dlscale started the dry run, write reasons and missing results for this command instead.
+    """
     reasons = why.format_reasons(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
     lost = CALL.missing_results(files_to_make())
     if write_reply({"reasons": reasons, "lost": lost}):
         return 0
     if workflow.persistence.locked:
-        tell("Another call is at work here: the files that it is making count as missing.")
+        tell("Another call is running in this folder: files that the other call is making count as missing.")
     tell_nothing()
     if reasons or lost:
         tell("", "Why:", *(f"  {line}" for line in [*reasons, *lost]))
@@ -79,7 +82,7 @@ prepare_methods()
 onstart:
     if workflow.non_local_exec and not SITE.scheduler:
         raise WorkflowError(
-            "Jobs would be submitted, but no site is set. Name one: --default-resources \"site='NAME'\""
+            "Jobs would be submitted, but no site is set. Name a site: --default-resources \"site='NAME'\""
         )
     if line := why.replaced(reasons_to_run()):
         tell(line)

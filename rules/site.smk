@@ -1,12 +1,12 @@
-# The site: engine and starter of the stages' commands, and the objects that turn wildcards into jobs.
+# The site, with engine and starter of the stages' commands, and the objects that turn wildcards into jobs.
 try:
     SITE, REASONS = launcher.resolve(CONFIG.workflow.site)
     if SITE.engine != "none" and not SITE.image:
         built = "such as localhost/dlscale:cpu, which `snakemake image` builds"
         raise UserError(
-            f"site.image: engine {SITE.engine} needs an image; name one, {built}, or set site.engine to none"
+            f"site.image: engine {SITE.engine} needs an image; name an image, {built}, or set site.engine to none"
         )
-    # Before Snakemake computes the jobs' resources: an error there would end in a traceback.
+    # This check precedes Snakemake's computation of resources, in which an error would end in a traceback.
     for resolved in [run for plan in ASKED_PLANS for run in CONFIG.plans[plan].values() if SITE.scheduler]:
         launcher.check(SITE, resolved.run.geometry, f"plans.{resolved.plan}.runs.{resolved.name}.")
 except UserError as error:
@@ -14,7 +14,7 @@ except UserError as error:
 if workflow.is_main_process:
     tell(*REASONS)
 
-# Snakemake holds back jobs beyond the job limit of a QOS, which Slurm would refuse.
+# Slurm would refuse jobs beyond the job limit of a QOS, so Snakemake submits these jobs later.
 for name, limit in slurm.job_limits(SITE.scheduler).items() if SITE.scheduler else ():
     workflow.register_resource(name, limit)
 

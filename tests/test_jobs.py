@@ -148,7 +148,7 @@ def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
 def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
     """A stage that an external program does not have is refused, if a call requests its files."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
-    with pytest.raises(AssertionError, match="profile: a run of a program has no such stage; ask for the files of"):
+    with pytest.raises(AssertionError, match="profile: a run of an external program has no such stage; request the"):
         found.runs.profile_params(RUN)
 
 
@@ -295,7 +295,7 @@ def test_weights_that_nothing_makes_are_said_once_with_their_key(
     found = jobs(tmp_path, {"training": {"weights": f"{tmp_path}/{weights}"}})
     found.context.say = said.append
     assert [found.runs.weights(RUN) for _ in range(2)] == [[f"{tmp_path}/{read}"]] * 2
-    told = [] if remedy is None else [f"{remedy.format(tmp_path)}name others in plans.p.runs.a.training.weights"]
+    told = [] if remedy is None else [f"{remedy.format(tmp_path)}name other weights in plans.p.runs.a.training.weights"]
     assert [each.remedy for each in said] == told
 
 

@@ -452,7 +452,9 @@ def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "train", Geometry(gpus_per_node=4, cpus=8), processes=ONE)["cpus_per_task"] == 32
     with pytest.raises(UserError, match=r"4 processes ask for 256 CPUs \(geometry.cpus each\)"):
         slurm.check(perlmutter, Geometry(gpus_per_node=4, cpus=64))
-    with pytest.raises(UserError, match=r"geometry.memory_mb: 600000 is more than the 500000 of this site's nodes"):
+    with pytest.raises(
+        UserError, match=r"geometry.memory_mb: 600000 MB is more than the 500000 MB of this site's nodes"
+    ):
         slurm.check(PLACED, Geometry(memory_mb=600_000))
 
 

@@ -328,7 +328,7 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
     ended = train_faulty(folder, era5_data, "hangs", 4)
     assert all(status == LOST for status, _ in ended), ended
     log = (folder / "train.log").read_text()
-    assert "all have waited for 6 s for process 1 on" in log and "(self-test)" in log, log
+    assert "all other processes have waited for 6 s for process 1 on" in log and "(self-test)" in log, log
     assert not any(f"process {rank} on" in log for rank in (0, 2, 3)), log
 
 

@@ -134,7 +134,7 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
     os.kill(victim, how)
     output = end_of(process, folder)
     survivor = (folder / ("train.log" if rank else "train.rank1.log")).read_text()
-    assert f"process {rank} on " in survivor and "This process ends, too" in output, survivor
+    assert f"process {rank} on " in survivor and "This process also ends" in output, survivor
     assert (": stopped by a signal" in survivor) == (how == signal.SIGSTOP), survivor
     assert not Path(f"/proc/{victim}").exists()
 
@@ -156,9 +156,9 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     output = end_of(begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"}), folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
-    assert "all have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log
-    assert "process 0" not in log.split("all have waited")[1]
-    assert "This process ends, too" in output
+    assert "all other processes have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log
+    assert "process 0" not in log.split("all other processes have waited")[1]
+    assert "This process also ends" in output
 
 
 @pytest.mark.slow
@@ -171,7 +171,9 @@ def test_a_rank_that_hangs_between_epochs_is_named(
     """This includes the thread that writes a checkpoint, for which all ranks wait."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     output = end_of(begin_faulty(folder, era5_data, where, call, culprit, **{WATCHDOG: "between=8"}), folder)
-    assert f"all have waited for 8 s for process {culprit} on " in output and f"({where})" in output, output
+    assert f"all other processes have waited for 8 s for process {culprit} on " in output and f"({where})" in output, (
+        output
+    )
     assert f"process {1 - culprit} on" not in output
 
 
@@ -329,11 +331,11 @@ WAITS, BEHIND, GOES_ON = at(100, "backward", STEPS, 50), at(98, "data", STEPS, 5
 
 
 def test_the_verdict() -> None:
-    assert verdict(WAITS, BEHIND) == "all have waited for 45 s for process 1 on nid1 (data)"
+    assert verdict(WAITS, BEHIND) == "all other processes have waited for 45 s for process 1 on nid1 (data)"
     assert "for process 1 on nid1 (data), process 2 on nid2 (data)" in verdict(WAITS, BEHIND, BEHIND)
     assert not verdict(WAITS, {**BEHIND, "age": 3}), "one rank continues"
     assert not verdict(WAITS, WAITS), "all ranks compute, or wait for the file system"
-    assert "none is behind" in verdict(*2 * [at(100, "backward", STEPS, 1801)])
+    assert "no process is behind" in verdict(*2 * [at(100, "backward", STEPS, 1801)])
     assert "45 s for process 0 on nid0 (backward)" in verdict(WAITS | {"exchanges": 7}, WAITS | {"exchanges": 8})
     assert not verdict(WAITS, BEHIND | {"longest": 6.0}), "a range took 6 s earlier"
     assert not verdict(WAITS, at(98, "forward", OPENING, 51)), "the rank compiles"
@@ -348,7 +350,7 @@ def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture)
     """If the limit is longer, the message comes once, and again for another rank."""
     found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))
     assert not found._verdict() and not found._verdict()
-    told = "all have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
+    told = "all other processes have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
     assert [record.getMessage() for record in caplog.records] == [told]
     found._seen[0] = found._seen[0]._replace(entered=100, kind=BETWEEN)
     assert not found._verdict()
@@ -364,7 +366,9 @@ def test_the_verdict_between_epochs() -> None:
     assert not verdict(saves, saves), "all ranks write"
     assert "for process 1 on nid1 (checkpoint)" in verdict(saves | {"background": 8}, saves | {"background": 7})
     # Elsewhere, a background thread of some ranks may be ahead without a meaning.
-    assert "none is behind" in verdict(*[at(100, "backward", STEPS, 1801, exchanges=50, background=n) for n in (7, 8)])
+    assert "no process is behind" in verdict(
+        *[at(100, "backward", STEPS, 1801, exchanges=50, background=n) for n in (7, 8)]
+    )
 
 
 def test_the_verdict_on_silence() -> None:

@@ -125,7 +125,7 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     tree.write()
     assert tree.planned(targets=["all"]).names == [], "a new token must not fetch the files again"
     told = tree.snakemake("-n", "--cores", "1", "--config", f"datasets={tree.config['datasets']}", "--", "all")
-    assert told.status == 2 and "--config: a secret, or an address with a login: everyone can read" in told.output
+    assert told.status == 2 and "--config: a secret, or an address with a login. Everyone can read" in told.output
     for log in (tree.path / ".snakemake/log").iterdir():  # has the command line of the last call as it was typed
         log.unlink()
     report = tree.snakemake("--report", "report.html", "--", "all")

@@ -463,6 +463,6 @@ def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
     clone.write()
     said = "plans.nodes.runs.two.geometry.nodes: 2 nodes need a scheduler"
     dry, real = (clone.snakemake(*more, "--cores", "2", "--", "plan_nodes") for more in (["--dry-run"], []))
-    assert dry.status == 1 and f"It would not start: {said}" in dry.output, dry.output[-3000:]
+    assert dry.status == 1 and f"The workflow would not start: {said}" in dry.output, dry.output[-3000:]
     assert dry.output.endswith("\n1 check fails: nothing would start\n")
     assert real.status != 0 and said in real.output and not real.jobs

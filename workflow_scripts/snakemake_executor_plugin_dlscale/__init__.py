@@ -1,13 +1,14 @@
 """Snakemake's Slurm executor, extended for long calls: `executor: dlscale`.
 
-The class extends that of snakemake-executor-plugin-slurm 2.8.0, and has the same settings, under the prefix `dlscale-`.
-It adds four things; docs/upstream.md has the reports to the plugin's authors:
+The class extends the executor of snakemake-executor-plugin-slurm 2.8.0, below called the plugin, and has the same
+settings, under the prefix `dlscale-`. Four differences follow; docs/upstream.md has the reports to the plugin's
+authors:
 
-- Jobs stay active if Slurm answers no status query. The plugin forgets them then, and Snakemake waits forever.
-- A preempted job that Slurm does not requeue has failed. The plugin waits for it forever.
-- A job that Slurm has not listed for `FORGOTTEN_SECONDS` has failed. The plugin waits for it forever.
-- A submission that Slurm refuses because of a limit on the number of jobs is repeated for an hour. The plugin counts it
-  as a failed job.
+- If Slurm does not answer a status query, jobs stay active. The plugin forgets these jobs, and Snakemake waits forever.
+- A preempted job that Slurm does not requeue counts as failed. The plugin waits for such a job forever.
+- A job that Slurm has not listed for `FORGOTTEN_SECONDS` counts as failed. The plugin waits for such a job forever.
+- A submission that Slurm refuses because of a limit on the number of jobs is repeated for an hour. The plugin counts
+  the job as failed.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 
 #: Seconds without an entry in `squeue` after which a job counts as lost. Slurm lists ended jobs for `MinJobAge`.
 FORGOTTEN_SECONDS = 900.0
-#: Seconds for which a refused submission is repeated, and the first and the longest pause between two attempts.
+#: Seconds for which a refused submission is repeated; first pause between two attempts; longest pause.
 REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.0
-#: Slurm's reasons for refusing a submission that ends once other jobs have ended.
+#: Pattern of Slurm's reasons for a temporary refusal, which ends when other jobs have ended.
 REFUSED = re.compile(r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*")
 
 
 class Executor(SlurmExecutor):
-    """Executor of Slurm jobs that outlives outages of Slurm."""
+    """Executor of Slurm jobs that survives outages of Slurm."""
 
     def __post_init__(self, test_mode: bool = False) -> None:
         self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
         self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's number.
-        self._refused: dict[int, tuple[float, float]] = {}  #: Start and next pause, s, by `id` of the job.
-        self._timers: list[threading.Timer] = []  #: Submissions to come.
+        self._refused: dict[int, tuple[float, float]] = {}  #: Start of attempts and next pause, s, by `id` of the job.
+        self._timers: list[threading.Timer] = []  #: Timers of repeated submissions.
         super().__post_init__(test_mode)
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo]:
-        """Yield the jobs that are active: all jobs of which Slurm does not say that they ended."""
+        """Yield the active jobs: all jobs that Slurm does not report as ended, and that are not lost."""
         self._checked = list(active_jobs)
         async for _ in super().check_active_jobs(active_jobs):
             pass  # `report_job_success` and `report_job_error` remove ended jobs from the list
@@ -80,7 +81,10 @@ class Executor(SlurmExecutor):
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **kwargs: Any) -> None:
-        """Report a job as failed, or submit it again if Slurm refused it because of a limit on the number of jobs."""
+        """Report a job as failed, or submit it again if Slurm refused it.
+
+        Only refusals because of a limit on the number of jobs lead to another submission, for `REFUSED_SECONDS`.
+        """
         self._end(job_info)
         if job_info.external_jobid is None and (reason := REFUSED.search(msg or "")):
             start, pause = self._refused.get(id(job_info.job), (time.monotonic(), FIRST_PAUSE_SECONDS))
@@ -101,7 +105,7 @@ class Executor(SlurmExecutor):
         self._checked = [job for job in self._checked if job is not job_info]
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
-        """Cancel all jobs, also those whose status is being queried, and the submissions to come."""
+        """Cancel all jobs, including jobs whose status is being queried, and all repeated submissions."""
         for timer in self._timers:
             timer.cancel()
         super().cancel_jobs([*active_jobs, *(job for job in self._checked if job not in active_jobs)])

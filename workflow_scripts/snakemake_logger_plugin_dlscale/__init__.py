@@ -1,10 +1,10 @@
 """Snakemake logger plugin `dlscale`: the terminal output of a call of the workflow. Every profile uses it.
 
 A call shows progress, warnings, and messages of the rules; a dry run also shows the number of jobs. With `-p`, `-q`,
-`--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file
-contains them in any case, with the commands only after `-p`.
+`--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file always
+contains Snakemake's messages, but it contains the commands of jobs only after `-p`.
 
-Snakemake imports every logger plugin at each start: this one imports modules of dlscale only when it needs them.
+Snakemake imports every logger plugin at each start. So this plugin imports modules of dlscale only when needed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 #: Attribute of the log records that the rules write.
 TOLD = "told_by_dlscale"
 
-#: Seconds between two updates of the progress; without a terminal, least seconds between two lines.
+#: Seconds between two updates of the progress, and, without a terminal, minimum seconds between two lines.
 LOOK_EVERY, LINE_EVERY = 0.5, 20.0
-#: Least time between two lines, as a fraction of the call's time so far: a call of a day prints some hundred lines.
+#: Minimum time between two lines, as a fraction of the call's time so far: a call of a day prints some hundred lines.
 LINE_SHARE = 0.01
 
 
@@ -49,7 +49,7 @@ class LogHandler(LogHandlerBase):
 
         settings = self.common_settings
         self.console = Console(stderr=True)
-        #: Console for Snakemake's own messages: standard output in a dry run.
+        #: Console for Snakemake's own messages: standard output in a dry run, else standard error.
         self.snakemakes = Console(stderr=not settings.stdout)
         #: Whether Snakemake's own messages are shown.
         self.is_verbose = bool(settings.printshellcmds or settings.quiet or settings.verbose or settings.debug_dag)
@@ -76,16 +76,16 @@ class LogHandler(LogHandlerBase):
         event, told = getattr(record, "event", None), getattr(record, TOLD, False)
         if event == LogEvent.JOB_ERROR:
             self._failed.add(record.jobid)
-        elif event == LogEvent.JOB_STARTED:  # for the first time, or again
+        elif event == LogEvent.JOB_STARTED:  # the job starts for the first time, or again after a failure
             self._failed.difference_update(record.jobs)
         if self.progress:
             self.progress.failed = len(self._failed)
-        # After Ctrl-C, Snakemake reports jobs that saved and ended as failed.
+        # After Ctrl-C, Snakemake reports jobs as failed even if they saved a checkpoint and ended.
         if told or (not interrupt.seen and (self.is_verbose or self._is_wrong(record, event))):
             self._print(record, event, self.console if told else self.snakemakes)
         elif (
             event == LogEvent.JOB_ERROR and record.rule_msg and not interrupt.seen
-        ):  # from the executor, such as Slurm's
+        ):  # a message of the executor, such as Slurm's executor
             self._show(f"{record.rule_name}, job {record.jobid}: {record.rule_msg}", self.console, "red")
 
     def close(self) -> None:
@@ -96,11 +96,15 @@ class LogHandler(LogHandlerBase):
         super().close()
 
     def _is_wrong(self, record: logging.LogRecord, event: LogEvent | None) -> bool:
-        """Return whether a record is a warning or an error that the rules do not explain at the end."""
-        if event == LogEvent.RUN_INFO:  # which a dry run repeats at its end
+        """Return whether to print a record that Snakemake wrote.
+
+        The answer is true for warnings, for errors that the rules do not explain at the end of the call, and in a dry
+        run for the first record with the number of jobs.
+        """
+        if event == LogEvent.RUN_INFO:  # a dry run repeats this record at its end
             first, self._counted = not self._counted, True
             return first and bool(self.common_settings.dryrun)
-        if event == LogEvent.ERROR:  # for a job that failed, and then for the call
+        if event == LogEvent.ERROR:  # Snakemake writes this record for a failed job, and again for the call
             return record.exception != "RuleException" and not self._failed
         if self._failed and record.module == "job_scheduler":
             return False  # "Exiting because a job execution failed"
@@ -119,10 +123,11 @@ class LogHandler(LogHandlerBase):
     def _show(self, text: str, console: Console, colour: str = "") -> None:
         try:
             console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
-        except (BrokenPipeError, SystemExit):  # rich turns the first into the second
+        except (BrokenPipeError, SystemExit):  # rich replaces BrokenPipeError by SystemExit
             if not self._ended.is_set():
                 self._ended.set()
-                os.kill(os.getpid(), signal.SIGINT)  # end the call: its reader is gone, as after `... | head`
+                # End the call, because the reader of its output is gone, as after `... | head`.
+                os.kill(os.getpid(), signal.SIGINT)
 
     def _watch(self, progress: CallProgress) -> None:
         """Draw the progress on a terminal twice a second, or print lines, until the call ends."""

@@ -1,7 +1,8 @@
-"""Run a container engine's client, and leave nothing behind: `python -m dlscale.launch.contain ENGINE ...`.
+"""Run a container engine's client, and remove the container: `python -m dlscale.launch.contain ENGINE ...`.
 
-This process forwards signals to the container, returns its exit status and removes it, by the container's name. If this
-process is killed, the container's standard input ends, and then the stage in it (`exit_with_stdin`).
+This process forwards signals to the container, returns the container's exit status, and removes the container by its
+name. If this process is killed, the container's standard input ends, and therefore the stage in the container ends
+(`exit_with_stdin`). For Apptainer, this process becomes the container.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from types import FrameType
 from dlscale.core import urls
 from dlscale.core.process import VARIABLES
 
-#: Environment variables that a container gets by name. Their values differ between processes (rank, rendezvous,
-#: devices, job), or must not appear on a command line (secrets).
+#: Environment variables that a container gets by name, without a value on the command line: the values differ between
+#: processes (rank, rendezvous, devices, job) or are secrets.
 PASSED_ON = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"),
@@ -39,7 +40,7 @@ GRACE = 30
 
 
 def name() -> str:
-    """Return a container name that is unique among the user's on this node."""
+    """Return a container name that is unique among the user's containers on this node."""
     numbers = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
     job = [number for number in numbers if number.isdecimal()]
     return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
@@ -47,7 +48,7 @@ def name() -> str:
 
 def main(command: list[str]) -> int:
     """Run `command` (engine and arguments) to its end, and return the container's exit status."""
-    if command[:1] == ["apptainer"]:  # without daemon and names: this process becomes the container
+    if command[:1] == ["apptainer"]:  # it has no daemon and no container names: this process becomes the container
         given = {word.partition("=")[0] for option, word in itertools.pairwise(command) if option == "--env"}
         passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ and key not in given}
         os.execvpe(command[0], command, {**os.environ, **passed})
@@ -71,7 +72,8 @@ def main(command: list[str]) -> int:
     killer.daemon = True
     for number in FORWARDED:
         signal.signal(number, forward)
-    # In a new session: Ctrl-C goes to all processes of a terminal, and must reach the container only once.
+    # Ctrl-C goes to all processes of a terminal's session. The client gets a new session, so that the signal reaches
+    # the container only once.
     client = subprocess.Popen(
         [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
         stdin=subprocess.PIPE,
@@ -79,7 +81,7 @@ def main(command: list[str]) -> int:
     )
     try:
         status = client.wait()
-        if status in (125, 126, 127):  # of the engine: it failed, or the command is not executable, or not found
+        if status in (125, 126, 127):  # the engine failed, or the command is not executable, or not found
             remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false leaves GPUs out)"
             print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
         if status < 0:  # the client was killed; the container continues
@@ -93,14 +95,14 @@ def main(command: list[str]) -> int:
             with contextlib.suppress(OSError):
                 client.stdin.close()
         end = time.monotonic() + GRACE
-        ask("rm", "--force", called)  # fails while --rm removes the container, and may be interrupted: try again
+        ask("rm", "--force", called)  # `rm` fails while --rm removes the container, and may be interrupted: try again
         while ask("ps", "--all", "--quiet", "--filter", f"name=^{called}$").stdout.strip() and time.monotonic() < end:
             time.sleep(0.25)
             ask("rm", "--force", called)
 
 
 def exit_with_stdin() -> None:
-    """End this process when its standard input ends: then the process that started its container is gone."""
+    """End this process when its standard input ends, because the process that started the container is then gone."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):

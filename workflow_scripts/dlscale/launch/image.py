@@ -16,10 +16,10 @@ from dlscale.launch.launcher import LOCAL
 
 
 def identity(engine: str, image: str) -> str | None:
-    """Return the digest of an image's content, or None if the image is not here.
+    """Return the identity of an image's content; None without an engine, or if the image is missing.
 
-    For podman and docker it is the digest of the image's configuration, for Shifter the gateway's identifier, for
-    Apptainer the SHA-256 of the file.
+    For podman and docker, the identity is the digest of the image's configuration. For Shifter, it is the gateway's
+    identifier. For Apptainer, it is the SHA-256 of the file.
     """
     if engine == "none" or not image:
         return None
@@ -31,9 +31,10 @@ def identity(engine: str, image: str) -> str | None:
 
 
 def image_identity(engine: str, image: str, first: bool) -> str:
-    """Return the image's identity, or "" if the image is not here.
+    """Return the image's identity, or "" if the image is missing.
 
-    The first process of a workflow determines it, and passes it on to the processes of jobs.
+    The first process of a workflow call determines the identity, and passes it to the processes of jobs in an
+    environment variable.
     """
     told = Image.read()
     if not first and told and (told.engine, told.name) == (engine, image):
@@ -52,26 +53,28 @@ def main(args: argparse.Namespace) -> None:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
     if engine == "apptainer":
         if not Path(image).is_file():
-            raise UserError(f"{image}: no such file; make it: apptainer pull {image} docker://NAME")
+            raise UserError(f"{image}: no such file; to make this file: apptainer pull {image} docker://NAME")
     elif engine == "shifter":
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):
         if not Path("docker/Dockerfile").is_file():
             remedy = "build the image in a checkout of dlscale, or set site.image to a published one"
-            raise UserError(f"{image}: docker/Dockerfile, from which it is built, is not here; {remedy}")
+            raise UserError(f"{image}: cannot be built, because this folder has no docker/Dockerfile; {remedy}")
         words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
         if engine != "docker":
             words += ["--format=docker", "--network=host"]  # the OCI format does not support HEALTHCHECK
         _run([*words, *(f"--build-arg={item}" for item in args.build_arg), "."])
     else:
         _run([engine, "pull", image])
-    if engine == "podman-hpc":  # compute nodes only see migrated images; `migrate` reports no failures
+    if engine == "podman-hpc":  # compute nodes see only migrated images; `migrate` reports success even if it failed
         _run([engine, "migrate", image])
         if not migrated(image):
-            raise UserError(f"{image}: podman-hpc images does not list it as migrated (R/O); see the log")
+            raise UserError(f"{image}: `podman-hpc images` does not list this image as migrated (R/O); see the log")
     here = identity(engine, image)
     if here is None:
-        raise UserError(f"{image}: {engine} does not have this image after the build or pull; see its output above")
+        raise UserError(
+            f"{image}: {engine} does not have this image after the build or pull; see the engine's output above"
+        )
     logging.info("%s: %s", image, here)
 
 
@@ -90,4 +93,4 @@ def _run(words: list[str]) -> None:
             f"{words[0]}: no such command here; install it, or set site.engine to an installed engine"
         ) from None
     if status:
-        raise UserError(f"{' '.join(words[:2])} failed with status {status}; see its output in the log")
+        raise UserError(f"{' '.join(words[:2])} failed with status {status}; see the command's output in the log")

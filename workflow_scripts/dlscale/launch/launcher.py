@@ -1,4 +1,7 @@
-"""Build the command that starts a stage, from container engine and process starter, without side effects."""
+"""Build the command that starts a stage from the site's container engine and process starter.
+
+Only `sources` changes a file: it may create a symbolic link.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-#: Python in an image. With -P it imports nothing from the working folder, which may contain any file.
+#: Python in an image. With -P, Python imports nothing from the working folder, which may contain any file.
 PYTHON = ["python", "-P", "-m", "dlscale"]
 
 #: Python of this process; the caller's PATH may have another `python`.
 PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 
-#: Prefix of the names of images that are built here.
+#: Prefix of the names of images that the workflow builds.
 LOCAL = "localhost/"
 
 #: Arguments of Python that start the ranks of a node, or a command such as mpirun.
@@ -38,10 +41,10 @@ SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
 @dataclass(frozen=True)
 class ContainerMounts:
-    """Folders that a container mounts, and the owner of its files; paths are absolute, and equal inside."""
+    """Folders that a container mounts, and the owner of written files; paths are absolute, and equal inside."""
 
     folder: str  #: Working folder.
-    sources: str  #: Folder that contains the package `dlscale`; its code runs instead of the image's.
+    sources: str  #: Folder that contains the package `dlscale`; this code runs instead of the image's code.
     uid: int  #: User ID of written files.
     gid: int  #: Group ID of written files.
     data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.
@@ -49,7 +52,11 @@ class ContainerMounts:
 
 
 def sources(site: Site) -> Path:
-    """Return a folder that contains the package, and nothing else that a container's Python could import."""
+    """Return the folder that contains the package.
+
+    For containers, the folder has nothing else that Python could import by accident: an installed package gets a new
+    folder with a link to the package.
+    """
     if CHECKOUT or site.engine == "none":
         return ROOT.parent
     link = Path(".snakemake/package").absolute() / ROOT.name
@@ -63,9 +70,9 @@ def sources(site: Site) -> Path:
 def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None) -> list[str]:
     """Return the command that starts `dlscale`, once or with a process per device, without the stage's arguments.
 
-    `site` must be resolved. Stages that need no device have no geometry.
+    `site` must be resolved. `geometry` is None for a stage that needs no device.
     """
-    # On full nodes, local rank i takes the i-th GPU of the site's order. On part of one, the scheduler selects GPUs.
+    # On full nodes, local rank i takes the i-th GPU of the site's order. On part of a node, the scheduler selects GPUs.
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
     ordered = whole and bool(site.gpu)
     site = _stage_environment(site, geometry, ordered)
@@ -80,7 +87,7 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
         return [*srun, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
         return [*_mpirun(site, geometry), *container, *python]
-    # RANKS ends all processes when one fails. The words after its options are arguments of Python.
+    # `dlscale.launch.ranks` ends all processes when one fails. The words after its options are arguments of Python.
     several = geometry.nodes > 1
     start = _filled(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
@@ -89,7 +96,7 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
 
 
 def _python(site: Site) -> list[str]:
-    """Return the command `dlscale` of the site's stages: in the image, or here."""
+    """Return the command `dlscale` for stages: of the image's Python, or of this Python if the site has no engine."""
     return PYTHON_HERE if site.engine == "none" else PYTHON
 
 
@@ -124,14 +131,18 @@ exec "$@" 3<&-"""
 def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[str], list[str]]:
     """Return the command of an external program's stage, and the words before the program's own command.
 
-    Stage and program run in the same container, if any. The stage runs outside of one if the program has its own image,
-    or if `srun`, `mpirun` or a command for several nodes starts the program.
+    On a site with an engine, stage and program run in the same container, with two exceptions. The stage runs outside
+    of a container if the program has its own image, or if `srun`, `mpirun` or a command for several nodes starts the
+    program.
     """
     program, geometry = run.program, run.geometry
     assert program is not None
     several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
     site = _stage_environment(site, geometry, ordered=False)
-    if site.engine not in ("none", "shifter"):  # external programs write into their own folder
+    if site.engine not in (
+        "none",
+        "shifter",
+    ):  # external programs may write into their own folder, so the container mounts it
         own = outside([program.folder], place.folder, *filter(None, [place.results]))
         site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
     container = list[str]()
@@ -159,7 +170,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
 
 
 def _srun(site: Site, geometry: Geometry) -> list[str]:
-    # srun needs the geometry again: inside of a job, the workflow's executor hides the job's own.
+    # srun needs the geometry again: inside a job, the workflow's executor hides the geometry of the job.
     srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}", "--cpu-bind=cores"]
     if site.scheduler:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
@@ -172,12 +183,12 @@ def _mpirun(site: Site, geometry: Geometry) -> list[str]:
 
 
 def _meet(geometry: Geometry) -> list[str]:
-    """Return the words that set where ranks meet; `dlscale.launch.ranks` fills in host and port."""
+    """Return a command that sets the address at which ranks meet; `dlscale.launch.ranks` fills in host and port."""
     return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
 
 
 def _stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
-    """Return the site with the environment of its stages, and with mounts of the folders named there."""
+    """Return the site with the environment of its stages, and with mounts of folders that this environment names."""
     environment, mounts = dict[str, str | None](), dict[str, str]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
@@ -194,7 +205,10 @@ def _stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> 
 
 
 def device(site: Site) -> str:
-    """Return the option `--device` of runs: `cuda` if the site has GPUs, else `auto`."""
+    """Return the option `--device` of runs: `cuda` if `site.gpu` is true, else `auto`.
+
+    If `site.gpu` is not set, return `cuda` if the scheduler's GPU nodes have GPUs.
+    """
     there = site.scheduler is not None and site.scheduler.gpu_nodes.gpus > 0
     return "cuda" if (there if site.gpu is None else site.gpu) else "auto"
 
@@ -210,13 +224,13 @@ def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
 
 
 def check(site: Site, geometry: Geometry, where: str = "") -> None:
-    """Raise `UserError` for a geometry that the site cannot run; `where` is the prefix of its key."""
-    if site.starter != "mpirun" and not site.rendezvous:  # both only without a scheduler
+    """Raise `UserError` for a geometry that the site cannot run; `where` is the prefix of the geometry's key."""
+    if site.starter != "mpirun" and not site.rendezvous:  # sites with mpirun or a rendezvous have no scheduler
         slurm.check(site.scheduler, geometry, where)
 
 
 def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | None = None) -> list[str]:
-    """Return the words that start a process in a container, or without one, in the site's environment.
+    """Return the words before a command that runs in the site's environment: in a container, or without an engine.
 
     `program` is the external program that the container runs, if any.
     """
@@ -235,8 +249,8 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
     here = FOLDER if program else place.folder
     held = ["sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
     if site.engine == "shifter":
-        # A Shifter container sees the site's file systems, and the environment. Modules of the site set their variables
-        # last, so `env` sets ours inside. The image's HOME would hide ~/.netrc and the caches of programs.
+        # A Shifter container sees the site's file systems and the environment. Modules of the site set their variables
+        # last, so `env` sets the stage's variables in the container. The image's HOME would hide ~/.netrc and caches.
         home = os.environ.get("HOME", "/tmp")
         return [
             "shifter",
@@ -249,7 +263,7 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
     for path in place.data:
         _check_mount(path, site)
     if site.engine == "apptainer":
-        # Apptainer mounts in this order: data in a parent of the working folder would hide that.
+        # Apptainer mounts in this order: data in a parent of the working folder would otherwise hide this folder.
         binds = [f"{path}:{path}:ro" for path in place.data]
         binds += [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
         return [
@@ -265,7 +279,7 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
         *(*SUPERVISOR, site.engine, "run", "--rm", "--init"),
         "--interactive",  # standard input ends with the process that started the container; see `contain`
         "--network=host",
-        "--ipc=host",  # loaders and NCCL share memory, the latter between containers
+        "--ipc=host",  # loaders share memory between processes, and NCCL shares memory between containers
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
         *_engine_options(site, place, gpu),
@@ -284,7 +298,10 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
 
 
 def _env(environment: Mapping[str, str | None]) -> list[str]:
-    """Return the words of `env` that set variables, and unset those without a value; empty without variables."""
+    """Return an `env` command that sets variables, and unsets variables with the value None.
+
+    The command is empty if `environment` is empty.
+    """
     unset = [word for name, value in environment.items() if value is None for word in ("-u", name)]
     assigned = [f"{name}={value}" for name, value in environment.items() if value is not None]
     return ["env", *unset, *assigned] if environment else []
@@ -295,11 +312,11 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
     if site.engine == "docker":
         return ["--pull=never", "--no-healthcheck", owner, *(["--gpus=all"] if gpu else [])]
     if site.engine == "podman":
-        # Rootless podman has to keep the user's ID, or files would belong to a subordinate ID.
+        # Rootless podman has to keep the user's ID; otherwise files would belong to a subordinate ID.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    # podman-hpc is rootless: root inside is the user outside; the image's own user would have no match outside.
-    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # for GPU nodes
+    # podman-hpc is rootless: root in the container is the user outside. The image's own user would match no user.
+    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
 
@@ -308,18 +325,23 @@ ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "
 
 
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
-    """Return the site with `auto` and unset values resolved, and the reasons; `folder` replaces PATH."""
+    """Return the site with `auto` and unset values resolved, and the reason for the engine as text, if it was `auto`.
+
+    Search engines in `folder` instead of PATH, if given.
+    """
     chosen: dict[str, str | bool] = {}
     reasons = []
     if site.packages and not Path(site.packages).is_dir():
-        raise UserError(f"site.packages: {site.packages}: no such folder; make it: pip install --target FOLDER NAME")
+        raise UserError(
+            f"site.packages: {site.packages}: no such folder; to make this folder: pip install --target FOLDER NAME"
+        )
     if site.engine == "auto":
         troubles = {engine: _trouble(engine, site.image, folder) for engine in ENGINES} if site.image else {}
         engine = chosen["engine"] = next((name for name, trouble in troubles.items() if trouble is None), "none")
         why = "it works here"
         if engine == "none":
             broken = [f"{name} ({trouble})" for name, trouble in troubles.items() if trouble != "absent"]
-            none = f"no engine is installed{' but ' * bool(broken)}{', '.join(broken)}"
+            none = f"no installed engine works{': ' * bool(broken)}{', '.join(broken)}"
             why = none if site.image else "site.image names no image"
         reasons.append(f"engine: {engine}, since {why}")
     if site.starter == "auto":
@@ -330,13 +352,13 @@ def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
 
 
 def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
-    """Return why an engine cannot be used for an image, or None."""
+    """Return the reason why an engine cannot run an image; None if the engine can."""
     command = shutil.which(engine, path=str(folder) if folder else None)
     if not command:
         return "absent"
     if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
         return f"not for image {image}"
-    # Docker without its daemon is common, and podman-hpc without USER or its tools.
+    # Often docker is installed but its daemon does not run, or podman-hpc lacks the variable USER or its tools.
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):
         return f"{engine} {' '.join(question)} fails" if command_output([command, *question], 30) is None else None
     return None
@@ -348,7 +370,10 @@ def packages(site: Site) -> list[str]:
 
 
 def outside(paths: Iterable[str | Path], *inside: str | Path) -> tuple[str, ...]:
-    """Return the absolute folders of `paths`, and of all links in them, that are not within `inside`."""
+    """Return the folders that a container needs for `paths`, except folders within `inside`.
+
+    The folders are absolute: each path's folder, and its folder after each symbolic link in the path was followed.
+    """
     seen = [form for folder in inside for form in (Path(folder), Path(folder).resolve())]
     places = [place for path in paths for place in _chain(Path(path).absolute())]
     unseen = [place for place in places if not any(place.is_relative_to(folder) for folder in seen)]
@@ -370,7 +395,7 @@ def _chain(path: Path) -> list[Path]:
 def check_names(paths: Iterable[str], site: Site) -> None:
     """Raise `UserError` for paths that the engine or the Slurm executor cannot handle."""
     for path in paths:
-        # The executor puts the command in double quotes, where a shell still interprets these characters.
+        # The executor puts the command in double quotes. In double quotes, a shell still interprets these characters.
         if site.scheduler and (bad := re.search(r'[$`"\\\n]', path)):
             raise UserError(f"{path}: Slurm jobs cannot be submitted from a path with {bad[0]!r}; use another name")
         if site.engine != "none":

@@ -1,8 +1,8 @@
 """Start the ranks of a run: `python -P -m dlscale.launch.ranks --nproc-per-node=4 -m dlscale train ...`.
 
-The options have the names of PyTorch's torchrun, and need an `=`. Ranks of one node meet in a private temporary folder,
-so that no port is opened; ranks of several nodes meet at `--rdzv-endpoint`. Without options, the words are a command
-that starts the ranks itself, such as mpirun.
+The options have the same names as options of PyTorch's torchrun, and need an `=`. The ranks of a run on one node meet
+in a private temporary folder, so that no port is opened. The ranks of a run on several nodes meet at `--rdzv-endpoint`.
+Without options, the words are a command that starts the ranks, such as mpirun.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from dlscale.launch.contain import FORWARDED, GRACE
 
 
 def main(words: Sequence[str]) -> int:
-    """Run all ranks to their end, and return the exit status of the first that failed.
+    """Run this node's ranks to their end, and return the exit status of the first rank that failed, else 0.
 
-    A signal counts as 128 plus its number, as in shells. After a failure, the other ranks get SIGTERM, and SIGKILL 30 s
-    later. The node's number is `NODE_RANK`, or else the rank that srun or mpirun gave this process.
+    A signal counts as 128 plus the signal's number, as in shells. After a failure, the other ranks get SIGTERM, and
+    SIGKILL 30 s later. The node's number is `NODE_RANK`, or else the rank that srun or mpirun gave this process.
     """
     parser = argparse.ArgumentParser(prog="dlscale.launch.ranks")
     parser.add_argument("--nproc-per-node", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     given = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-    python = words[len(given) :]  # no `--` before them: podman-hpc drops that word
+    python = words[len(given) :]  # the words do not begin with `--`, which podman-hpc would drop
     if not given:
         return become(python)
     args = parser.parse_args(given)
@@ -54,8 +54,10 @@ def main(words: Sequence[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, send)
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until all ranks exist, so that each gets the signal
-    with tempfile.TemporaryDirectory(prefix="dlscale-") as folder:  # of mode 0700
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, FORWARDED
+    )  # a signal waits until all ranks exist, so that each rank gets it
+    with tempfile.TemporaryDirectory(prefix="dlscale-") as folder:  # its mode is 0700
         if args.nnodes > 1:
             host, _, port = args.rdzv_endpoint.rpartition(":")
             said |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
@@ -88,19 +90,22 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
             return status
         for process in running if time.monotonic() > end else ():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and all processes that it started
+                os.killpg(process.pid, signal.SIGKILL)  # the rank, and all processes that it started
         time.sleep(0.1)
 
 
 def become(words: Sequence[str]) -> int:
-    """Replace this process by a command that starts ranks, such as mpirun.
+    """Replace this process by a command that starts ranks, such as mpirun; return 127 if the command does not exist.
 
-    In its words MASTER_ADDR=… and MASTER_PORT=…, `{host}` becomes this node, which has rank 0, and `{port}` a port that
-    differs between runs on this machine.
+    In the words MASTER_ADDR=… and MASTER_PORT=…, the name of this node, which has rank 0, replaces `{host}`. A port
+    that differs between runs on this machine replaces `{port}`.
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
     if not shutil.which(words[0]):
-        print(f"{words[0]}: no such command; load a module with MPI, or name another in site.start", file=sys.stderr)
+        print(
+            f"{words[0]}: no such command; load a module with MPI, or name another command in site.start",
+            file=sys.stderr,
+        )
         return 127
     met = [
         word.replace("{host}", host).replace("{port}", port) if word.startswith("MASTER_") else word for word in words

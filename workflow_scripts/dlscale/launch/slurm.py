@@ -38,10 +38,19 @@ def request(
     minutes: int | None = None,
     processes: Geometry | None = None,
 ) -> Request:
-    """Return a job's resources, by the names of the workflow's Slurm executor, and one job of its queue's limit.
+    """Return a job's resources, by the names of the workflow's Slurm executor.
 
-    `geometry` is the run's geometry; None for a stage on part of a CPU node. `minutes` is the estimated time limit
-    (None: the site's), cut to the queue's. `processes` is the geometry of the processes, if not one per device.
+    If the job's QOS limits the number of submitted jobs, one of the resources counts this job.
+
+    Parameters
+    ----------
+    geometry
+        Geometry of the run; None for a stage on part of a CPU node.
+    minutes
+        Estimated time limit; None for the site's limit. The QOS may raise the limit to its minimum, or cut the limit to
+        its maximum.
+    processes
+        Geometry of the processes, if a device does not have exactly one process.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1}
@@ -57,9 +66,10 @@ def request(
         if nodes.gpus:
             wanted["gres"] = f"{nodes.gres}:{geometry.gpus_per_node}"
         if processes.world_size > 1:
-            # Then the executor does not start the tasks: the command does, with srun.
+            # With `mpi`, the executor does not start the tasks, because the command starts them with srun.
             wanted |= {"mpi": "srun", "tasks_per_node": processes.gpus_per_node}
-    # 0 means no --mem: memory then follows the part of the node. Without a value, the executor requests 1 GB.
+    # With 0, the request has no --mem, and the job gets the memory of its part of the node. Without a value, the
+    # executor would request 1 GB.
     share = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
     wanted["mem_mb"] = (geometry and geometry.memory_mb) or share
     limits = scheduler.qos.get(qos or "", Qos())
@@ -71,17 +81,18 @@ def request(
     wanted |= {name: 1 for name in job_limits(scheduler) if name == f"{qos}_jobs"}
     extra = []
     if wanted.get("tasks_per_node") == 1:
-        # The executor refuses one task per node, and multiplies tasks by GPUs if `gres` requests any.
+        # The executor refuses one task per node, and multiplies the tasks by the GPUs if `gres` requests GPUs.
         wanted["tasks"] = wanted["nodes"] * wanted.pop("tasks_per_node")
         extra += [f"--gpus-per-node={wanted.pop('gres').removeprefix('gpu:')}"] if "gres" in wanted else []
     if job in STAGES and STAGES[job].warned:
-        # The signal goes to all processes of the job's steps, not to the batch shell (B:), which it would end.
+        # Without `B:`, the signal goes to all processes of the job's steps, but not to the batch shell, which it would
+        # end.
         extra.append(f"--signal=USR2@{scheduler.warning_seconds}")
     return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
 
 
 def job_limits(scheduler: Scheduler) -> dict[str, int]:
-    """Return the maximum numbers of submitted jobs, by the name of the resource that counts those of a QOS."""
+    """Return the maximum number of submitted jobs per QOS, by the name of the resource that counts them."""
     return {f"{name}_jobs": qos.max_jobs for name, qos in scheduler.qos.items() if qos.max_jobs}
 
 
@@ -101,7 +112,10 @@ def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked
 
 
 def cpus_per_task(scheduler: Scheduler, geometry: Geometry) -> int:
-    """Return the CPUs per device of a run: as configured, or a GPU's fraction of its node."""
+    """Return the CPUs per device of a run.
+
+    Without `geometry.cpus`, return a GPU's fraction of the node's CPUs, or `data_cpus` if the nodes have no GPUs.
+    """
     nodes = scheduler.gpu_nodes
     if geometry.cpus:
         return geometry.cpus
@@ -109,7 +123,7 @@ def cpus_per_task(scheduler: Scheduler, geometry: Geometry) -> int:
 
 
 def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
-    """Return the account of jobs on these nodes."""
+    """Return the account of jobs on these nodes, with the suffix of the nodes; None if no account is set."""
     account = scheduler.account or os.environ.get("SBATCH_ACCOUNT")
     for suffix in (scheduler.cpu_nodes.account_suffix, scheduler.gpu_nodes.account_suffix):
         account = account and account.removesuffix(suffix)
@@ -117,7 +131,7 @@ def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
 
 
 def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
-    """Return the QOS of a run: the one for parts of a node if the run fits there."""
+    """Return the QOS of a run: `part_qos` if the run fits on part of a node, else `whole_qos`."""
     part = scheduler.qos.get(scheduler.part_qos or "", Qos())
     small = geometry.nodes == 1 and geometry.gpus_per_node < scheduler.gpu_nodes.gpus
     fits = geometry.gpus_per_node <= (part.max_gpus or scheduler.gpu_nodes.gpus)
@@ -125,12 +139,15 @@ def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
 
 
 def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> None:
-    """Raise `UserError` for a geometry beyond the limits of nodes or queues; `where` is the prefix of its key."""
+    """Raise `UserError` for a geometry beyond the limits of nodes or queues.
+
+    `where` is the prefix of the geometry's key.
+    """
     if scheduler is None:
         if geometry.nodes > 1:
             raise UserError(
-                f"{where}geometry.nodes: {geometry.nodes} nodes need a scheduler; use a profile that has one, such as "
-                "--profile perlmutter, or set in the site how processes start there (docs/sites.md: Without Slurm)"
+                f"{where}geometry.nodes: {geometry.nodes} nodes need a scheduler; use a profile with a scheduler, such "
+                "as --profile perlmutter, or set in the site how processes start (docs/sites.md: Without Slurm)"
             )
         return
     have = scheduler.gpu_nodes.gpus
@@ -143,10 +160,12 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
         each = "geometry.cpus" if geometry.cpus else "scheduler.data_cpus"
         raise UserError(
             f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs ({each} each), "
-            f"more than the {scheduler.gpu_nodes.cpus} of this site's nodes; lower one"
+            f"more than the {scheduler.gpu_nodes.cpus} CPUs of this site's nodes; lower one of the two keys"
         )
     if (geometry.memory_mb or 0) > (most := scheduler.gpu_nodes.memory_mb or math.inf):
-        raise UserError(f"{where}geometry.memory_mb: {geometry.memory_mb} is more than the {most} of this site's nodes")
+        raise UserError(
+            f"{where}geometry.memory_mb: {geometry.memory_mb} MB is more than the {most} MB of this site's nodes"
+        )
     for key in ("cpus", "memory_mb"):
         if scheduler.gpu_nodes.fixed_share and getattr(geometry, key):
             raise UserError(
@@ -156,7 +175,9 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
     qos = run_qos(scheduler, geometry)
     limit = scheduler.qos.get(qos or "", Qos())
     if limit.max_gpus and geometry.world_size > limit.max_gpus:
-        raise UserError(f"{where}geometry: {geometry.world_size} GPUs are more than the {limit.max_gpus} of QOS {qos}")
+        raise UserError(
+            f"{where}geometry: {geometry.world_size} GPUs are more than the {limit.max_gpus} that QOS {qos} allows"
+        )
     if limit.max_nodes and geometry.nodes > limit.max_nodes:
         raise UserError(
             f"{where}geometry.nodes: {geometry.nodes} is more than the {limit.max_nodes} that QOS {qos} allows"
@@ -164,7 +185,7 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
 
 
 def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = True) -> str:
-    """Return a geometry and its processes as text; without GPUs, a device is a process."""
+    """Return a geometry and its processes as text; if `gpus` is false, each device is called a process."""
     device = many(geometry.gpus_per_node, "GPU" if gpus else "process")
     devices = f"{many(geometry.nodes, 'node')} x {device}"
     axes = [f"dp {geometry.dp}", *(f"{axis} {n}" for axis in ("cp", "tp") if (n := getattr(geometry, axis)) > 1)]
@@ -172,8 +193,11 @@ def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = Tr
 
 
 def left_running(folder: str) -> list[str] | None:
-    """Return number, purpose and state of each queued job of a workflow in `folder`; None if squeue fails."""
-    if not shutil.which("squeue"):  # no Slurm here, no jobs
+    """Return a text with number, purpose and state of each job of a workflow in `folder` that Slurm lists.
+
+    Return None if squeue fails.
+    """
+    if not shutil.which("squeue"):  # without Slurm, no jobs are queued
         return []
     listed = command_output(["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"])
     if listed is None:
@@ -187,14 +211,14 @@ def left_running(folder: str) -> list[str] | None:
 
 
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
-    """Wait until no job of an earlier workflow in `folder` is queued.
+    """Wait until Slurm lists no job of an earlier workflow call in `folder`.
 
     The jobs of a killed controller continue until they finish.
     """
     said: list[str] | None = []
     while (jobs := left_running(folder)) != []:
         if jobs != said:
-            earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; cancel unwanted ones with `scancel`"
+            earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; cancel unwanted jobs with `scancel`"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = jobs
         time.sleep(seconds)

@@ -1,8 +1,8 @@
-"""Predict the bytes that ranks exchange in a step from a model, counted as in nccl-tests.
+"""Predict from a model the bytes that ranks exchange in one step, counted as in nccl-tests.
 
-An all-reduce counts the bytes of its tensor, other operations the larger of input and output. In a ring of n ranks,
-each rank sends 2 (n - 1) / n of these bytes for an all-reduce, and (n - 1) / n for other operations (Thakur et al.
-2005, doi:10.1177/1094342005051521).
+The count of an all-reduce is the size of its tensor. The count of every other operation is the larger of its input and
+its output. In a ring of n ranks, each rank sends 2 (n - 1) / n times this count for an all-reduce, and (n - 1) / n
+times this count for another operation (Thakur et al. 2005, doi:10.1177/1094342005051521).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[st
 
 @dataclass(frozen=True)
 class Averaged:
-    """Bytes of one weight that devices with different samples or tokens exchange in a step."""
+    """Bytes that devices with different samples or tokens exchange in one step for one weight."""
 
-    forward: int  #: Weight, gathered before the forward pass (FSDP).
-    backward: int  #: Weight, gathered again before the backward pass (FSDP).
-    gradient: int  #: Gradient, averaged.
+    forward: int  #: Bytes of the weight, gathered before the forward pass (FSDP; else zero).
+    backward: int  #: Bytes of the weight, gathered again before the backward pass (FSDP; else zero).
+    gradient: int  #: Bytes of the averaged gradient.
 
 
 def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Averaged]:
@@ -48,14 +48,13 @@ def averaged(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str, Av
         width = {"none": None, "bf16": 2, "fp16": 2}[parallel.compression]
         return {name: Averaged(0, 0, math.prod(shape) * (width or own[name])) for name, shape in local.items()}
     if not isinstance(parallel, FSDP):
-        return {}  # DataParallel: one process has all copies
+        return {}  # DataParallel exchanges nothing between ranks, because one process has all copies
     shard = (parallel.shard or run.geometry.dp * run.geometry.cp) if run.averages else 1
     formats, found = {"fp32": 4, "bf16": 2}, dict[str, Averaged]()
     units = list(named(model, sharding.units))
     for name, shape in local.items():
-        numbers = (
-            shard * -(-shape[0] // shard) * math.prod(shape[1:])
-        )  # rounded up to a multiple of the number of shards
+        # FSDP pads the first dimension to a multiple of the number of shards.
+        numbers = shard * -(-shape[0] // shard) * math.prod(shape[1:])
         again = parallel.reshard and any(name.startswith(f"{unit}.") for unit in units)
         width = own[name] if parallel.param_dtype == "fp32" else formats[parallel.param_dtype]
         gathered = numbers * width * run.accumulation_steps

@@ -1,12 +1,14 @@
-"""Tensor, sequence and context parallelism for a model without parallel code of its own.
+"""Tensor, sequence and context parallelism for a model that contains no parallel code.
 
-Between two modules (`Sharding.first`, `Sharding.last`) each device has 1 / (cp x tp) of a sample's tokens, padded if
-they do not divide evenly: 4050 tokens on 8 devices become 4056. Tokens are gathered over tp before attention and MLP,
-keys and values over cp (Korthikanti et al. 2022, arXiv:2205.05198).
+Between the modules `Sharding.first` and `Sharding.last`, each device has 1 / (cp x tp) of a sample's tokens. Padding is
+added if the number of tokens is not divisible by the number of devices: 4050 tokens on 8 devices become 4056. Before
+attention and MLP, tokens are gathered over tp; in attention, keys and values are gathered over cp (Korthikanti et al.
+2022, arXiv:2205.05198).
 
 Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
-So gradients equal the gradients on one device, after summing uncut weights over tp and averaging over dp x cp. Outside
-of the divided part, devices draw the same random numbers; within it, each device draws its own.
+Therefore the gradients equal the gradients on one device after two operations: the gradients of uncut weights are
+summed over tp, and all gradients are averaged over dp x cp. Outside the divided part, the devices of a model draw the
+same random numbers. Inside the divided part, each device draws different random numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.shards import Cut
 from dlscale.parallel.world import Mesh, Pretended, PretendedAxes
 
-#: Devices that exchange tensors: a real mesh, or a pretended one.
+#: Mesh of devices that exchange tensors, real or pretended.
 Axes = DeviceMesh | PretendedAxes
 
 TOKENS = 1  #: Dimension of tokens in [B, N, E].
@@ -37,7 +39,10 @@ TOKENS_OF_HEADS = 2  #: Dimension of tokens in [B, heads, N, head dimension].
 
 
 def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Return the modules with matching names, in the model's order; `*` matches one part of a name."""
+    """Return the modules whose names match a pattern, by name, in the model's order.
+
+    `*` matches any text within one part of a dotted name.
+    """
     wanted = [pattern.split(".") for pattern in patterns]
 
     def matches(name: str) -> bool:
@@ -48,13 +53,13 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def cut_layers(model: nn.Module, sharding: Sharding) -> list[tuple[str, nn.Module, int]]:
-    """Return name, layer and cut dimension of the weights of each layer that tensor-parallel devices cut."""
+    """Return name, module and cut dimension of each layer whose weights tensor-parallel devices cut."""
     columns = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
     return columns + [(name, module, 1) for name, module in named(model, sharding.rows).items()]
 
 
 def tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has more than one name."""
+    """Return a list of names for each parameter that has more than one name."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -62,7 +67,10 @@ def tied(model: nn.Module) -> list[list[str]]:
 
 
 def drawing(model: nn.Module) -> str | None:
-    """Return the name of the first PyTorch layer that draws random numbers in training, if any."""
+    """Return name and type of the first PyTorch layer that draws random numbers in training, as text.
+
+    Return None if no layer draws random numbers.
+    """
     for name, module in model.named_modules():
         dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
         if isinstance(module, nn.RReLU) or (isinstance(dropped, float) and dropped > 0):
@@ -73,8 +81,8 @@ def drawing(model: nn.Module) -> str | None:
 class ModelParallel:
     """Divide a model's weights and tokens over the devices of a mesh, and add the exchanges between them.
 
-    The model must have the same weights on all devices. It changes in place: each parameter becomes this device's part
-    of it, and keeps its name.
+    The model must have the same weights on all devices. The model changes in place: this device's part replaces each
+    parameter that tensor parallelism cuts, under the same name.
 
     Parameters
     ----------
@@ -97,8 +105,8 @@ class ModelParallel:
         self._tp, self._cp, self._both = mesh.along("tp"), mesh.along("cp"), mesh.model
         self.tp_group: Any = self._tp.get_group() if self._tp else None  #: process group of tensor-parallel devices
         self.parts = mesh.size("cp") * mesh.size("tp")
-        self._each = -(-sharding.tokens // self.parts)  # tokens of each device
-        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: cuts of each parameter for tensor parallelism, by name
+        self._each = -(-sharding.tokens // self.parts)  # number of tokens per device
+        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: cuts for tensor parallelism, by name of the cut parameter
         self.loss_weight = 1.0 / mesh.size("tp")  #: weight of this device's loss
         if self._tp:
             self._cut(model)
@@ -116,14 +124,14 @@ class ModelParallel:
         shared = {name: names for names in tied(model) for name in names}
         for layer_name, layer, dim in cut_layers(model, self._sharding):
             for name, p in layer.named_parameters(recurse=False):
-                if p.dim() > dim:  # the bias of rows is added once, to the sum
+                if p.dim() > dim:  # the bias of a layer in `rows` is not cut: it is added once, to the summed outputs
                     if names := shared.get(f"{layer_name}.{name}"):
                         raise UserError(
                             f"geometry.tp: {' and '.join(names)} are one tensor of the model (tied weights), and "
                             "tensor parallelism would cut it in only one of its modules. Use geometry.tp 1, or leave "
                             "these layers out of `columns` and `rows` of the study's sharding"
                         )
-                    cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # PretendedAxes has all that Cut needs
+                    cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # PretendedAxes has the methods that Cut calls
                     self.cuts[f"{layer_name}.{name}"] = (cut,)
                     layer._parameters[name] = nn.Parameter(cut.part(p.detach()).clone(), p.requires_grad)
         for name, layer in named(model, self._sharding.rows).items():
@@ -174,7 +182,7 @@ class ModelParallel:
     def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
         assert self._tp is not None
         kind = x_BNE.device.type
-        if torch.is_autocast_enabled(kind):  # the next layers compute in 16 bits: casting first halves the bytes sent
+        if torch.is_autocast_enabled(kind):  # the next layers compute in 16 bits, so casting here halves the sent bytes
             x_BNE = x_BNE.to(torch.get_autocast_dtype(kind))
         return _gathered(x_BNE, self._tp, TOKENS, Partial())
 
@@ -226,10 +234,10 @@ class _Adjoint(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> torch.Tensor:
-    """Gather the equally sized parts of a mesh's devices along a dimension.
+    """Gather the parts of all devices of a one-dimensional mesh along `dim`; the parts have equal shapes.
 
-    The mesh has one dimension. `gradient` is the placement of the result's gradients: `Partial` if devices have
-    summands, `Replicate` if they have equal gradients.
+    `gradient` is the placement of the result's gradient: `Partial` if each device has a summand of the gradient,
+    `Replicate` if all devices have the same gradient.
     """
     if isinstance(mesh, PretendedAxes):
         whole: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
@@ -239,7 +247,7 @@ def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> tor
 
 
 def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
-    """Return this device's part, along a dimension, of the sum over a mesh's devices."""
+    """Sum a tensor over a mesh's devices, and return this device's part of the sum along `dim`."""
     if isinstance(mesh, PretendedAxes):
         part: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, False, True)
         return part
@@ -268,13 +276,16 @@ def _whole_like(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
 
 def _part_like(x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Tensor:
     pieces = x.chunk(parts, dim)
-    if summed:  # the pieces are sent as one contiguous tensor
+    if summed:  # a real exchange sends the pieces as one contiguous tensor, which needs memory
         torch.cat(pieces)
     return torch.empty_like(pieces[0])
 
 
 class _Rows(nn.Module):
-    """Linear layer that has some of the inputs: its outputs are summed over devices, tokens scattered."""
+    """Linear layer with a part of the input features.
+
+    The outputs are summed over the devices, and each device keeps the sums of a part of the tokens.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -17,26 +17,26 @@ class Device(Record):
 
 
 class LinkLevel(Record):
-    """Links of one level between devices.
+    """Links between devices on one level of the machine.
 
     A message of n bytes takes alpha + n beta seconds (Hockney 1994).
     """
 
-    name: Literal["node", "switch", "network"]  #: Level that both ends have in common.
-    size: int  #: Number of joined units: devices of a node, or nodes.
+    name: Literal["node", "switch", "network"]  #: Smallest unit of the machine that contains both ends of a link.
+    size: int  #: Number of connected units: processes per node for level `node`, nodes for level `network`.
     links: int  #: Number of measured pairs of processes.
-    alpha: Measured  #: Median latency, s: half of a small message's round trip.
-    beta: Measured  #: Median time one way, s/byte, while other pairs of the level send, too.
+    alpha: Measured  #: Median latency, s: half the round-trip time of a small message.
+    beta: Measured  #: Median one-way time, s/byte, while other pairs of the level also send.
 
 
 class Links(Record):
-    """Measurements of the self-test of a run's processes."""
+    """Measurements from the self-test of a run's processes."""
 
     backend: str  #: nccl or gloo.
     processes: int
     nodes: int
     seconds: float  #: Duration of the test.
-    levels: list[LinkLevel]  #: Levels, nearest first.
+    levels: list[LinkLevel]  #: Levels with measured links; the level of the nearest devices is first.
 
     def line(self) -> str:
         """Return latency and bandwidth of all levels in one line."""
@@ -65,7 +65,8 @@ class Memory(Record):
     """Memory of one device, bytes: predicted before a step, and measured during the step."""
 
     predicted: MemoryUse
-    #: Memory in use at the end of `set-up`, `forward`, `backward`, `step`: of the device; on a CPU, of the process.
+    #: Memory in use at the end of each phase; phases are `set-up`, `forward`, `backward` and `step`. A GPU counts the
+    #: memory of the device, a CPU the memory of the process.
     measured: dict[str, int] = {}
     peak: int | None = None  #: Peak of the memory in use.
     device: int | None = None  #: Capacity of the device.

@@ -62,19 +62,19 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     try:
         with contextlib.closing(Watchdog(rank, size, geometry.gpus_per_node, limits)) as watchdog:
             try:
-                # NCCL only exchanges tensors on a device.
+                # NCCL exchanges only tensors on GPUs: values on the host need a gloo group.
                 control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
                 yield World(rank, size, local_rank, own, control, mesh)
-                # On several nodes rank 0 hosts the store that all ranks use: it leaves last.
+                # On several nodes rank 0 hosts the store that all ranks use, so rank 0 must leave last.
                 dist.barrier(group=control)
             except (Exception, SystemExit) as error:
-                # The launcher sends SIGTERM to the remaining ranks: ignore it until the cause is reported.
+                # The launcher sends SIGTERM to the remaining ranks: ignore this signal until the cause is reported.
                 cause = error.__context__ if isinstance(error, SystemExit) else error
                 if isinstance(cause, Exception) and not isinstance(cause, UserError | Stopped) and is_gone(cause):
                     logging.info("an exchange failed: %s", brief(cause))
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                    lost = f"{watchdog.describe_lost_rank(cause)}. This process ends, too"
+                    lost = f"{watchdog.describe_lost_rank(cause)}. This process also ends"
                     if kind == "cuda":  # kernels that wait for other ranks would never end
                         end(lost, LOST)
                     raise PeerLost(lost) from cause
@@ -96,7 +96,7 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
     if size != geometry.world_size:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), but "
-            f"{size} were started. Start it with torchrun --nproc-per-node={per_node}, srun --ntasks="
+            f"{size} were started. Start the run with torchrun --nproc-per-node={per_node}, srun --ntasks="
             f"{geometry.world_size} or mpirun -n {geometry.world_size}, as the workflow does"
         )
     if local_rank != rank % per_node:
@@ -122,8 +122,9 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
 def _meet(geometry: Geometry, rank: int) -> Any:
     """Return the store through which the ranks meet.
 
-    On one node it is a file or a port of the loopback interface. On several nodes the first rank listens only at
-    MASTER_ADDR; PyTorch would listen at all addresses. A torchrun that was started by hand hosts the store itself.
+    On one node the store is a file, or a port of the loopback interface. On several nodes rank 0 listens only at
+    MASTER_ADDR, because PyTorch would listen at all addresses. If a user started PyTorch's torchrun by hand, the
+    process of torchrun hosts the store.
     """
     stores: Any = dist  # PyTorch defines the stores at run time only
     if geometry.nodes == 1:
@@ -131,12 +132,12 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by hand with PyTorch's torchrun: its process hosts the store
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a user started PyTorch's torchrun, whose process hosts the store
         return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if geometry.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_to(address)):
-        # Gloo would take the address of this node's host name, which may be in another network.
+        # By default, Gloo uses the address of this node's host name, which may be in another network.
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     if rank == 0 and geometry.nodes > 1:
         logging.info("ranks meet at %s:%d; gloo uses %s", address, port, os.environ.get("GLOO_SOCKET_IFNAME"))
@@ -157,7 +158,7 @@ def _listen(address: str, port: int) -> int:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
             raise UserError(
-                f"{where}: {address} is {place[0]} on this node: other nodes cannot reach it. "
+                f"{where}: {address} is {place[0]} on this node: other nodes cannot reach this loopback address. "
                 "Use an address of this node in the network"
             )
         listener = socket.socket(family, kind)
@@ -173,7 +174,7 @@ def _listen(address: str, port: int) -> int:
 
 
 def _interface_to(address: str) -> str | None:
-    """Return the network interface through which this node reaches an address; None if it cannot be found."""
+    """Return the network interface through which this node reaches an address; None without such an interface."""
     with contextlib.suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -186,19 +187,27 @@ def _interface_to(address: str) -> str | None:
 
 
 def _rendezvous(geometry: Geometry) -> None:
-    """Set MASTER_ADDR and MASTER_PORT if the launcher did not: the first node of Slurm's list, and a port."""
+    """Set MASTER_ADDR and MASTER_PORT if the launcher did not set them.
+
+    On several nodes, the address is the first node of Slurm's list. On one node, the address is always 127.0.0.1, even
+    if the launcher set another address. The port follows from the Slurm job and step, or else from the parent process.
+    """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:
         os.environ.setdefault("MASTER_ADDR", first_host(nodes) + os.environ.get(HOST_SUFFIX, ""))
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     known = job.isdecimal() and (step or "0").isdecimal()
-    needed = ["MASTER_ADDR", *["MASTER_PORT"] * (not known)]  # else each node would choose another port
+    needed = [
+        "MASTER_ADDR",
+        *["MASTER_PORT"] * (not known),
+    ]  # without a Slurm job, each node would choose a different port
     if geometry.nodes > 1 and (missing := [name for name in needed if name not in os.environ]):
         raise UserError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: on several nodes, all "
-            "processes need the name of the first node and, without a Slurm job, a port that is free there (mpirun -x "
-            "MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the command)"
+            "processes need the name of the first node and, without a Slurm job, a port that is free on the first "
+            "node (mpirun -x MASTER_ADDR=NAME -x MASTER_PORT=PORT, or env MASTER_ADDR=NAME MASTER_PORT=PORT before the "
+            "command)"
         )
     if geometry.nodes == 1:
         os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -4,8 +4,8 @@ Values: each collective operation runs over all processes and over each group of
 that results are exact. A wrong result ends the run on all processes, with a message that names the processes at fault.
 
 Speed: a message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Pairs of
-processes send a small and a large message to and fro, in O(log n) rounds. In each round all pairs measure at once, as
-in a collective operation.
+processes send a small and a large message to and fro, in O(log n) rounds. All pairs of a round send at the same time,
+as in a collective operation.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from dlscale.core.errors import PeerLost
 from dlscale.parallel.records import LinkLevel, Links
 from dlscale.parallel.world import AXES, World, synchronize
 
-#: Counts of numbers in a collective operation: few, and many (4 MiB), since libraries use other algorithms for each.
+#: Numbers per tensor in a small and in a large (4 MiB) collective operation: libraries use different algorithms for
+#: small and large tensors.
 FEW, MANY = 5, 2**20
 
 
-#: Most processes of a node, or nodes, with all pairs measured; of more, only pairs at distances 1, 2, 4, …
+#: Maximum number of processes per node, or of nodes, for which all pairs are measured. For larger numbers, only pairs
+#: at distances 1, 2, 4, … are measured.
 ALL = 8
 
-SMALL = 8  #: Bytes of the small message: its time is only latency.
+SMALL = 8  #: Bytes of the small message, whose time is only latency.
 LARGE = {"cpu": 2**22, "cuda": 2**24}  #: Bytes of the large message, by kind of device.
 TRIPS = {"cpu": 1, "cuda": 5}  #: Round trips per time measurement, by kind of device.
 SAMPLES = 9  #: Number of time measurements; their median counts.
 
-SHOWN = 8  #: Most processes that a message names.
+SHOWN = 8  #: Maximum number of processes that a message names.
 
-#: Collective operations by their names since PyTorch 2.13, or by the older ones.
+#: Collective operations by their names since PyTorch 2.13, or by their older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Link(NamedTuple):
-    """Pair of ranks, the lower first, and the time of its messages."""
+    """Pair of ranks (lower rank first), and the times of messages between them."""
 
     ranks: tuple[int, int]
     alpha: float  #: s
@@ -56,10 +58,10 @@ class Link(NamedTuple):
 class BadResult(NamedTuple):
     """Wrong result of a collective operation on one rank."""
 
-    what: str  #: Operation, its size and its group.
+    what: str  #: Operation, number of numbers and group, in words.
     ranks: tuple[int, ...]  #: Ranks that took part.
     senders: tuple[int, ...]  #: Ranks that sent a wrong part; empty for sums.
-    example: str  #: First wrong number, and the expected one.
+    example: str  #: First wrong number, and the expected number, in words.
 
 
 class Group(NamedTuple):
@@ -78,7 +80,7 @@ def self_test(world: World, wanted: bool = True) -> Links | None:
     Raises
     ------
     PeerLost
-        On every process, if any of them received a wrong number.
+        If any process received a wrong number. Every process raises this error.
     """
     if world.size == 1:
         return None
@@ -96,7 +98,7 @@ def _tested(world: World, hosts: list[str]) -> Links:
     start = time.perf_counter()
     reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
     if any(reports):
-        world.barrier()  # rank 0 may host the store: all ranks need it until they have the reports
+        world.barrier()  # rank 0 may host the store, which all ranks need until they have the reports
         raise PeerLost(verdict(hosts, reports))
     links = measure(world, schedule(world.size, per_node(hosts)))
     record = Links(
@@ -113,7 +115,10 @@ def _tested(world: World, hosts: list[str]) -> Links:
 
 
 def per_node(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks per node; if nodes differ, all ranks count as one node."""
+    """Return the number of consecutive ranks per node.
+
+    If nodes have different numbers of ranks, or ranks that are not consecutive, all ranks count as one node.
+    """
     counts = Counter(hosts)
     first = counts[hosts[0]]
     regular = all(host == hosts[rank - rank % first] for rank, host in enumerate(hosts))
@@ -124,7 +129,10 @@ def per_node(hosts: Sequence[str]) -> int:
 
 
 def groups(world: World) -> list[Group]:
-    """Return this rank's groups: all ranks, each axis of the mesh, and the ranks with the same weights."""
+    """Return the groups of this rank: all ranks, each mesh axis of several ranks, and the ranks with the same weights.
+
+    The last group is absent if it equals another group.
+    """
     handles: dict[str, Any] = {"all processes": None}
     if world.mesh:
         handles |= {f"each group of {axis}": world.mesh.group(axis) for axis in AXES if world.mesh.size(axis) > 1}
@@ -139,13 +147,13 @@ def groups(world: World) -> list[Group]:
 def moved(rank: Any, count: int, device: torch.device) -> torch.Tensor:
     """Return numbers [count], float32, that encode sender and position.
 
-    Ranks [R, 1] give numbers [R, count]. Exact for up to 65,536 ranks.
+    For ranks [R, 1], the result has the shape [R, count]. The numbers are exact for up to 65,536 ranks.
     """
     return (256 * rank + torch.arange(count, device=device) % 251).float()
 
 
 def summands(ranks: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
-    """Return the sum [count] of the numbers of these ranks, float32; exact for up to 90,000 ranks."""
+    """Return the sum [count], float32, of test numbers of these ranks; the sum is exact for up to 90,000 ranks."""
     constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
     return (constant + torch.arange(count, device=device) % 31 * slope).float()
 
@@ -176,7 +184,7 @@ def operations(
 
 
 def collected(world: World, group: Group) -> list[BadResult]:
-    """Run each collective operation over a group, with few and many numbers; return wrong results."""
+    """Run each collective operation over a group, with small and large tensors; return the wrong results."""
     wrong = []
     for count in (FEW, MANY):
         ranges.advance(ranges.REHEARSAL)
@@ -205,9 +213,10 @@ def verdict(hosts: Sequence[str], reports: Sequence[Sequence[BadResult]]) -> str
 
 
 def suspect_ranks(reports: Sequence[Sequence[BadResult]]) -> list[int]:
-    """Return the ranks that took part in the most wrong messages, or else in the most wrong sums.
+    """Return the ranks that took part in the most wrong messages.
 
-    A rank that received a wrong sum counts twice: other ranks may have received the right sum of the same numbers.
+    Without wrong messages, return the ranks that took part in the most wrong sums. A rank that received a wrong sum
+    counts twice, because other ranks may have received the right sum of the same numbers.
     """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
     messages = {(sender, rank) for rank, wrong in every for sender in wrong.senders}
@@ -227,10 +236,11 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs of ranks, the lower first: within nodes, then between nodes.
+    """Return the rounds of the measurement, each a list of rank pairs (lower rank first).
 
-    Each node has `per_node` consecutive ranks; between nodes, each rank is paired with its counterpart. 4,096 ranks on
-    nodes of four have 13 rounds of 0.1 s each.
+    Rounds within nodes precede rounds between nodes. Each node has `per_node` consecutive ranks. Between nodes, each
+    rank is paired with the rank at the same position of the other node. 4,096 ranks on nodes with four ranks each need
+    13 rounds of 0.1 s.
     """
     nodes, step = size // per_node, per_node
     within = [[(n * step + a, n * step + b) for n in range(nodes) for a, b in each] for each in _couples(per_node)]
@@ -239,7 +249,7 @@ def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
 
 
 def _couples(count: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs of `count` units; in a round, all pairs differ in the same bits."""
+    """Return rounds of pairs of `count` units: the numbers of all pairs in a round differ in the same bits."""
     bits = max(count - 1, 0).bit_length()
     distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
@@ -248,15 +258,15 @@ def _couples(count: int) -> list[list[tuple[int, int]]]:
 def exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
     """Send or receive a tensor; `way` is `isend` or `irecv`.
 
-    With a GPU, its stream waits for the exchange, and the host does not.
+    On a GPU, the stream waits for the exchange, but the host does not wait.
     """
-    # As a batch: NCCL then uses the connections of all ranks, and prints no warning.
+    # For a batch, NCCL uses the existing connections between all ranks, and prints no warning.
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
         work.wait()
 
 
 def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[Link]:
-    """Measure links in these rounds, and return all of them on every rank."""
+    """Measure the link of each pair, round by round, and return all links on every rank."""
     own = []
     for couples in rounds:
         ranges.advance(ranges.REHEARSAL)
@@ -270,13 +280,13 @@ def measure(world: World, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[L
 
 
 def _measure(world: World, peer: int) -> Link:
-    """Measure the link to another rank; only the lower rank's times count."""
+    """Measure the link to another rank; the caller keeps only the measurement of the lower rank."""
     device, trips = world.device, TRIPS[world.device.type]
     ways = (dist.isend, dist.irecv) if world.rank < peer else (dist.irecv, dist.isend)
 
     def one_way(bytes_: int) -> list[float]:
         message, times = torch.zeros(bytes_, dtype=torch.uint8, device=device), list[float]()
-        for _ in range(1 + SAMPLES):  # the first opens connections and allocates buffers
+        for _ in range(1 + SAMPLES):  # the first measurement opens connections and allocates buffers
             synchronize(device)
             start = time.perf_counter()
             for way in ways * trips:
@@ -286,7 +296,8 @@ def _measure(world: World, peer: int) -> Link:
         return times[1:]
 
     small, large = one_way(SMALL), statistics.median(one_way(LARGE[device.type]))
-    # On a busy host, small messages wait until the peer wakes up. Their minimum is the latency of large messages, too.
+    # On a busy host, small messages wait until the peer wakes up. The latency that a large message includes is
+    # therefore the minimum of the small messages, not their median.
     beta = max(large - min(small), 1e-3 * large) / LARGE[device.type]
     return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
 

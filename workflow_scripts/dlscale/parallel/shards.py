@@ -1,4 +1,4 @@
-"""Shards of tensors and their offsets in the full tensor, so that other devices can cut it differently."""
+"""Shards of tensors with their offsets in the full tensor, so that other devices can cut the tensor differently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.parallel.world import World
 
 @dataclass(frozen=True)
 class Cut:
-    """Cut of a tensor with the full shape `shape` along `dim`, over a mesh, as `torch.chunk` cuts."""
+    """Cut of a tensor of full shape `shape` along `dim`: a mesh's devices have the parts that `torch.chunk` returns."""
 
     mesh: DeviceMesh
     dim: int
@@ -41,7 +41,7 @@ class Cut:
 class Shard:
     """Shard of a tensor on one device, or the full tensor.
 
-    `torch.distributed.checkpoint` calls its methods `__create_write_items__`, `__create_chunk_list__` and
+    `torch.distributed.checkpoint` calls the methods `__create_write_items__`, `__create_chunk_list__` and
     `__get_tensor_shard__`.
     """
 
@@ -62,7 +62,7 @@ class Shard:
         return torch.Size(offsets)
 
     def gathered(self) -> torch.Tensor:
-        """Gather the full tensor on the device that computes with the shard; all devices must call this."""
+        """Gather the full tensor on the device that computes with the shard; all devices must call this method."""
         tensor = self.tensor
         for cut in reversed(self.cuts):
             kind = cut.mesh.device_type
@@ -79,7 +79,7 @@ class Shard:
         return whole
 
     def copy(self, device: str) -> Shard:
-        """Return a copy on `device` in separate, contiguous memory, as safetensors needs it."""
+        """Return a copy on `device` in separate, contiguous memory, which safetensors requires."""
         copied = self.tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         return replace(self, tensor=copied)
 
@@ -108,9 +108,10 @@ class Shard:
 
 
 def own_shards(shards: Mapping[str, Shard], world: World, first: Container[str] = ()) -> dict[str, Shard]:
-    """Return the shards that this device writes: all devices together write each part of a tensor once.
+    """Return the shards that this device writes, so that all devices together write each part of a tensor once.
 
-    Devices that hold the same parts divide them equally. Parts named in `first` are written by the first such device.
+    Devices that hold the same parts write equal amounts. If `first` contains a tensor's name, the first of these
+    devices writes the part.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
     across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, replica
@@ -138,7 +139,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(parameter: torch.Tensor) -> tuple[Cut, ...]:
-    """Return how FSDP cuts a parameter: along its first dimension, or not at all."""
+    """Return FSDP's cut of a parameter, along its first dimension; empty if FSDP does not cut the parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh

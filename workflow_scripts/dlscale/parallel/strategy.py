@@ -42,19 +42,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """Strategy of a single device, and base class of all strategies; call `wrap` first."""
+    """Strategy for a single device, and base class of the other strategies. Call `wrap` before the other methods."""
 
-    exchanges = False  #: whether gradients are exchanged while they are computed
-    gathers = False  #: whether ranks of different samples wait for each other in a forward pass
+    exchanges = False  #: whether ranks exchange gradients during the backward pass
+    gathers = False  #: whether ranks with different samples wait for each other in a forward pass
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.wrapped: nn.Module = nn.Identity()  #: the network, or its wrapper, which training calls
+        self.wrapped: nn.Module = nn.Identity()  #: network or wrapper of the network, which the training calls
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
-        """Wrap a network; its model may change in place.
+        """Wrap a network, whose model may change in place.
 
-        `stream` is the context in which hooks of the backward pass are made.
+        `stream` returns a context (a CUDA stream) in which hooks of the backward pass must be created.
         """
         self.wrapped = network
 
@@ -68,15 +68,18 @@ class Strategy:
         return nullcontext()
 
     def unsynchronised(self) -> AbstractContextManager[object]:
-        """Return a context in which ranks exchange no gradients, and update on their own."""
+        """Return a context in which ranks do not exchange gradients, and each rank updates its own weights."""
         return nullcontext()
 
     def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
-        """Wrap the function that averages a bucket of gradients, if any; call this before the first step."""
+        """Replace the function that averages a bucket of gradients, if any, by the result of `hook` for it.
+
+        Call this before the first step.
+        """
 
 
 class Replicated(Strategy):
-    """`DistributedDataParallel`."""
+    """Replicated weights, with PyTorch's `DistributedDataParallel` (DDP)."""
 
     exchanges = True
     wrapped: DistributedDataParallel
@@ -96,10 +99,11 @@ class Replicated(Strategy):
         }
         if settings.first_bucket_mb is not None:  # the last size applies to all further buckets
             options["bucket_cap_mb_list"] = [settings.first_bucket_mb, settings.bucket_mb or BUCKET_MB]
-        # DDP keeps autograd's nodes that accumulate gradients; these run on the stream on which they were made.
+        # DDP keeps the autograd nodes that accumulate gradients, and a node runs on the stream that created the node.
         with stream():
             self.wrapped = DistributedDataParallel(network, **options)
-        # Else DDP times every hundredth step with events: the host waits for them, and a CUDA graph forbids them.
+        # By default, DDP times every hundredth step with CUDA events. The host waits for these events, and a CUDA graph
+        # does not allow such events.
         self.wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)
         self._hook: CommHook = {
             "none": default_hooks.allreduce_hook,
@@ -121,12 +125,13 @@ class Replicated(Strategy):
             self._register()
 
     def _register(self) -> None:
-        # DDP takes a hook only once and checks its annotations, which are strings here: hence a lambda without any.
+        # DDP accepts only one hook, and refuses a hook whose annotations are strings, as in this file. A lambda has no
+        # annotations.
         self.wrapped.register_comm_hook(self.wrapped.process_group, lambda group, bucket: self._hook(group, bucket))
 
 
 class Sharded(Strategy):
-    """`fully_shard` (FSDP2)."""
+    """Sharded weights, with PyTorch's `fully_shard` (FSDP2)."""
 
     exchanges = gathers = True
 
@@ -136,9 +141,10 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of this rank's replicas.
+        """Return the mesh of the ranks that hold the same weights as this rank.
 
-        Neighbouring ranks shard the weights (`shard`); such groups are copies of each other (`copies`).
+        Neighbouring ranks along the axis `shard` shard the weights. If there are several groups of such ranks, the
+        groups are copies of each other, along the axis `copies`.
         """
         world = self.world
         ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
@@ -182,14 +188,14 @@ class Sharded(Strategy):
 
 
 class DataParallelNetwork(nn.Module):
-    """A network that one process copies to several GPUs, each for its part of a batch (DataParallel)."""
+    """Network that one process copies to several GPUs; each copy computes a part of the batch (DataParallel)."""
 
     def __init__(self, network: Any, devices: list[int]) -> None:
         super().__init__()
         self.copies = DataParallel(_Each(network), device_ids=devices)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch; its parts may differ in size."""
+        """Return the mean loss over the samples of a batch; GPUs may compute different numbers of samples."""
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +204,7 @@ class DataParallelNetwork(nn.Module):
 
 
 class _Each(nn.Module):
-    """Module that is copied: returns the loss of each sample, or without targets the prediction."""
+    """Module that DataParallel copies: return the loss of each sample, or the prediction if targets are missing."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -209,7 +215,7 @@ class _Each(nn.Module):
 
 
 class DataParallelStrategy(Strategy):
-    """`DataParallel`: one process for all GPUs of a node, or for one CPU."""
+    """One process for all GPUs of a node, with PyTorch's `DataParallel`, or one process on a CPU."""
 
     def __init__(self, world: World, gpus: int) -> None:
         super().__init__(world)
@@ -246,7 +252,7 @@ def strategy_of(run: RunCore, world: World) -> Strategy:
 
 
 class Gradients:
-    """Gradients of named parameters; norms above `clip_norm` are scaled down to it."""
+    """Gradients of named parameters; `clip` scales them down if their norm exceeds `clip_norm`."""
 
     def __init__(
         self,
@@ -258,7 +264,7 @@ class Gradients:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
-        #: Process groups of devices with different shards: `tp` for cut layers only, `fsdp` for all weights.
+        #: Process groups of devices with different shards, by kind: `tp` for cut layers only, `fsdp` for all weights.
         self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():
             if isinstance(p, DTensor):
@@ -270,15 +276,15 @@ class Gradients:
             self._model.sum_gradients(self._parameters)
 
     def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Scale the gradients down to `clip_norm`, and return their norm before.
+        """Scale the gradients down if their norm exceeds `clip_norm`; return the norm before scaling.
 
-        `updated` are the updated parameters, in the order of names. The norm is taken over all gradients together,
+        `updated` has the updated parameters, in the order of names. The norm is the norm of all gradients together,
         float32, as in `torch.nn.utils.clip_grad_norm_`.
         """
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}
         whole: list[torch.Tensor] = []
-        cut: list[torch.Tensor] = []  # other tensor-parallel devices have the other parts of these
+        cut: list[torch.Tensor] = []  # gradients of cut parameters: other tensor-parallel devices have the other parts
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
                 (cut if name in cuts else whole).append(p.grad)
@@ -292,7 +298,7 @@ class Gradients:
         return norm
 
     def scaler(self, enabled: bool) -> torch.amp.GradScaler:
-        """Return the scaler of the loss; an overflow on one device of a model counts on all of them."""
+        """Return the scaler of the loss; an overflow on one device counts on all devices that share the model."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
 
@@ -308,7 +314,7 @@ class _Scaler(torch.amp.GradScaler):
         self._groups = groups
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
-        # PyTorch's own ShardedGradScaler overrides this method, too.
+        # PyTorch's own ShardedGradScaler also overrides this method.
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*arguments, **options)
         for group in self._groups:
             for overflow in found.values():
@@ -320,12 +326,12 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class OnCPU(_BatchNorm):
-    """PyTorch's `SyncBatchNorm` for CPUs; ranks may have different numbers of samples, or none."""
+    """Equivalent of PyTorch's `SyncBatchNorm` for CPUs; ranks may have different numbers of samples, also zero."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
 
-    @torch.compiler.disable  # compiled code could begin the exchanges in another order than the other ranks
+    @torch.compiler.disable  # compiled code could begin the exchanges in a different order on each rank
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise [B, C, ...] by mean and variance of each channel over all ranks.
 
@@ -358,18 +364,18 @@ class OnCPU(_BatchNorm):
 
 
 class OnGPU(nn.SyncBatchNorm):
-    """PyTorch's `SyncBatchNorm` for ranks that may have no sample of a small last batch."""
+    """PyTorch's `SyncBatchNorm`, extended for ranks without samples, as in a small last batch."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise as PyTorch does, in float32 if this rank has no samples.
 
-        Without samples, PyTorch would exchange 16 bits although the other ranks exchange float32.
+        On a rank without samples, PyTorch would exchange 16-bit numbers although the other ranks exchange float32.
         """
         return super().forward(input) if len(input) else super().forward(input.float()).to(input.dtype)
 
 
 def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
-    """Synchronise a model's batch normalisation; parameters and names stay."""
+    """Replace a model's batch normalisation by synchronised modules with the same parameters and names."""
     kind: Callable[..., Any] = OnGPU if device.type == "cuda" else OnCPU
     for name, module in model.named_children():
         model.add_module(name, synchronised(module, device))

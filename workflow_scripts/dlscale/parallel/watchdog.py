@@ -1,8 +1,8 @@
-"""Find the rank that all others wait for, and end the run with a message that names it.
+"""Find the rank for which all other ranks wait, and end the run with a message that names this rank.
 
 A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, and rank 1 judges rank 0.
-Their heartbeats carry the verdict; each rank that reads one ends. Time is counted in heartbeats, so that the time for
-which a process is stopped does not count.
+The heartbeats of ranks 0 and 1 contain the verdict, and each rank that reads a verdict ends. Each rank measures time by
+counting its own heartbeats, so that the time during which the process is stopped does not count.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
-MAX_RANGE_RATIO = (
-    10.0  #: Multiple of the longest recent range of steps that a range may take, if more than `Limits.stuck`.
-)
-WINDOW = 200  #: Number of recent ranges of steps that `MAX_RANGE_RATIO` considers.
+#: Maximum duration of a range of steps, as a multiple of the longest recent range; `Limits.stuck` applies if longer.
+MAX_RANGE_RATIO = 10.0
+WINDOW = 200  #: Number of recent ranges of steps among which `MAX_RANGE_RATIO` takes the longest.
 GRACE = 1800.0  #: Seconds allowed without progress during opening, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
-NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks, if more are allowed.
+NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks, if the limit is longer.
 
 #: Phrases in libraries' error messages that indicate that another rank is gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
@@ -48,7 +47,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 THERE = "its process is running"
 STOPPED = "stopped by a signal"
 ENDED = "its process is gone: killed, or ended by itself"
-UNSEEN = "killed or stopped, or its node is gone, or it runs code that holds Python's lock"
+UNSEEN = "killed or stopped, or its node is gone, or its code holds Python's lock"
 
 
 class Heartbeat(NamedTuple):
@@ -65,13 +64,13 @@ class Heartbeat(NamedTuple):
     background: int = 0  #: Number of exchanges begun by the thread that writes checkpoints.
     age: float = 0.0  #: Seconds since `entered`, `exchanges` or `background` changed.
     longest: float = 0.0  #: Longest recent range of steps, s.
-    sees: dict[str, str] = {}  #: States of the other processes of its node, by rank.
+    sees: dict[str, str] = {}  #: States of the other processes of the rank's node, by rank.
     failed: str = ""  #: Reason why this rank ends.
     verdict: str = ""  #: Reason why all ranks end.
 
 
 class Files:
-    """Key-value store with one file per key, without locks, which a stopped process might hold."""
+    """Key-value store with one file per key, without locks, because a stopped process might hold a lock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,18 +96,18 @@ def connect() -> Any:
         store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
         raise PeerLost(
-            f"{address}:{port}, where the processes met, accepted no connection in {CONNECT:.0f} s ({brief(error)}). "
-            "This process ends, too"
+            f"{address}:{port}, at which the processes met, accepted no connection in {CONNECT:.0f} s "
+            f"({brief(error)}). This process also ends"
         ) from error
     store.set_timeout(timedelta(seconds=ANSWER))
     return stores.PrefixStore("watchdog", store)
 
 
 class Watchdog:
-    """Watches the ranks of a run from construction until `close`; all ranks construct one together."""
+    """Watchdog over a run's ranks, from construction until `close`; every rank must construct a watchdog."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """Begin to watch; `per_node` is the number of consecutive ranks per node.
+        """Start to watch; `per_node` is the number of consecutive ranks per node.
 
         Without `limits`, only a failed exchange ends the run.
         """
@@ -122,9 +121,10 @@ class Watchdog:
         self._known = (
             range(size) if rank == 0 else sorted({0, 1, *self._mates})
         )  #: ranks from which this rank reads heartbeats
-        self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size  #: by rank: last heartbeat, and seconds since then
+        #: Last heartbeat of each rank, and seconds since that heartbeat, both by rank.
+        self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size
         self._heartbeat = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
-        self._unanswered = 0.0  #: seconds without an answer of the store
+        self._unanswered = 0.0  #: seconds without an answer from the store
         self._named: list[int] = []  #: ranks that the log has named
         self._closed = threading.Event()
         self._show()
@@ -133,10 +133,7 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Stop watching.
-
-        A thread that uses the store while Python ends would abort the process.
-        """
+        """Stop watching, because a thread that uses the store while Python exits would abort the process."""
         self._closed.set()
         for thread in self._threads:
             thread.join(ANSWER)
@@ -147,7 +144,10 @@ class Watchdog:
             self._show(failed=f"{type(error).__name__}: {brief(error)}")
 
     def describe_lost_rank(self, error: BaseException, seconds: float = 8.0) -> str:
-        """Return a text that names the lost rank after a failed exchange; wait for it up to `seconds`."""
+        """Return a text that names the rank that was lost in a failed exchange.
+
+        Wait up to `seconds` until heartbeats show which rank was lost. Without such a rank, return the text of `error`.
+        """
         self._known = range(self.size)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -166,7 +166,7 @@ class Watchdog:
         self._store.set(f"sign-{self.rank}", json.dumps(self._heartbeat))
 
     def _look(self) -> None:
-        """Read the heartbeats of other ranks, once all exist: thousands of processes do not begin at once."""
+        """Read the heartbeats of other ranks if all exist: thousands of processes do not start at the same time."""
         known = list(self._known)
         keys = [f"sign-{rank}" for rank in known]
         for rank, text in zip(known, self._store.multi_get(keys), strict=True) if self._store.check(keys) else ():
@@ -182,7 +182,7 @@ class Watchdog:
                 if steps:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
-            age, steps = age + BEAT, steps and kind == ranges.STEPS  # was one of steps all the time
+            age, steps = age + BEAT, steps and kind == ranges.STEPS  # whether the range was always a range of steps
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {
                 str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
@@ -194,15 +194,17 @@ class Watchdog:
                 self._unanswered = 0.0
                 if self._judges:
                     self._judge()
-            except Exception as error:  # _await_answer counts the time
+            except Exception as error:  # _await_answer counts the seconds without an answer
                 logging.info("watchdog: no answer: %s", brief(error))
 
     def _judge(self) -> None:
-        """End this process if there is a verdict, else look for one for the next heartbeat."""
+        """End this process if a heartbeat contains a verdict.
+
+        Otherwise rank 0 or 1 judges, and puts its verdict into its next heartbeat.
+        """
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
-            time.sleep(
-                2 * BEAT if self.rank == 0 else 0
-            )  # rank 0 may host the store: the other ranks read the verdict there first
+            # Rank 0 may host the store, and ends later, so that the other ranks can read the verdict in the store.
+            time.sleep(2 * BEAT if self.rank == 0 else 0)
             self._end(verdict)
         if self.rank < 2:
             self._heartbeat = self._heartbeat._replace(verdict=self._verdict())
@@ -212,7 +214,7 @@ class Watchdog:
             self._unanswered += BEAT
             if self._judges and self._unanswered > self.limits.silent:
                 holder, silent = self._holder or self._name(0), f"{self.limits.silent:.0f} s"
-                self._end(f"{holder} has not answered for {silent}: it, or its node, is stopped or gone")
+                self._end(f"{holder} has not answered for {silent}: stopped, gone or unreachable")
 
     # ---- judgement -------------------------------------------------------------------------------
 
@@ -225,12 +227,13 @@ class Watchdog:
         """Return a text that names ranks without a heartbeat for longer than their states allow, or "".
 
         The limits are `gone` seconds for an ended or stopped process, `unseen` seconds for an unknown state, and the
-        limit of the current range for a running process.
+        limit of the current range, at least `gone`, for a running process. A rank that reported why it ends is named
+        alone, with this reason, after `gone` seconds.
         """
         silent = dict[int, str]()
         for rank in ranks:
             if self._quiet[rank] > gone:
-                if self._seen[rank].failed:  # it reported the reason, but could not end before the other ranks
+                if self._seen[rank].failed:  # this rank reported why it ends
                     return f"{self._name(rank)} ended: {self._seen[rank].failed}"
                 said = self._state(rank)
                 allowed = self._limit([rank]) if said == THERE else unseen if said == UNSEEN else gone
@@ -240,24 +243,29 @@ class Watchdog:
         return f"no heartbeat for {min(self._quiet[rank] for rank in silent):.0f} s from {names}" if silent else ""
 
     def _behind(self) -> str:
-        """Return a text that names the ranks for which all others have waited too long, or ""."""
-        # Within one range, the rank with more exchanges is ahead; while saving, background exchanges count, too.
+        """Return a text that names the ranks for which all other ranks have waited too long, or "".
+
+        If no rank is behind, the text reports that all ranks have made no progress for too long.
+        """
+        # Within one range, the rank with more exchanges is ahead; while saving, background exchanges also count.
         places = [(s.entered, s.exchanges, s.background if s.range == ranges.SAVING else 0) for s in self._seen]
         behind = [rank for rank, place in enumerate(places) if place == min(places)]
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
-        if len(behind) == self.size:  # all compute, or wait for their network or file system
+        if len(behind) == self.size:  # all ranks compute, or wait for the network or the file system
             limit = max(limit, GRACE)
-            said = f"no process has made progress for {limit:.0f} s, and none is behind the others"
+            said = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
             return said if waited > limit else ""
         names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
             self._named = behind
-            logging.warning("all have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit)
-        return f"all have waited for {limit:.0f} s for {names}" if waited > limit else ""
+            logging.warning(
+                "all other processes have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit
+            )
+        return f"all other processes have waited for {limit:.0f} s for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
-        """Return the seconds that these ranks may spend in their current ranges: the longest limit."""
+        """Return the longest limit, seconds, among the limits for the current ranges of these ranks."""
         seconds = {
             ranges.STEPS: max(self.limits.stuck, MAX_RANGE_RATIO * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
@@ -267,7 +275,10 @@ class Watchdog:
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 
     def _state(self, rank: int) -> str:
-        """Return the state of a rank's process, as seen by a rank of its node with a recent heartbeat."""
+        """Return the state of a rank's process, as reported by another rank of its node in a recent heartbeat.
+
+        Without such a report the state is `UNSEEN`.
+        """
         fresh = (sign for sign, quiet in zip(self._seen, self._quiet, strict=True) if quiet <= 5 * BEAT)
         return next((said for sign in fresh if (said := sign.sees.get(str(rank)))), UNSEEN)
 
@@ -284,11 +295,11 @@ class Watchdog:
         for rank in [rank for rank, said in self._heartbeat.sees.items() if said == STOPPED]:
             with contextlib.suppress(OSError):
                 os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # a stopped process reacts to no other signal
-        end(f"{verdict}. This process ends, too", LOST)
+        end(f"{verdict}. This process also ends", LOST)
 
 
 def _exchanges() -> tuple[int, int]:
-    """Return the numbers of exchanges that this rank has begun: in its steps, and in its threads."""
+    """Return the numbers of exchanges that this rank has begun: in its steps, and in its background thread."""
     groups = list[Any](distributed_c10d._world.pg_map)
     begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
     own, others = (sum(count for background, count in begun if background == kind) for kind in (False, True))
@@ -307,7 +318,7 @@ def state(process: int) -> str:
 def is_gone(error: BaseException) -> bool:
     """Return whether an exception means that another rank is gone.
 
-    An `OSError`, such as a loader's or a tracker's, does not.
+    An `OSError` does not mean this, because a loader or a tracker may raise it.
     """
     return not isinstance(error, OSError) and (
         isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)

@@ -1,7 +1,7 @@
 """Ranks (processes) of a run: this process's rank, exchanges between ranks, and their mesh.
 
-A run on one device is a world of one rank: its methods cost nothing. The axes of the mesh are dp (samples), cp
-(tokens) and tp (weights of layers, and tokens).
+A run on one device has a world of one rank, whose methods do not exchange anything. The axes of the mesh are dp
+(samples), cp (tokens) and tp (weights of layers, and tokens).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class World:
     local_rank: int = 0  #: rank on the node
     device: torch.device = CPU  #: device of this process
     control: Any = None  #: process group that exchanges values on the host; None: the default group
-    mesh: Mesh | None = None  #: ranks that share a model; None: every rank has its own copy
+    mesh: Mesh | None = None  #: ranks that share a model; None: every rank has a complete model
 
     @property
     def main(self) -> bool:
-        """Whether this is rank 0, which writes the results."""
+        """Whether this rank is rank 0, which writes the results."""
         return self.rank == 0
 
     @property
@@ -57,13 +57,14 @@ class World:
 
     @property
     def lead(self) -> bool:
-        """Whether this is the first of the ranks that share a model."""
+        """Whether this rank is the first of the ranks that share a model."""
         return self.mesh is None or self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks with different samples, in place; every rank gets the same result.
 
-        The sums of ranks that share a model may differ by rounding: all take the sum of the first of these ranks.
+        Ranks that share a model might get sums with different rounding. Therefore all of these ranks use the sum of the
+        first of them.
         """
         if self.data_size > 1:
             dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)
@@ -73,13 +74,16 @@ class World:
         return values
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Broadcast tensors from the first rank with the same weights, in place, without synchronising devices."""
+        """Broadcast tensors in place, from the first of the ranks with the same weights.
+
+        The host does not wait for the devices.
+        """
         if self.size > 1 and (self.mesh is None or self.mesh.size("dp") * self.mesh.size("cp") > 1):
             for tensor in tensors:
                 dist.broadcast(tensor, group=self.replicas, group_src=0)
 
     def max(self, *values: float) -> list[float]:
-        """Return the maximum of each number over all ranks, without synchronising devices."""
+        """Return the maximum of each number over all ranks; the host does not wait for the devices."""
         greatest = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self.control)
@@ -117,21 +121,21 @@ def arrangement(geometry: Geometry) -> torch.Tensor:
 class Mesh:
     """Mesh of all ranks, as this rank sees it.
 
-    All ranks construct it together, after `torch.distributed` was initialised.
+    All ranks must construct the mesh at the same time, after `torch.distributed` was initialised.
 
     Attributes
     ----------
     devices
         PyTorch's mesh, with dimensions dp, cp, tp.
     ranks
-        Ranks that hold the same weights, for each position along tp: int64 [tp, dp x cp], ascending along a row, as in
+        Rank numbers, int64 [tp, dp x cp]. The ranks of a row hold the same weights, and their numbers ascend, as in
         PyTorch's process groups.
     replicas
         Process group of this rank's row of `ranks`.
     model
-        Mesh of the ranks that share a model, in one dimension and ascending; None if a model is on one rank.
+        One-dimensional mesh of the ranks that share a model, ascending; None if each rank has its own model.
     places
-        Position in `model` of each pair of positions along cp and tp; tp varies fastest.
+        Position in `model` for each pair of positions along cp and tp, as a list in which tp varies fastest.
     """
 
     def __init__(self, geometry: Geometry, kind: str) -> None:
@@ -142,9 +146,9 @@ class Mesh:
         shared = places.flatten(1)  # [dp, cp x tp]
         several = [axis for axis in ("cp", "tp") if self.size(axis) > 1]
         self.model: DeviceMesh | None = self.devices[several[0]] if several else None
-        if len(several) > 1:  # one collective over both; `DeviceMesh[several]` would take two
+        if len(several) > 1:  # one collective over both axes; `DeviceMesh[several]` would need two collectives
             self.model = DeviceMesh(kind, shared.sort().values, mesh_dim_names=("dp", "model"))["model"]
-        self.places: list[int] = shared[0].argsort().argsort().tolist()  # the same for all models
+        self.places: list[int] = shared[0].argsort().argsort().tolist()  # these positions are equal for all models
 
     def rank(self, axis: str) -> int:
         """Return this rank's position along an axis."""
@@ -159,14 +163,14 @@ class Mesh:
         return self.devices.get_group(axis)
 
     def along(self, axis: str) -> DeviceMesh | None:
-        """Return the mesh of an axis; None if it has one rank."""
+        """Return the mesh of an axis; None if the axis has one rank."""
         return self.devices[axis] if self.size(axis) > 1 else None
 
 
 class Pretended:
-    """Mesh as its first rank would see it, without other ranks, to predict memory.
+    """Mesh as the first rank would see it, without other ranks, for the prediction of memory.
 
-    Its exchanges have the right shapes and transfer nothing.
+    An exchange in this mesh returns a tensor of the right shape, but does not transfer data.
     """
 
     def __init__(self, geometry: Geometry) -> None:

@@ -1,7 +1,8 @@
 """`dlscale cost`: estimate the time, nodes and charge of jobs before they run.
 
-An estimate is based on a rate in samples/s, measured or published, of the same work on the same device (docs/sites.md).
-Without such a rate the job's time limit is used as an upper bound, marked «≤». No estimate includes retries.
+An estimate is based on a rate in samples/s, measured or published, of the same work on the same kind of device
+(docs/sites.md). A stage that trains no samples needs no rate, because its settings define its time. Otherwise the job's
+time limit is used as an upper bound, marked «≤». Estimates do not include retries.
 """
 
 from __future__ import annotations
@@ -37,20 +38,22 @@ from dlscale.measure.records import SAMPLE_RATE, Throughput
 
 Basis = Literal["measured", "published", "settings", "limit"]
 
-#: Assumed FLOP/s without a measurement. cuda: a twentieth of an A100's fp32 peak (19.5 TFLOP/s, NVIDIA's data sheet);
-#: cpu, per process: a tenth of the fp32 rate of one current core.
+#: Assumed FLOP/s without a measurement, by kind of device. `cuda`: a twentieth of an A100's fp32 peak (19.5 TFLOP/s,
+#: NVIDIA's data sheet). `cpu`, per process: a tenth of the fp32 rate of one current core.
 TRUSTED = {"cuda": 1e12, "cpu": 1e10}
-#: Assumed seconds of a step in addition to its products, and of a process to load a sample. Rough upper bounds:
-#: thousands of launches and a collective take some 0.01 s; one core decodes about a hundred photographs per second.
+#: Assumed seconds of a step in addition to its matrix products, and seconds in which a process loads one sample. Both
+#: are rough upper bounds: thousands of launches and a collective take some 0.01 s, and one core decodes about a hundred
+#: photographs per second.
 STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
 #: Assumed bytes/s of a data stage that simulates and preprocesses: less than a tenth of the 4 to 32 MB/s that the
 #: simulators of the demo datasets reached on a core of a shared AMD EPYC.
 DATA_RATE = 0.3e6
 Hours = Literal["node_hours", "gpu_hours", "charged_hours"]
 
-#: Seconds from a job's start to its first step (interpreter, libraries, data, first batches): on a site, and here.
+#: Seconds from a job's start to its first step (interpreter, libraries, data, first batches): on a site with a
+#: scheduler, and on this machine.
 START_UP, START_UP_HERE = 120.0, 5.0
-#: Upper bound on the seconds to compile a model. Time limits include them; estimates do not.
+#: Upper bound on the seconds to compile a model. Time limits include this time; estimates do not.
 COMPILING = 600.0
 #: Longest duration of paired timing on a busy machine, as a multiple of `throughput.beside` (`measure/turns.py`).
 BUSY = 3
@@ -63,19 +66,19 @@ WORDS: dict[Hours, str] = {
 
 @dataclass(frozen=True)
 class Work:
-    """A job that would run, or several identical ones."""
+    """A job that would run, or several identical jobs."""
 
     stage: Job  #: The stage; `data` for all stages that make a dataset.
-    plan: str  #: The plan; for data the dataset.
-    run_name: str  #: The run; for data `data`.
-    run: Run | None = None  #: None for data.
+    plan: str  #: Name of the plan; for data, name of the dataset.
+    run_name: str  #: Name of the run; for data, `data`.
+    run: Run | None = None  #: Settings of the run; None for data.
     jobs: int = 1  #: Number of jobs.
     dataset: DatasetSettings | None = None  #: The dataset that is made, or that the run reads.
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated seconds of one job, and their basis; None if only the time limit is known."""
+    """Estimated seconds of one job (None if only the time limit is known), and the basis of the estimate."""
 
     seconds: float | None = None
     basis: Basis = "limit"
@@ -90,7 +93,7 @@ def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
 
 
 def read_measured(folder: Path) -> Throughput | None:
-    """Read the throughput record of a run; None if it does not exist."""
+    """Read the throughput record of a run; None without a record."""
     path = folder / "throughput.json"
     return _read(path, path.stat().st_mtime_ns) if path.exists() else None
 
@@ -103,7 +106,7 @@ def _read(path: Path, changed: int) -> Throughput:
 def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:
     """Return a rate, samples/s, that was measured with the run's compute settings on the site's kind of device.
 
-    The run's own rate comes first, else the slowest rate of other runs; None without any.
+    Return the run's own rate, else the slowest rate of the other runs; None without measured rates.
     """
     digest, kind = compute_digest(run.model_dump(mode="json")), device_kind(scheduler)
     gpu, alike = scheduler.gpu_nodes.gpu_name.lower() if scheduler else "", dict[Path, float]()
@@ -117,16 +120,16 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
-    """Return the slowest rate published for a shipped run, in samples/s over all its devices.
+    """Return the slowest rate published for a shipped run, in samples/s over all devices of the run.
 
-    None if no rate is published, or if the run's settings differ from the shipped ones.
+    Return None if no rate is published, or if dataset, model or samples differ from the shipped settings.
     """
     study = study_files()[run.study]
     figures = [figure for figure in study.published if figure.speed_of(f"{plan}.{name}")]
     shipped = _shipped(plan).get(name) if figures and plan in study.plans else None
     if shipped is None or _size(run) != _size(shipped.run):
         return None
-    # A demo lists the published figure of a larger model.
+    # A demo may list a figure that was published for a larger model.
     published = [each.split(".") for figure in figures for each in figure.runs]
     models = [_shipped(plan)[name].run.model.model_dump() for plan, name in published]
     if models and run.model.model_dump() not in models:
@@ -152,7 +155,8 @@ def _size(run: Run) -> dict[str, Any]:
 def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Manifest | None:
     """Return a dataset's manifest.
 
-    Before the dataset is made, derive an outline of the manifest from its settings; None if these do not suffice.
+    Before the dataset is made, derive an outline of the manifest from the dataset's settings. Return None if the
+    settings do not suffice.
     """
     try:
         return Manifest.read(Results(results).manifest(name))
@@ -183,7 +187,10 @@ def manifest_of(name: str, dataset: DatasetSettings | None, results: Path) -> Ma
 def samples_of(
     run: Run, split: Literal["train", "valid"], results: Path, dataset: DatasetSettings | None = None
 ) -> int | None:
-    """Return the number of samples per epoch of a split: the requested number, limited by the files."""
+    """Return the number of samples per epoch of a split: the requested number, limited by the files.
+
+    Before the content of the files is known, return the requested number; None without a request.
+    """
     asked: int | None = getattr(run.samples, split, None)
     manifest = manifest_of(run.dataset, dataset, results)
     files = manifest.splits.get(split) if manifest else None
@@ -198,10 +205,10 @@ def samples_of(
 
 
 def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Scheduler) -> float | None:
-    """Return an upper bound on the seconds to train on `samples`; None without a FLOPs formula or data.
+    """Return an upper bound on the seconds to train on `samples`; None without a FLOPs formula or a manifest.
 
-    The bound is steps · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices. F, the FLOPs of a
-    training sample, is three forward passes, or four with activation checkpointing.
+    The bound is micro-batches · `STEP_SECONDS` + samples · (`LOADING_SECONDS` + F / `TRUSTED`) / devices. F, the FLOPs
+    of one training sample, is three forward passes, or four forward passes with activation checkpointing.
     """
     try:
         forward = registry.study(run.study).flops(run, manifest) if manifest else None
@@ -215,7 +222,10 @@ def bound(run: Run, samples: float, manifest: Manifest | None, scheduler: Schedu
 
 
 def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | None:
-    """Return an upper bound on the seconds of a data stage: all bytes at `DATA_RATE`; None if unknown."""
+    """Return an upper bound on the seconds of a data stage: the dataset's bytes divided by `DATA_RATE`.
+
+    Return None if the number of bytes is unknown.
+    """
     if outline := parts.kind_of(dataset).outline(dataset):
         return 4 * outline.values / DATA_RATE
     manifest = manifest_of(name, None, results)
@@ -226,17 +236,18 @@ def data_bound(name: str, dataset: DatasetSettings, results: Path) -> float | No
 
 
 def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, start_up: float = START_UP) -> Estimate:
-    """Estimate the time of one job: samples ÷ rate + `start_up` (s) for each start + its fixed seconds.
+    """Estimate the time of one job: samples ÷ rate + `start_up` (s) for each start + the stage's fixed seconds.
 
     The table of stages defines the number of training samples, the starts and the fixed seconds; a stage without
-    samples needs no rate. Compilation is not included. Data stages have no estimate.
+    samples needs no rate. A measured rate takes precedence over a published rate, which counts only for GPUs.
+    Compilation is not included. Data stages have no estimate.
 
     Parameters
     ----------
     results
         Folder with earlier measurements and manifests.
     scheduler
-        Its nodes define the device on which a rate must have been measured. None: this machine.
+        Scheduler whose nodes define the device on which a rate must have been measured; None for this machine.
     """
     samples, aside = _demand(work, results, start_up)
     if work.run is None or not samples:
@@ -248,10 +259,11 @@ def estimate(work: Work, results: Path, scheduler: Scheduler | None = None, star
 
 
 def minutes(work: Work, results: Path, scheduler: Scheduler) -> int | None:
-    """Return the time limit of a job in minutes: 1.5 × the estimate + 10, at least 15; None if unknown.
+    """Return the time limit of a job in minutes: 1.5 × the estimate + 10, at least 15.
 
-    Without an estimate, the upper bound (`bound`) replaces it, and the result is at most the site's own limit. The
-    limit includes compilation, and paired timing that takes three times as long, as on a busy machine.
+    Without an estimate, an upper bound (`bound`, `data_bound`) replaces the estimate, and the limit is at most the
+    site's limit. Without an upper bound, return None. The limit includes compilation, and time for paired timing that
+    takes three times as long, as on a busy machine.
     """
     more = COMPILING if work.run and work.run.compile.mode != "none" else 0.0
     more += (BUSY - 1) * turns_seconds(work.run) if work.run and work.stage == "throughput" else 0.0
@@ -272,7 +284,10 @@ def _limit(seconds: float) -> int:
 
 
 def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, float]:
-    """Return the training samples of a job (None if unknown, or for data), and its fixed seconds, starts included."""
+    """Return the number of training samples of a job, and the job's fixed seconds, including its starts.
+
+    The number is None if it is unknown, and for data.
+    """
     run, stage = work.run, STAGES.get(work.stage)
     if run is None or stage is None or stage.work is None:
         return None, start_up
@@ -285,7 +300,7 @@ def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, f
 class Expected:
     """Time of jobs on this machine, s."""
 
-    seconds: float = 0.0  #: Expected time; of a job that never ran here only its fixed seconds.
+    seconds: float = 0.0  #: Expected time; for jobs that never ran on this machine, only their fixed seconds.
     untimed: int = 0  #: Number of jobs that never ran on this machine.
     busy: float = 0.0  #: Additional seconds of paired timing on a busy machine.
 
@@ -301,7 +316,10 @@ class Expected:
 
 
 def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> Expected:
-    """Return the time of a job on this machine, from its measured rate or its last `benchmark`."""
+    """Return the time of a job on this machine, from its measured rate or the file of its last `benchmark`.
+
+    Without both, return the job's fixed seconds, and count the job as never timed.
+    """
     known, busy = Estimate(), 0.0
     if work:
         benchmark = Path(Results(results).benchmark(stage, work.plan, work.run_name))
@@ -316,7 +334,10 @@ def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path |
 
 
 def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:
-    """Return the total time of jobs, from the time of each and the fraction of the machine that it uses."""
+    """Return the total time of jobs, from each job's time and the fraction of the machine that the job uses.
+
+    The total is at least the time of the longest job.
+    """
     jobs = list(jobs)
     together = sum(job.seconds * share for job, share in jobs)
     return Expected(
@@ -329,15 +350,15 @@ def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:
 def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
     """Return the cores that a run's job uses; None: all cores.
 
-    Only a training on CPUs with a number of threads uses less than all.
+    Only a training on CPUs uses fewer cores, if its run sets `threads` but not `cpus`.
     """
-    # Runs with `cpus` all use the machine's first CPUs, so they cannot run at the same time.
+    # All runs with `cpus` use the machine's first CPUs, so two such runs cannot run at the same time.
     alone = stage != "train" or on_gpus or run.cpus
     return None if alone or not run.threads else run.threads * run.processes.gpus_per_node
 
 
 def share(threads: int | None, cores: int) -> float:
-    """Return the fraction of a machine that a job with this number of threads uses; None: all of it."""
+    """Return the fraction of a machine that a job with this number of threads uses; None means all cores."""
     return min(threads or cores, cores) / cores
 
 
@@ -350,7 +371,7 @@ def data_work(configuration: Configuration, name: str, jobs: int) -> Work:
 
 
 def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> Work:
-    """Return the job of one of a run's stages; a training of a later rung has only the epochs since the last rung."""
+    """Return the job for one stage of a run; on a later rung, only the epochs since the previous rung count."""
     runs = configuration.plans[plan]
     resolved, run = runs[name], runs[name].run
     if resolved.rung:
@@ -363,9 +384,10 @@ def run_work(configuration: Configuration, plan: str, name: str, stage: Job) -> 
 def works(
     configuration: Configuration, plans: Iterable[str] = (), again: Collection[tuple[str, str | None]] = ()
 ) -> list[Work]:
-    """Return the jobs without results, of these plans or the targets; each run once.
+    """Return the jobs whose results are missing, for these plans or the targets; each run counts once.
 
-    Changed settings or sources are ignored. `again`: plan and name of trials that are trained again, on all rungs.
+    Changed settings or sources are ignored. `again` has plan and name of each trial that is trained again on all rungs,
+    although its results exist.
     """
     workflow = configuration.workflow
     results, paths = Path(workflow.results), Results(workflow.results)
@@ -385,9 +407,9 @@ def works(
 
 
 def expected_runs(runs: dict[str, ResolvedRun], results: Path) -> dict[str, ResolvedRun]:
-    """Return the runs of a plan, with only as many trials per rung as the rung will have.
+    """Return the runs of a plan; each rung has only as many trials as it will have in the end.
 
-    Which trials reach a later rung of successive halving is unknown in advance, but their number is known.
+    With successive halving, the trials of a later rung are unknown in advance, but the number of trials is known.
     """
     trained = {name: Results(results).run("provenance.json", run.plan, run.name) for name, run in runs.items()}
     done = {name for name, file in trained.items() if Path(file).exists()}
@@ -415,7 +437,7 @@ def data_jobs(dataset: DatasetSettings, scheduler: Scheduler | None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Cost of one `Work`, the sum over its jobs."""
+    """Cost of one `Work`, summed over its jobs."""
 
     work: Work
     basis: Basis
@@ -428,8 +450,8 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
     """Return the cost of works on the site's nodes and queues.
 
     Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 for the QOS for full nodes).
-    Charged hours = node-hours × charge of the QOS; the first `full_charge_minutes` of each job count in full. A
-    geometry that does not fit the site is a `UserError`.
+    Charged hours = node-hours × charge of the QOS; the first `full_charge_minutes` of each job count in full.
+    Without an estimate, the hours are the time limit. Raise `UserError` for a geometry that does not fit the site.
     """
     rows = []
     for work in works:
@@ -460,7 +482,7 @@ def total(rows: Iterable[Row], kind: Hours) -> float:
 
 
 def bound_mark(rows: Iterable[Row]) -> str:
-    """Return «≤» if a row is based on a time limit, else an empty text."""
+    """Return «≤» if the basis of a row is a time limit, else an empty text."""
     return "≤" if any(row.basis == "limit" for row in rows) else ""
 
 
@@ -506,7 +528,7 @@ def budget_message(rows: Sequence[Row], budget: Budget) -> str | None:
     limits = " (≤: jobs without an estimate count at their time limit, site.scheduler.minutes)" if mark else ""
     return (
         f"budget: the jobs need an estimated {' and '.join(what)}{limits}. Raise the budget, drop runs or "
-        "plans, or shorten them (training.epochs or steps, samples.train, throughput.trials)"
+        "plans, or shorten the runs (training.epochs or steps, samples.train, throughput.trials)"
     )
 
 

@@ -1,7 +1,7 @@
 """`dlscale doctor`: check the requirements of the workflow before the first job is submitted.
 
-It checks the container engine, the image with its versions and GPUs, the site's Slurm, data and disks. Without a
-configuration it checks only the environment and the disk: this is the HEALTHCHECK of the container images.
+The command checks the container engine, the image with its versions and visible GPUs, the site's Slurm, data and disks.
+Without a configuration, the command checks only the environment and the disk, as in the HEALTHCHECK of the images.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dlscale.launch import launcher, slurm
 from dlscale.preflight import probe
 from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, command_output, probe_script
 
-#: Program that prints the versions of its environment as one line of JSON. One process, since importing torch takes
-#: seconds.
+#: Program that prints the versions of its environment as one line of JSON. One process prints all versions, because
+#: importing torch takes seconds.
 FACTS = """
 import json, os, platform, shutil, site
 if more := os.environ.get("DLSCALE_PACKAGES"):  # as the command line does
@@ -91,7 +91,7 @@ def probe_site(
     site, _ = launcher.resolve(site)
     image = probe_image(site)
     if image.status == "FAIL":
-        return [image, Finding("environment", "skip", "not checked: it is in the image, which is missing")]
+        return [image, Finding("environment", "skip", "not checked, because the check of the image failed")]
     here = any(devices.glob("nvidia[0-9]*"))
     folder, sources = str(Path.cwd()), launcher.sources(site)
     data = launcher.outside([sources / "dlscale"], folder)
@@ -116,7 +116,7 @@ def probe_image(site: Site) -> Finding:
         return failed(f"{site.engine}: no such command here", "install it, or set site.engine")
     if not site.image:
         return failed("site.image is not set", "set site.image")
-    if site.engine == "apptainer":  # computing its identity, the SHA-256 of the file, takes too long here
+    if site.engine == "apptainer":  # computing the identity, which is the SHA-256 of the file, takes too long
         if not Path(site.image).is_file():
             return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
         return Finding("image", "ok", site.image)
@@ -132,7 +132,8 @@ def probe_python(
 ) -> list[Finding]:
     """Check the versions of the interpreter that the command `python` starts."""
     try:
-        # -P, as for stages: nothing is imported from the working folder. Importing torch from a cold disk is slow.
+        # With -P, Python imports nothing from the working folder, as in stages. Importing torch from a cold disk is
+        # slow, hence the long timeout.
         printed = command_output([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
         remedy = "activate the environment, or read the engine's message"
@@ -156,7 +157,7 @@ def environment(
     runs, findings = list(runs), list[Finding]()
     for name, least in MIN_VERSIONS.items():
         known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
-        remedy = "install dlscale's requirements there (pip install dlscale), or rebuild the image"
+        remedy = "install dlscale's requirements in that environment (pip install dlscale), or rebuild the image"
         numbers = re.match(r"\d+(\.\d+)*", known)
         wrong = f" cannot be imported: {error}" if error else ""
         if not numbers or tuple(map(int, numbers.group().split("."))) < least:
@@ -165,7 +166,12 @@ def environment(
     dali, nsys = any(run.loader.kind == "dali" for run in runs), "nsys" in profilers
     wanted: list[tuple[str, bool, Status, str]] = [
         ("dali", dali, "FAIL", "pip install 'dlscale[dali]', or set another loader.kind"),
-        ("nsys", nsys, "warn", "install Nsight Systems there, set NSYS in site.environment, or leave out nsys"),
+        (
+            "nsys",
+            nsys,
+            "warn",
+            "install Nsight Systems for the stages, set NSYS in site.environment, or leave out nsys",
+        ),
     ]
     for name, _, status, remedy in [each for each in wanted if each[1]]:
         found = facts.get(name)
@@ -190,11 +196,11 @@ def environment(
 def _cuda(facts: Facts, on_gpus: bool) -> Finding:
     """Judge whether torch can compute on GPUs.
 
-    With CUDA's compat libraries torch may see GPUs in spite of an old driver: an old driver alone does not fail.
+    An old driver alone is not a failure, because torch may see GPUs with CUDA's compat libraries.
     """
     cuda, driver, seen = facts.get("cuda"), facts.get("driver"), facts.get("gpus", 0)
     if not cuda:
-        remedy = "install PyTorch with CUDA there, use the gpu image, or set site.gpu: false"
+        remedy = "install PyTorch with CUDA for the stages, use the gpu image, or set site.gpu: false"
         return Finding("CUDA", "FAIL" if on_gpus else "skip", "this PyTorch supports CPUs only", remedy)
     if driver and not seen and (old := too_old(driver, cuda)):
         remedy = "install a newer driver, or use an image with an older CUDA or CUDA's compat libraries (docs/sites.md)"
@@ -212,10 +218,10 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
             ("loader.kind", "dali", run.loader.kind == "dali", "another loader"),
         ):
             if wanted and (lacking := missing([need])):
-                remedy = f"install it, use {instead}, or write needs: [{need}], which skips the run where it is missing"
+                remedy = f"install it, use {instead}, or write needs: [{need}] to skip the run on machines without it"
                 findings.append(Finding(what, "FAIL", f"{key}: needs {lacking[0]}, which this machine lacks", remedy))
         if run.cuda_graph and not devices:
-            remedy = "set it to false, or run on a machine with a GPU"
+            remedy = "set cuda_graph to false, or run on a machine with a GPU"
             findings.append(
                 Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and this machine has no GPU", remedy)
             )
@@ -243,7 +249,9 @@ def probe_queue() -> Finding:
     """Check that `squeue` lists ended jobs for as long as Snakemake's Slurm plugin needs."""
     found = re.search(r"^MinJobAge\s*=\s*(\d+)", command_output(["scontrol", "show", "config"]), re.MULTILINE)
     if not found:
-        return Finding("MinJobAge", "warn", "not in the output of `scontrol show config`", "ask the site's staff")
+        return Finding(
+            "MinJobAge", "warn", "not in the output of `scontrol show config`", "ask the site's staff for the value"
+        )
     if (age := int(found[1])) < MIN_JOB_AGE:
         text = f"{age} s, expected at least {MIN_JOB_AGE} s: a job cancelled with scancel would seem to run forever"
         remedy = f"in profile.yaml set dlscale-init-seconds-before-status-checks: {max(1, age // 3)}"
@@ -252,7 +260,11 @@ def probe_queue() -> Finding:
 
 
 def probe_partition(scheduler: Scheduler) -> Finding:
-    """Warn of a default partition: Snakemake's Slurm plugin requests it for jobs without a partition."""
+    """Warn if Slurm has a default partition that Snakemake's Slurm plugin would request.
+
+    The plugin requests this partition for jobs without a partition. If the site's settings name a partition for each
+    kind of node, the check passes.
+    """
     partitions = command_output(["sinfo", "-aho", "%P"]).split()
     default = next((name.removesuffix("*") for name in partitions if name.endswith("*")), None)
     named = all(nodes.partition for nodes in (scheduler.cpu_nodes, scheduler.gpu_nodes))
@@ -293,7 +305,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 
 def probe_nodes(kind: Nodes, most: int) -> Finding:
-    """Check that Slurm has `most` nodes like those in the site's settings; else jobs would wait forever."""
+    """Check that Slurm has at least `most` nodes as in the site's settings; otherwise jobs would wait forever."""
     # Each group of nodes: features, CPUs, generic resources, number of nodes, memory (MB).
     text = command_output(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
     constraint = kind.constraint or ""
@@ -320,7 +332,7 @@ def _count_gpus(listed: str, gres: str) -> int:
     total = 0
     for each in re.sub(r"\([^)]*\)", "", listed).split(","):  # drop sockets and indices, which are in brackets
         name, _, count = each.rpartition(":")
-        if not count.isdigit():  # Slurm's short form of a single one
+        if not count.isdigit():  # Slurm's short form for a count of one
             name, count = each, "1"
         total += int(count) if name == gres or name.startswith(f"{gres}:") else 0
     return total
@@ -355,9 +367,9 @@ def check(
     plans: Collection[str] | None = None,
     datasets: Collection[str] = (),
 ) -> list[Finding]:
-    """Check the needs of these stages of plans (default: the targets) and datasets on this site.
+    """Check that this site can run these stages of plans (default: the targets) and of datasets.
 
-    It never raises or hangs.
+    The function neither raises nor hangs.
     """
     results = Path(configuration.workflow.results) if configuration else Path()
     space: Probe = ("space", functools.partial(probe.probe_space, results))

@@ -1,4 +1,4 @@
-"""`dlscale init FOLDER`: write a folder for own studies, with a Snakefile that includes the installed workflow."""
+"""`dlscale init FOLDER`: write a folder for your studies, with a Snakefile that includes the installed workflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ rule default:
 """
 
 NEXT = {
-    "dlscale run -n": "list the jobs, and the time that they take",
+    "dlscale run -n": "list the jobs, and their expected time",
     "dlscale run": "run the targets of config.yaml, and write their page",
     "dlscale run PLAN": "run one plan, and write its page",
     "dlscale new-study NAME": "write a study for your own model",
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 
 def write(folder: Path) -> None:
-    """Write Snakefile, configuration and profiles into `folder`; refuse to overwrite any of them."""
+    """Write Snakefile, configuration and profiles into `folder`; refuse to overwrite one of these files."""
     made = [folder / name for name in ("Snakefile", "config.yaml", "profiles")]
     for path in made:
         if os.path.lexists(path):

@@ -42,7 +42,9 @@ class CallProgress:
     began: float
     jobs: list[Job] = field(default_factory=list)
     done: dict[Job, float] = field(default_factory=dict)  #: Finished job → duration, seconds.
-    running: dict[Job, tuple[float, StageStatus]] = field(default_factory=dict)  #: Running job → begin, and status.
+    running: dict[Job, tuple[float, StageStatus]] = field(
+        default_factory=dict
+    )  #: Running job → time when first seen, and last status.
     failed: int = 0  #: Number of jobs that failed and were not restarted.
 
     def look(self, now: float) -> None:
@@ -58,7 +60,8 @@ class CallProgress:
     def left_of(self, job: Job, now: float) -> cost.Expected:
         """Return the remaining time of a job.
 
-        Its expected time is scaled by actual / expected time of the finished jobs.
+        If a running stage reports its remaining time, this time counts. Otherwise the expected time of the job is
+        multiplied by actual / expected time of the finished jobs.
         """
         timed = [other for other in self.done if other.timed]
         expected = sum(other.seconds for other in timed)
@@ -76,7 +79,7 @@ class CallProgress:
         return cost.in_all((self.left_of(job, now), job.share) for job in self.jobs if job not in self.done)
 
     def share(self, now: float) -> float:
-        """Return the elapsed fraction of the total time, or the fraction of finished jobs if some were never timed."""
+        """Return the elapsed fraction of the total time, or the fraction of finished jobs if a job was never timed."""
         if not all(job.timed for job in self.jobs):
             return len(self.done) / len(self.jobs)
         passed = now - self.began

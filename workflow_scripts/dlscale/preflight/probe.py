@@ -30,13 +30,13 @@ Status = Literal["ok", "warn", "FAIL", "skip"]
 LIMIT = 20.0
 #: Timeout of a check, which may run several commands, s.
 PROBE_LIMIT = 3 * LIMIT
-#: Free bytes below which a check fails, and below which it warns.
+#: Free bytes below which a check fails, and free bytes below which the check warns.
 FAIL_FREE_BYTES, WARN_FREE_BYTES = 0.5e9, 20e9
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check; `remedy` is the advice if it is not ok."""
+    """Result of one check; `remedy` is the advice for a warning or a failure."""
 
     name: str
     status: Status
@@ -94,7 +94,10 @@ def run_probes(probes: list[Probe]) -> list[Finding]:
 
 
 def command_output(words: list[str], limit: float = LIMIT) -> str:
-    """Return the output of a command; `limit` is its timeout, s."""
+    """Return the output of a command; `limit` is the timeout, s.
+
+    Raise `AbsentError` if the command is not installed, and `FailedError` if it fails or times out.
+    """
     try:
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=limit, check=False
@@ -114,7 +117,10 @@ def command_output(words: list[str], limit: float = LIMIT) -> str:
 
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
-    """Check a dataset's raw files and its own files, and that each of the runs finds samples in them."""
+    """Check the raw files and the made files of a dataset, and that the files contain samples for each run.
+
+    `samples` has the settings `samples` of each run that reads the dataset.
+    """
     manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
 
     def found(status: Status, text: str, remedy: str = "") -> Finding:
@@ -129,7 +135,7 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     except UserError as error:
         return found("FAIL", str(error))
     files = [(described.path(file), file.bytes) for split in described.splits.values() for file in split]
-    # The workflow makes missing files again.
+    # A missing file is not an error, because the workflow makes the file again.
     changed = [path for path, bytes_ in files if path.is_file() and path.stat().st_size != bytes_]
     if changed:
         text = f"{changed[0]}: has another size than in the manifest ({len(changed)} of {len(files)} files)"
@@ -143,13 +149,13 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     for split in ("train", "valid"):
         rows = [file.rows for file in described.splits[split]]
         if any(kind.available(each, rows) == 0 for each in samples):
-            text = f"{split}: no sample fits a run's `samples` settings, in files of {', '.join(map(str, rows))} "
+            text = f"{split}: no sample fits a run's `samples` settings; the files have {', '.join(map(str, rows))} "
             return found("FAIL", text + kind.rows, "change `samples` in the plan, or add data to the dataset")
     return found("ok", f"{len(files)} files, {size(sum(bytes_ for _, bytes_ in files), ' ')}, as in the manifest")
 
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
-    """Check the raw files that a dataset still needs or watches for changes; None if they are fine."""
+    """Check the raw files that a dataset still needs or watches for changes; None if no problem was found."""
     paths, kind = Results(results), parts.kind_of(dataset)
     made, recorded = Path(paths.manifest(name)).exists(), Path(paths.dataset_settings(name))
     read_once = made and kind.acquirer(dataset) is not None
@@ -168,7 +174,7 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:
-    """Return a message on the first local raw file that cannot be read; None if all can."""
+    """Return a message on the first local raw file that cannot be read; None if all files can be read."""
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
     for raw in parts.raws(dataset).values():

@@ -1,7 +1,7 @@
 """`dlscale run WORD …`: check targets and settings (`seed=2`), then start Snakemake with them.
 
 This module never imports Snakemake. A command that needs the result of a dry run names a file in an environment
-variable, and the workflow writes the result there.
+variable, and the workflow writes the result into this file.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ A WORD is
                          its full path, such as plans.mine.runs.large.batch_size=64. Values are YAML.
 
 options:
-  -n, --dry-run          show the jobs that would run, the reasons and the cost; exit with 1 if they could not start
+  -n, --dry-run          show the jobs that would run, the reasons and the cost; exit with 1 if the jobs could not start
   -p, --printshellcmds   print the commands of jobs; in a dry run also the requests to Slurm
   --profile NAME         site: profiles/NAME, or its path (also --workflow-profile)
   --configfile FILE ...  YAML files that override config.yaml
 
-Other options are Snakemake's (`snakemake --help`). Write them last: all words after the first one, except --config and
---configfile with their values, go to Snakemake. Example: dlscale run PLAN --cores 4
+Other options are Snakemake's (`snakemake --help`). Write these options last, because all words after the first of these
+options go to Snakemake, except --config and --configfile with their values. Example: dlscale run PLAN --cores 4
 """
 
-#: A setting KEY=VALUE with a dotted key. A file path with `=` does not match: its slash comes before the `=`.
+#: Pattern of a setting KEY=VALUE with a dotted key. A file path with `=` does not match, because a slash precedes `=`.
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of `dlscale run` itself.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
@@ -128,7 +128,7 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
 
 
 def refuse_late_words(targets: Iterable[str], configuration: Configuration) -> None:
-    """Refuse plans and settings among Snakemake's targets: they must precede Snakemake's options."""
+    """Refuse plans and settings among Snakemake's targets: plans and settings must precede Snakemake's options."""
     for word in targets:
         if (word in configuration.plans or SETTING.fullmatch(word)) and not Path(word).exists():
             example = f"dlscale run {word}" if word in configuration.plans else f"dlscale run PLAN {word}"
@@ -149,7 +149,7 @@ def typed_target(word: str, configuration: Configuration) -> Target:
 
 
 def _check(word: str, what: str, name: str, configuration: Configuration) -> None:
-    """Refuse an unknown name; if it has results, the message adds that another configuration made them."""
+    """Refuse an unknown name; if the name has results, the message adds that another configuration made them."""
     workflow = configuration.workflow
     kinds: dict[str, Collection[str]] = {
         "plan": configuration.plans,
@@ -183,7 +183,8 @@ class Typed:
 def sort(words: Iterable[str]) -> Typed:
     """Sort the words of a command line.
 
-    From the first option that is not in `OURS`, all words except settings are Snakemake's.
+    From the first option that is not in `OURS`, all words are Snakemake's, except the values of --config and
+    --configfile.
     """
     all_ = [part for word in words for part in (word.split("=", 1) if word.partition("=")[0] in SETTINGS else [word])]
     ours, rest, settings, files = list[str](), list[str](), list[str](), list[str]()
@@ -214,7 +215,7 @@ def sort(words: Iterable[str]) -> Typed:
 
 
 def is_whole(word: str) -> bool:
-    """Return whether a setting's key starts at the top of the configuration, not in a run."""
+    """Return whether a setting's key starts at the top level of the configuration, not at the level of a run."""
     return typed(word)[0].partition(".")[0] in Workflow.model_fields
 
 
@@ -288,7 +289,8 @@ def write_reply(reasons: Any) -> bool:
 def in_turn(first: Callable[..., object], method: Callable[..., object]) -> Callable[..., object]:
     """Return a function that calls `first` with the keywords of `method`, then `method`.
 
-    It is not defined in the Snakefile: Snakemake's error messages list each function of the Snakefile on the stack.
+    This function is not in the Snakefile, because Snakemake's error messages list each function of the Snakefile that
+    is on the stack.
     """
 
     def both(*args: object, **named: object) -> object:
@@ -328,9 +330,11 @@ def main(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
-        raise UserError("Snakefile: no such file here. Run this in the repository, or in a folder of `dlscale init`")
+        raise UserError(
+            "Snakefile: no such file here. Run this command in the repository, or in a folder of `dlscale init`"
+        )
     _, asked, over = configured(call)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # stages ignore these signals
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale ignores these signals, and Snakemake would inherit this
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)
     sys.stdout.flush()

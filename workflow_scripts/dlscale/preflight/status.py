@@ -1,7 +1,7 @@
 """`dlscale status`: progress of the runs of plans.
 
-It reads results, logs, benchmarks and the status files that stages write every ten seconds (`dlscale.core.progress`).
-It contacts neither Snakemake nor the nodes.
+The command reads results, logs, benchmarks and the status files that stages write every ten seconds
+(`dlscale.core.progress`). The command asks Slurm only for the list of jobs, and contacts neither Snakemake nor nodes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from dlscale.preflight import cost
 #: States of a stage, in the order in which they are printed.
 State = Literal["running", "silent", "failed", "done", "waiting"]
 
-#: Seconds without a new status after which a stage on another machine or in a container counts as ended, equal to the
-#: watchdog's limit between epochs. Validation, compilation and profiling write no status.
+#: Seconds without a new status after which a stage on another machine or in a container counts as ended. The value
+#: equals the watchdog's limit between epochs, because validation, compilation and profiling write no status.
 SILENT = 60 * LINE_SECONDS
 #: Seconds between two updates of `--watch`.
 EVERY = 5.0
@@ -51,9 +51,11 @@ class Row:
     name: str
     stage: str
     state: State
-    doing: StageStatus | None = None  #: Status of a running stage.
+    doing: StageStatus | None = None  #: Last status of a running or silent stage.
     epoch: Epoch | None = None  #: Last epoch of a training.
-    error: str | None = None  #: Last message of a stage that failed.
+    error: str | None = (
+        None  #: Error message of a failed stage, or time of the last status of a silent stage, in words.
+    )
 
     @property
     def of_data(self) -> bool:
@@ -76,7 +78,7 @@ def look(configuration: Configuration, plans: Iterable[str]) -> list[Row]:
 
 
 def _data(results: Path, name: str) -> list[Row]:
-    """Return a row for each running job of a dataset, or else one row with its state."""
+    """Return a row for each running job of a dataset; without running jobs, one row with the dataset's state."""
     what = f"data {name}"
     logs = {  # only logs of data stages: a plan may have the dataset's name
         log: stage
@@ -121,7 +123,8 @@ def read(file: Path) -> StageStatus | None:
 def alive(doing: StageStatus) -> bool:
     """Return whether a stage's process runs.
 
-    On this machine its process number decides, on other machines the age of its status.
+    For a process of this machine outside containers, the process number decides. For other processes, the age of the
+    status decides.
     """
     if doing.place == place():
         with contextlib.suppress(OSError):
@@ -153,7 +156,7 @@ def failure(log: Path, stage: str) -> str | None:
 def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | None = None) -> list[str]:
     """Return lines of text: totals, a table of the rows, the waiting stages by plan, and the queued jobs.
 
-    `left`: the remaining time of all stages.
+    `left` is the remaining time of all stages.
     """
     rows = sorted(rows, key=lambda row: get_args(State).index(row.state))
     counts = Counter(row.state for row in rows)
@@ -170,7 +173,9 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
             values = doing.values if doing else {}
             loss = values.get("loss", epoch.train_loss if epoch else None)
             rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
-            left_ = duration(doing.left if doing and not doing.part else None)  # a part: its stage takes longer
+            left_ = duration(
+                doing.left if doing and not doing.part else None
+            )  # the status of a part lacks the time of the stage's other parts
             figures = number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)
             cells.append((row.name, row.stage, row.state, progress_of(row), left_, *figures))
     text += ["", *aligned(cells)] if cells[1:] else []
@@ -221,7 +226,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def left_words(left: cost.Expected) -> list[str]:
-    """Return the remaining time in words, and the number of jobs that it does not include."""
+    """Return the remaining time in words, and the number of jobs that this time does not include."""
     return [*([f"{left} left"] if left.seconds else []), *filter(None, [left.note])]
 
 

@@ -94,7 +94,10 @@ def batch(session: Session) -> Batch:
 
 
 def test_a_sample_is_predicted_alone(session: Session, batch: Batch) -> None:
-    """In evaluation a prediction is independent of the rest of its batch; it has the shape of a numeric target."""
+    """In evaluation mode, the prediction for a sample does not depend on the other samples of the batch.
+
+    If the target is numeric, the prediction has the target's shape.
+    """
     model, (x, y) = session.step.model.eval(), batch
     with torch.no_grad():
         together = model(x)
@@ -105,7 +108,10 @@ def test_a_sample_is_predicted_alone(session: Session, batch: Batch) -> None:
 
 
 def test_the_loss_is_of_each_sample(session: Session, batch: Batch) -> None:
-    """The loss is one number per sample, independent of the rest of its batch, and lower for a better prediction."""
+    """The loss is one number per sample, and does not depend on the other samples of the batch.
+
+    If the target is numeric, the loss is lower for a better prediction.
+    """
     x, y = batch
     with torch.no_grad():
         prediction = session.step.model(x)

@@ -25,9 +25,9 @@ from dlscale.core.text import many, shorten
 from dlscale.preflight.run import dry_run, typed_target
 from dlscale.preflight.status import last_word
 
-#: Settings, modules or names listed in a line; further ones are only counted.
+#: Maximum number of settings, modules or names listed in a line; the line only counts the rest.
 MAX_NAMES = 4
-#: Function from a digest of sources to the digests of its modules, by name; None for an unknown digest.
+#: Function that returns module name → digest for a digest of sources; None for an unknown digest.
 Sources = Callable[[str], Mapping[str, str] | None]
 
 
@@ -44,7 +44,7 @@ class Waiting:
     now: Sequence[str] = ()  #: Parameters (as `repr`) that are not recorded.
     newer: Sequence[str] = ()  #: Inputs that changed since the last run.
     inputs: bool = False  #: Whether the list of inputs changed.
-    follows: bool = False  #: Whether the same call makes some of its inputs.
+    follows: bool = False  #: Whether the same call makes some of the job's inputs.
     forced: bool = False
     interrupted: bool = False  #: Whether an earlier attempt was interrupted.
     command: bool = False  #: Whether the rule's own command changed.
@@ -113,7 +113,7 @@ def missing_results(
 ) -> list[str]:
     """Return a line for each run (`PLAN/RUN`) and dataset with missing files that no job would make.
 
-    `making`: files that jobs would make; `given`: options of the call that select its site and configuration.
+    `making` has the files that jobs would make, and `given` the options that select the call's site and configuration.
     """
     places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
     places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
@@ -209,7 +209,7 @@ def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> s
     name = "".join(place(rule, wildcards))
     stage, file = stage_of(rule), Path(log)
     name += f" ({stage})" if name != rule else ""
-    if not (file.exists() and file.stat().st_mtime >= since):  # the log is of an earlier call
+    if not (file.exists() and file.stat().st_mtime >= since):  # an earlier call wrote the log
         return f"FAILED {name}: it did not start; the reason is in the lines above"
     word = last_word(file, stage) or "it ended without a message, probably killed by a user or for lack of memory"
     return f"FAILED {name}: {word}; log: {log}"

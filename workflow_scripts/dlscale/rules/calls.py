@@ -45,13 +45,13 @@ class Call:
     def __post_init__(self) -> None:
         self.configuration, self.site = self.context.configuration, self.context.site
         self.results = Path(self.configuration.workflow.results)
-        #: Whether `fetch` counts as a job: not if it runs on a login node.
+        #: Whether `fetch` counts as a job: false if `fetch` runs on the login node.
         self._fetching = not (self.site.scheduler and self.site.scheduler.acquire == "here")
 
     # ---- what would run ------------------------------------------------------------------------------
 
     def works(self, waiting: Iterable[Any]) -> list[Work]:
-        """Convert Snakemake's jobs for the estimate of cost; jobs that make data are counted by dataset."""
+        """Convert Snakemake's jobs to items of the cost estimate; all jobs that make one dataset are one item."""
         plans = self.configuration.plans
         runs, data, halving = list[Work](), Counter[str](), dict[str, None]()
         for job in waiting:
@@ -62,7 +62,7 @@ class Call:
                 data[wildcards.dataset] += 1
             elif name == "promote":
                 halving[wildcards.plan] = None
-        # The trials of later rungs are not known yet, but their number is.
+        # The trials of later rungs are not known yet, but the number of these trials is known.
         again = {(work.plan, plans[work.plan][work.run_name].trial) for work in runs}
         later = cost.works(self.configuration, halving, again) if halving else []
         runs += [work for work in later if work.run and plans[work.plan][work.run_name].rung and work not in runs]
@@ -109,7 +109,10 @@ class Call:
     # ---- whether it would start ----------------------------------------------------------------------
 
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
-        """Raise `UserError` for jobs that cannot start here; paths of configuration `files` count, too."""
+        """Raise `UserError` for jobs that cannot start on this site.
+
+        Also raise it for a path that the site cannot handle, such as a path of the configuration `files`.
+        """
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         for work in works:
             if work.run:
@@ -119,7 +122,10 @@ class Call:
                     raise UserError(f"{here}{problem}")
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
-        """Check the site, or this machine if it runs the jobs, and return the findings."""
+        """Check the site, or this machine if it runs the jobs without containers, and return the findings.
+
+        Of the findings on this machine, return only warnings and failures.
+        """
         if not works:
             return []
         if self.site.scheduler or self.site.engine != "none":
@@ -139,14 +145,14 @@ class Call:
         try:
             self.check(works, files)
         except UserError as error:
-            problems.append(f"It would not start: {error}")
+            problems.append(f"The workflow would not start: {error}")
         table = cost.price(works, scheduler, self.results) if scheduler else []
         findings = self.findings(works)
         problems += [str(finding) for finding in findings if finding.status == "FAIL"]
         problems += filter(None, [cost.budget_message(table, self.configuration.workflow.budget)])
         warnings = [] if scheduler else [str(finding) for finding in findings if finding.status == "warn"]
         self.tell(*(["", *cost.lines(table)] if table else []))
-        self.tell("", *(["It would start, but:"] if warnings and not problems else []), *warnings, *problems)
+        self.tell("", *(["The workflow would start, but:"] if warnings and not problems else []), *warnings, *problems)
         if problems:
             fail = f"{many(len(problems), 'check')} {'fails' if len(problems) == 1 else 'fail'}"
             start = "be submitted" if scheduler else "start"
@@ -156,7 +162,7 @@ class Call:
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
-        """Print the findings before jobs begin; raise `UserError` if they must not begin."""
+        """Print the findings before jobs begin; raise `UserError` if the jobs must not begin."""
         works = self.works(waiting)
         self.check(works, files)
         table = cost.price(works, self.site.scheduler, self.results) if self.site.scheduler else []
@@ -178,7 +184,11 @@ class Call:
         return why.missing_results(str(self.results), runs, datasets, making, self.context.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
-        """Print the paths of the requested pages; for part of a plan, the page of the plan."""
+        """Print the paths of the requested pages.
+
+        If only files of a plan are requested, print the path of the plan's page. Without pages, print the requested
+        previews with facts on their datasets.
+        """
         files = list(files)
         pages = [file for file in files if file == Path(self.context.page) or file.name == "report.html"]
         plans = {
@@ -208,9 +218,9 @@ class Call:
 
 
 def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:
-    """Return the Slurm requests of jobs as lines; jobs with equal requests are in one line.
+    """Return the Slurm requests of jobs as lines; jobs with equal requests share a line.
 
-    `asked` has resources, rule and wildcards of each job.
+    `asked` yields resources, rule and wildcards of each job.
     """
     told = dict[str, set[str]]()
     for resources, rule, wildcards in asked:

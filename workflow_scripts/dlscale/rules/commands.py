@@ -1,4 +1,4 @@
-"""Words before the command of a job, and its Slurm request."""
+"""Words before the commands of jobs, and Slurm requests of jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Commands:
     def place(self, paths: Iterable[str]) -> launcher.ContainerMounts:
         """Return the folders that a container mounts for a stage that reads `paths`."""
         folder, results = str(Path.cwd()), Path(self.context.paths.folder).absolute()
-        # Commands have the results folder as typed, even through links; a link in the working folder is followed.
+        # Commands contain the path of the results folder as the user typed it, even if it contains links. Only the
+        # links of a path in the working folder are followed.
         results = results.resolve() if results.is_relative_to(folder) else results
         sources = launcher.sources(self.context.site)
         return launcher.ContainerMounts(
@@ -43,7 +44,7 @@ class Commands:
         )
 
     def start(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
-        """Return the command that starts a stage that reads `paths`; a container mounts these at the same paths.
+        """Return the command that starts a stage that reads `paths`; a container mounts `paths` unchanged.
 
         The stage gets addresses with secrets, and secrets of external programs, only if `secrets` is set.
         """
@@ -55,8 +56,8 @@ class Commands:
     def completed(self, words: list[str], secrets: bool = False) -> list[str]:
         """Add the user's studies to a command, and remove environment variables that the stage must not get.
 
-        These are secrets, unless `secrets` is set, and variables of the calling shell that number processes, such as
-        RANK: a starter sets its own.
+        The removed variables are secrets, unless `secrets` is set, and variables of the calling shell that number
+        processes, such as RANK, because a starter sets them for each process.
         """
         names = [urls.VARIABLE] if self.context.configuration.secrets and not secrets else []
         names += [name for name in LAUNCHED if name in os.environ]
@@ -70,14 +71,17 @@ class Commands:
         return launcher.device(self.context.configuration.workflow.site)
 
     def resources(self, stage: str) -> dict[str, Callable[..., Any]]:
-        """Return the functions that compute a job's resources, by name; `stage` is one of runs, or `data`."""
+        """Return the functions that compute a job's resources, by name; empty without a scheduler.
+
+        `stage` is a stage of runs, or `data`.
+        """
         scheduler = self.context.site.scheduler
         if not scheduler:
             return {}
 
         @functools.lru_cache(maxsize=1)  # Snakemake requests one resource after the other
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
-            """Return all resources of a job; its time limit grows with attempts and uses the latest rates."""
+            """Return all resources of a job; the time limit grows with attempts and uses the latest rates."""
             configuration = self.context.configuration
             geometry: Geometry | None = None
             processes: Geometry | None = None
@@ -91,7 +95,7 @@ class Commands:
             return slurm.request(scheduler, stage, geometry, minutes and minutes * attempt, processes)
 
         def resource(name: str) -> Callable[..., Any]:
-            # A missing resource is None: the executor tests which resources are set.
+            # A resource that the request lacks is None, because the executor tests which resources are set.
             return lambda wildcards, attempt: request(
                 int(time.monotonic()), attempt, *(getattr(wildcards, key, "") for key in ("dataset", "plan", "run"))
             ).get(name)

@@ -1,8 +1,8 @@
 """State that the rules of one call share: configuration, site, and parameters of jobs.
 
-A job's parameters are one dict: the SHA-256 of the sources that the stage reaches, and its settings. Snakemake compares
-parameters as a set of values; in one dict, names and values stay together. The result of a parameter function that also
-takes `input` is not compared.
+A job's parameters are one dict: the SHA-256 of the sources that the stage reaches, the settings of the stage, and, if
+set, the image and the site's packages. Snakemake compares parameters as a set of values, so that only in one dict names
+and values stay together. Snakemake does not compare the result of a parameter function that also takes `input`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Context:
     refuse: Callable[[object], NoReturn]
     rung_file: Callable[[str, int], str]  #: Returns the file with the trials of a plan's rung, once it exists.
     keep_going: Callable[[], bool]  #: Whether a broken dataset fails in its own jobs only.
-    looked: set[str] = field(default_factory=set)  #: Names checked so far: each is reported once.
+    looked: set[str] = field(default_factory=set)  #: Names checked so far, because each name is reported once.
 
     def __post_init__(self) -> None:
         workflow = self.configuration.workflow
@@ -60,16 +60,17 @@ class Context:
         return self.plans[wildcards.plan][wildcards.run].run
 
     def params(self, modules: Sequence[str], settings: Any, files: Iterable[Path] = ()) -> Params:
-        """Return a job's parameters: a change of one makes the job run again.
+        """Return a job's parameters; a change of one parameter makes the job run again.
 
-        Without modules (for a fetched file) the result depends on no code of dlscale.
+        Without modules, as for a fetched file, the job's result does not depend on dlscale's code. The parameters then
+        do not include image and packages.
         """
         around = {"image": self.image, "packages": self._packages}
         kept = {key: value for key, value in around.items() if modules and value}
         return {"sources": fingerprint(modules, files), "settings": settings, **kept}
 
     def own_params(self, stage: str, settings: Any = None, files: Iterable[Path] = ()) -> Params:
-        """Return the parameters of a stage that is the same for all studies and kinds of data."""
+        """Return the parameters of a stage whose code is the same for all studies and kinds of data."""
         return self.params([STAGES[stage].module], settings, files)
 
     def call_again(self, wildcards: Wildcards, input: Any) -> str:

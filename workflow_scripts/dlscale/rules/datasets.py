@@ -24,16 +24,16 @@ class Datasets:
 
     context: Context
     commands: Commands
-    _broken: dict[str, str] = field(default_factory=dict)  #: Faults of datasets, by name.
+    _broken: dict[str, str] = field(default_factory=dict)  #: Error messages on broken datasets, by name.
 
     def raw_path(self, name: str, raw: Any) -> str:
         acquired = parts.acquired(self.context.datasets[name], raw)
         return self.context.paths.raw_file(raw.name, name) if acquired else str(raw.origin)
 
     def _look_for_raw_files(self, name: str) -> None:
-        """Report missing raw files once, with a remedy.
+        """Report missing raw files of a dataset once, with a remedy.
 
-        Snakemake takes results for done even if their raw files are missing.
+        Snakemake regards results as up to date even if their raw files are missing.
         """
         if name not in self.context.looked and (
             found := probe_raw(name, self.context.datasets[name], Path(self.context.paths.folder))
@@ -42,15 +42,15 @@ class Datasets:
         self.context.looked.add(name)
 
     def _say(self, found: Finding) -> None:
-        """Print a finding about a dataset; FAIL ends the call, unless it has --keep-going."""
+        """Print a finding about a dataset; FAIL ends the call, unless the call has --keep-going."""
         self.context.say(
             replace(found, status="warn") if self.context.keep_going() and found.status == "FAIL" else found
         )
 
     def existing(self, files: Iterable[str]) -> list[str]:
-        """Return the files that are inputs; with --keep-going, without missing files that no rule makes.
+        """Return `files` as inputs; with --keep-going, omit missing files that no rule makes.
 
-        Snakemake would end the call for a missing input.
+        Snakemake would end the call because of such a file.
         """
         return [file for file in files if not self.context.keep_going() or os.access(file, os.F_OK) or self.makes(file)]
 
@@ -88,7 +88,7 @@ class Datasets:
             return [self.raw_path(name, raw) for raw in raws]
         try:
             return kind.prepared_files(dataset)
-        except UserError:  # printed already; the dataset's jobs report it
+        except UserError:  # this error was printed already, and the dataset's jobs report it
             return kind.origins(dataset)
 
     def files(self, wildcards: Wildcards) -> list[str]:
@@ -110,7 +110,10 @@ class Datasets:
         return self.context.params(data_modules("acquire", dataset.kind, kind.maker(dataset)), settings)
 
     def _seen(self, name: str, raw: Any) -> Any:
-        """Return the state of a raw file's origin, or the error of a broken one, which its job reports."""
+        """Return the state of a raw file's origin, or an error message if the origin is broken.
+
+        The job that makes the raw file reports this error.
+        """
         dataset = self.context.datasets[name]
         kind = parts.kind_of(dataset)
         if type(kind).look is DatasetKind.look:
@@ -123,7 +126,10 @@ class Datasets:
         return self._broken[name]
 
     def _stamp(self, name: str, raw: Any) -> list[int] | None:
-        """Return size and modification time of a user's file; if it is missing, those in the manifest."""
+        """Return size and modification time of a user's file; if the file is missing, the values in the manifest.
+
+        Return None without such values, and for an origin that is not a file of the user.
+        """
         if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
             return None
         if os.access(path := Path(raw.origin), os.F_OK) and path.is_file():
@@ -137,7 +143,7 @@ class Datasets:
         dataset = self.context.dataset(wildcards)
         part = self.part(wildcards)
         settings = parts.kind_of(dataset).part_settings(dataset, part)
-        # A user may replace files by older ones, which Snakemake's comparison of times does not notice.
+        # A user may replace a file by an older file, which Snakemake's comparison of times does not notice.
         raws = [raw for raw in part.raws if not parts.acquired(dataset, raw)]
         if files := {raw.origin: seen for raw in raws if (seen := self._stamp(wildcards.dataset, raw))}:
             settings = {**settings, "files": files}
@@ -152,7 +158,7 @@ class Datasets:
         settings: Params = {"parts": [part.label for part in parts.parts(dataset)]}
         if parts.kind_of(dataset).prepared(dataset):
             settings["dataset"] = dataset.model_dump(mode="json")
-            # A user may replace files by older ones, which Snakemake's comparison of times does not notice.
+            # A user may replace a file by an older file, which Snakemake's comparison of times does not notice.
             files = [Path(file) for file in self.files_of(wildcards.dataset)]
             settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]
         return self.context.params(data_modules("describe", dataset.kind), settings)
@@ -161,7 +167,7 @@ class Datasets:
         return self.context.params(data_modules("preview", self.context.dataset(wildcards).kind), None)
 
     def samples(self, dataset: str) -> list[str]:
-        """Return a dataset's files and its statistics, with which loaders normalise."""
+        """Return a dataset's files, and its statistics, which loaders need to normalise samples."""
         return [*self.files_of(dataset), self.context.paths.stats(dataset)]
 
     def acquire_launch(self, wildcards: Wildcards, input: Any) -> list[str]:

@@ -79,7 +79,7 @@ class Plans:
         return self.context.own_params("promote", self.sweep_settings(wildcards.plan))
 
     def measured(self, name: str) -> list[str]:
-        """Return the output files of a plan's runs, of all their stages."""
+        """Return the output files of all stages of a plan's runs; of later rungs only for the promoted trials."""
         return [
             self.context.paths.run(file, resolved.plan, resolved.name)
             for run, resolved in self.context.plans[name].items()
@@ -89,7 +89,7 @@ class Plans:
         ]
 
     def _known(self, name: str) -> list[str]:
-        # With successive halving, the files are not known yet: the table requests its runs.
+        # With successive halving, the files are not known yet: the rule of the table requests the runs.
         return [] if self.context.configuration.workflow.plans[name].halves else self.measured(name)
 
     def files(self, name: str) -> list[str]:
@@ -116,7 +116,7 @@ class Plans:
         return self.context.own_params("collect", self.settings(wildcards.plan))
 
     def sooner(self, wildcards: Wildcards) -> float:
-        return 1 / len(self.context.plans[wildcards.plan])  # plans of few runs come first
+        return 1 / len(self.context.plans[wildcards.plan])  # plans with few runs come first
 
     def live_page(self, wildcards: Wildcards, input: Any) -> list[str]:
         workflow = self.context.configuration.workflow

@@ -33,7 +33,7 @@ class Programs:
     commands: Commands
 
     def with_fetched_folder(self, run: Run) -> Run:
-        """Return the run with its program's folder set to the fetched revision, if it names one."""
+        """Return the run; if its program names a repository, the program's folder is in the fetched revision."""
         if not (run.program and run.program.repository):
             return run
         folder = Path(self.context.paths.program(str(run.program.revision)), run.program.folder)
@@ -63,9 +63,10 @@ class Programs:
         return self.commands.completed([*launcher.PYTHON_HERE])
 
     def named_files(self, run: Run) -> list[str]:
-        """Return the files that the command of a run's program names; the program runs again when one changes.
+        """Return the files that the command of a run's program names, except files in the results folder.
 
-        The first word counts only if it is in the program's folder: Python itself is not a file of the program.
+        A change of one of these files makes the program run again. The first word counts only if it is a file in the
+        program's folder, because Python itself is not a file of the program.
         """
         if not run.program:
             return []
@@ -101,13 +102,13 @@ class Programs:
         return self.named_files(run)
 
     def out_folder(self, wildcards: Wildcards) -> str:
-        """Return the folder `{out}` of a run's program, which is kept between attempts."""
+        """Return the folder `{out}` of a run's program; its files are kept between attempts."""
         return self.context.paths.run(OUT, wildcards.plan, wildcards.run)
 
     def sources(self, wildcards: Wildcards, input: Any) -> str:
         """Return a digest of all parameters of a program's results.
 
-        An attempt continues from the results of an earlier one with the same digest.
+        An attempt continues from the results of an earlier attempt with the same digest.
         """
         stage = json.dumps(self.params("program", self.context.run(wildcards)), sort_keys=True)
         return hashlib.sha256(stage.encode()).hexdigest()
@@ -119,18 +120,21 @@ class Programs:
         """
         if not STAGES[stage].program:
             self.context.refuse(
-                f"{stage}: a run of a program has no such stage; ask for the files of "
-                f"{', '.join(name for name, row in STAGES.items() if row.program)}, or for its plan"
+                f"{stage}: a run of an external program has no such stage; request the files of "
+                f"{', '.join(name for name, row in STAGES.items() if row.program)}, or the plan of the run"
             )
         seen = run.slice(stage)
         own = ("program", "geometry", "dataset", *STAGES[stage].settings)
         settings = json.dumps({key: seen[key] for key in own})
-        # Files may be replaced by older ones, which Snakemake's comparison of times does not notice.
+        # A user may replace a file by an older file, which Snakemake's comparison of times does not notice.
         digests = {file: sha256(file) for file in self.named_files(run)}
         return self.context.params([str(STAGES[stage].program), program.__name__], settings) | {"files": digests}
 
     def candidates(self, wildcards: Wildcards) -> list[Any]:
-        """Return the settings of a program to try: for each, the changes and the run as the stage sees it."""
+        """Return the candidates that tuning tries for an external program; empty for other runs.
+
+        Each candidate has the changed settings, and the settings that the stage `throughput` would use.
+        """
         asked = self.context.plans[wildcards.plan][wildcards.run].asked
         if asked is None:
             return []

@@ -28,7 +28,8 @@ ALL_CORES = 1_024
 def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings that make a stage run again.
 
-    Settings that only change the learning count only for stages that use the run's `training`.
+    Settings that change only the learning count only for stages that use the run's `training`. The requested memory
+    (`geometry.memory_mb`) never counts.
     """
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
@@ -52,18 +53,21 @@ class Runs:
         return self.context.paths.manifest(self.context.run(wildcards).dataset)
 
     def weights(self, wildcards: Wildcards) -> list[str]:
-        """Return the file of weights that a run starts from; weights of another run are made first."""
+        """Return the file of weights from which a run starts; empty without such weights.
+
+        If the file is a result of another run, this run is trained first.
+        """
         weights: str | None = self.context.run(wildcards).training.weights
         run = f"{wildcards.plan}.{wildcards.run}"
-        remedy = f"name others in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
+        remedy = f"name other weights in plans.{wildcards.plan}.runs.{wildcards.run}.training.weights"
         if weights and Path(weights).is_relative_to(self.context.paths.plans):
             plan, name, *_ = [*Path(weights).relative_to(self.context.paths.plans).parts, "", ""]
             if name not in self.context.plans.get(plan, {}) and run not in self.context.looked:
-                what = f"{weights}: no run of this configuration makes it"
+                what = f"{weights}: no run of this configuration makes this file"
                 self.context.say(
                     Finding(f"run {run}", "FAIL", what, f"copy it out of {self.context.paths.plans}, or {remedy}")
                 )
-            # The weights of the best epoch are not a declared output, as not every run keeps them.
+            # The weights of the best epoch are not a declared output, because not every run keeps these weights.
             weights = re.sub(r"model_best\.pt$", "model.pt", weights)
         elif weights and run not in self.context.looked and not Path(weights).exists():
             self.context.say(Finding(f"run {run}", "FAIL", f"{weights}: no such file or folder", remedy))
@@ -85,7 +89,7 @@ class Runs:
         )
 
     def _params(self, stage: str, run: Run, loaders: Iterable[str] = (), modules: Iterable[str] = ()) -> Params:
-        """Return the parameters that make a stage run again: sources of study and loaders, and settings."""
+        """Return the parameters that make a stage run again: settings, and sources of the study and the loaders."""
         if run.program:
             return self.programs.params(stage, run)
         modules = [*run_modules(stage, run.study, *run.loaders(stage), *loaders), *modules]
@@ -98,16 +102,17 @@ class Runs:
         return self.programs.with_fetched_folder(self.context.run(wildcards)).model_dump_json()
 
     def paired_with(self, wildcards: Wildcards) -> Run | None:
-        """Return the plan's first run if paired timing compares a run with it, else None.
+        """Return the plan's first timed run if paired timing compares a run with this first run, else None.
 
-        Both must have one process, and no image of an external program.
+        Both runs must have one process, and neither may use an image of an external program. `throughput.beside` must
+        be positive, and at least 10 s if the run is the first run, which is compared with a copy of itself.
         """
         plan, runs = wildcards.plan, self.context.plans[wildcards.plan]
         first = next(
             (runs[name].run for name in runs if "throughput" in self.context.configuration.stages(plan, name)), None
         )
         run = self.context.run(wildcards)
-        # The first run is timed with its copy: seeing how little they differ takes ten seconds.
+        # The first run is timed with its copy: measuring the small difference takes at least ten seconds.
         enough = run.throughput.beside >= 10 if run is first else run.throughput.beside > 0
         alone = first is not None and all(
             (each.geometry if each.program else each.processes).world_size == 1 for each in (first, run)
@@ -121,11 +126,11 @@ class Runs:
         params = self._params("throughput", run, first.loaders("throughput") if first else ())
         if first and bool(first.program) != bool(run.program):
             params["first"] = self._params("throughput", first)["sources"]
-        # Only settings of the first run that change its steps: another learning rate must not repeat all timings.
+        # Only settings that change the first run's steps count: another learning rate must not repeat all timings.
         return params | ({"beside": json.dumps(compute_settings(first.model_dump(mode="json")))} if first else {})
 
     def first_data(self, wildcards: Wildcards) -> list[str]:
-        """Return manifest and data of the run in paired timing, if its dataset is another one."""
+        """Return manifest and data of the first run in paired timing; empty if both runs read the same dataset."""
         first = self.paired_with(wildcards)
         if not first or first.dataset == self.context.run(wildcards).dataset:
             return []
@@ -139,7 +144,10 @@ class Runs:
         return ["--beside", json.dumps(self.programs.with_fetched_folder(first).slice("throughput")), *manifest]
 
     def train_threads(self, wildcards: Wildcards) -> int:
-        """Return the cores of a training job: all, unless its run sets a number and needs no GPU."""
+        """Return the cores of a training job: `ALL_CORES`, or the number for the threads that its run sets.
+
+        The number of threads counts only for runs on CPUs that do not set `cpus`.
+        """
         return (
             cost.threads("train", self.context.run(wildcards), bool(self.context.site.scheduler or self.context.gpus))
             or ALL_CORES
@@ -149,7 +157,7 @@ class Runs:
         return fingerprint(run_modules("train", self.context.run(wildcards).study))
 
     def checkpoint_folder(self, wildcards: Wildcards) -> str:
-        """Return the folder of a run's checkpoints; the rungs of a trial share it."""
+        """Return the folder of a run's checkpoints, which all rungs of a trial share."""
         resolved = self.context.plans[wildcards.plan][wildcards.run]
         return self.context.paths.checkpoints(wildcards.plan, resolved.trial or wildcards.run)
 
