@@ -706,10 +706,10 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "missing overlap", "do not overlap"),  # exactly one after the other
+        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # exactly one after the other
         ((1000.0, 200.0, 120.0), "computation", "compete for"),  # strictly one after the other: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
-        ((1000.0, 200.0, 214.0), "computation", "Training reaches 214, equal to computing within noise."),
+        ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
     ],
 )
 def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
@@ -738,8 +738,10 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
         )
     )
     assert found and (found.what == "not known") is beyond
-    assert (f"Training reaches {full[0]:.0f}, equal to computing within noise. A" in found.why) is not beyond
-    said = f"Training reaches {full[0]:.0f}, more than noise explains. Training cannot be faster than the slower of"
+    assert (
+        f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
+    ) is not beyond
+    said = f"{full[0]:.0f} samples/s, which is more than noise explains. Training cannot be faster than the slower of"
     assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again." in found.why) is beyond
 
 
