@@ -251,7 +251,7 @@ def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
     assert said_ and said_["fastest"] == "fused" and said_["like"] == ["bf16"]
     said = Page(results.report()).text
     assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain, timed alternately\.", said)
-    assert "Equal within noise to fused: bf16." in said
+    assert "As fast as fused within noise: bf16." in said
     rows = results.collect(results.plans[0])
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)
     assert float(rows[2]["speed_up_low"]) < 1.745 < float(rows[2]["speed_up_high"])
