@@ -1444,7 +1444,7 @@ def test_datasets_are_described(page: Page) -> None:
     assert model[1] == ["density", "1", "ln x / 14", "−0.01000", "0.1000"], (
         "a dataset without extremes has no columns for them"
     )
-    assert re.findall(r"in (physical|model) units; the model", page.text) == ["physical", "model"]
+    assert re.findall(r"in (physical|model) units. The model", page.text) == ["physical", "model"]
     parts = next(table for table in page.tables if table[0] == ["part", "files", "times", "size"])
     assert parts[1:] == [["train", "2", "2,924", "96.0\u00a0MB"], ["valid", "1", "100", "3.30\u00a0MB"]]
 
