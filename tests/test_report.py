@@ -1284,7 +1284,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     first, second = (profiles.step(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
-    assert "time of a training step without profiler (FULL)" in page and "a run without profile" not in page
+    assert "time of a training step without a profiler (FULL)" in page and "a run without a profile" not in page
     section = profiles.section(plan, Path())
     chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]
