@@ -1309,7 +1309,7 @@ def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
     assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
     assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
     # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
-    assert "a step takes 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
+    assert "a step would take 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
     assert {row["run"] for row in profiles.rooflines(plan)[0].rows} == {"first"}
 
@@ -1338,7 +1338,7 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     html = explained.report()
     page = Page(html)
     assert "../plans/ladder/first/profile/torch.rank0.json.gz" in html and "trace &lt;1&gt;" in html
-    assert "nsys: not found" in page.text and "a step takes 20 % longer with it (± 5 %)" in page.text
+    assert "nsys: not found" in page.text and "profiled steps take 20 % longer (± 5 %)" in page.text
     assert "aten::<b>mm" in page.text  # escaped as text
     row = next(row for table in page.tables for row in table if row[0] == "aten::<b>mm")
     assert row == ["aten::<b>mm", "50.0standard deviation 0.10", "40\u00a0%", "2", "operator"]

@@ -215,7 +215,7 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
         timed(results, name, full, None, compute="same")
     plan = plan_of(results, "slow", "fast")
     said = Page(results.report()).text
-    assert "mean of equal runs (46.0 to 105), run slow and fast; all runs do equal work." in said
+    assert "mean of runs that do equal work (46.0 to 105), run slow and fast; all runs do equal work." in said
     assert [row["speed_up_noise"] for row in results.collect(results.plans[0])] == ["yes", "yes"]
     assert sections.line(plan).startswith("p: 75.5 samples/s; "), (
         "the mean must be shown, since all runs do the same work"
