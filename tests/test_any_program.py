@@ -287,7 +287,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
     page = (tmp_path / "results/plans" / PLAN / "report.html").read_text()
     names = ("train", "other", "train_2")
     assert [f'id="plan.{name}"' in page for name in names] == [True, True, False]
-    assert "2 plans, 3 runs" in page and "each run was timed separately" in page
+    assert "2 plans, 3 runs" in page and "Each run was timed separately" in page
     plan = read_plan(tmp_path / "results/plans" / PLAN / "plan.yaml")
     assert len({run.compute for run in plan.runs}) == 3, "each run does different work"
 

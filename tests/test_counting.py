@@ -116,7 +116,7 @@ def test_the_work_of_a_sample_does_not_depend_on_the_devices_that_share_the_mode
     shared = session.run.model_copy(update={"geometry": Geometry(gpus_per_node=2, tp=2)})
     with caplog.at_level(logging.WARNING):
         assert sample_work(replace(session, run=shared), batch) == sample_work(session, batch)
-    assert "One of them is wrong" not in caplog.text
+    assert "One of the two numbers is wrong" not in caplog.text
 
 
 def tiny_run(study: str, folder: Path, **over: Any) -> Any:
@@ -354,7 +354,7 @@ def test_a_formula_that_is_wrong_is_named(
         assert right
         monkeypatch.setattr(type(session.study), "flops", lambda self, run, manifest: 1.03 * right)
         sample_work(session, fake_batch(run, session.manifest))
-    assert "One of them is wrong" in caplog.text
+    assert "One of the two numbers is wrong" in caplog.text
 
 
 # ---- peaks, and the stage ----------------------------------------------------------------------------

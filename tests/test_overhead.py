@@ -27,14 +27,14 @@ def test_the_noise_is_the_steps_scatter() -> None:
 
 def test_no_profiler_makes_steps_faster() -> None:
     found = overhead([0.1] * 4, [0.064] * 4, [0.1] * 4)
-    assert found.noise == pytest.approx(0.36) and "as long as without it, within ± 36" in found.words
+    assert found.noise == pytest.approx(0.36) and "take equally long, within ± 36" in found.words
 
 
 def test_words() -> None:
-    assert Overhead(ratio=1.2, noise=0.05).words == "a step takes 20\u00a0% longer with it (± 5\u00a0%)"
+    assert Overhead(ratio=1.2, noise=0.05).words == "profiled steps take 20\u00a0% longer (± 5\u00a0%)"
     assert "within ± 25" in Overhead(ratio=1.2, noise=0.25).words
     one = overhead([0.1], [0.2], [0.1])
-    assert (one.ratio, one.noise) == (pytest.approx(2), None) and "the noise of a single step is unknown" in one.words
+    assert (one.ratio, one.noise) == (pytest.approx(2), None) and "the noise of one step is unknown" in one.words
 
 
 def share(cost: float, machine: Callable[[random.Random], Callable[[], float]], trials: int = 400) -> float:

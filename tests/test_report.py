@@ -415,8 +415,8 @@ def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None
     lacking = {"compile": "a C++ compiler", "d4": "4 GPUs (it has 2)", "d4_large": "4 GPUs (it has 2)"}
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "left_out": lacking}))
     text = Page(ladder.report()).text
-    assert "3 runs, 3 left out · on" in text and text.count("a C++ compiler") == 1
-    assert "Left out, since the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
+    assert "3 runs, 3 more left out · on" in text and text.count("a C++ compiler") == 1
+    assert "Left out because the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
 
 
 def test_the_card_hears_of_a_neighbour(results: Results) -> None:
@@ -706,10 +706,10 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "missing overlap", "do not overlap"),  # exactly one after the other
+        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # exactly one after the other
         ((1000.0, 200.0, 120.0), "computation", "compete for"),  # strictly one after the other: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
-        ((1000.0, 200.0, 214.0), "computation", "Training reaches 214, equal to computing within noise."),
+        ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
     ],
 )
 def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
@@ -738,8 +738,10 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
         )
     )
     assert found and (found.what == "not known") is beyond
-    assert (f"Training reaches {full[0]:.0f}, equal to computing within noise. A" in found.why) is not beyond
-    said = f"Training reaches {full[0]:.0f}, more than noise explains. Training cannot be faster than the slower of"
+    assert (
+        f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
+    ) is not beyond
+    said = f"{full[0]:.0f} samples/s, which is more than noise explains. Training cannot be faster than the slower of"
     assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again." in found.why) is beyond
 
 
@@ -862,8 +864,9 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
-        "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. It is limited by loading and computing. Try next:",
-        "7.50× ± 0.64 Speed-up of run bf16 over baseline. Its own rate of training is 180 samples/s, loading and",
+        "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
+        "7.50× ± 0.64 Speed-up of run bf16 over baseline. Measured separately, the rate of training is 180 "
+        "samples/s, loading and",
         "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # what bounds it
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00
         "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
@@ -895,7 +898,7 @@ def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
     ratios = [1.0, 110 / 24, 180 / 24]
     assert [bar["share"] for bar in shown["bars"]] == pytest.approx([ratio / 7.5 for ratio in ratios])
     html = ladder.report()
-    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "own rate 110 samples/s" in Page(html).text
+    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "rate 110 samples/s" in Page(html).text
 
 
 def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
@@ -906,7 +909,9 @@ def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
         update = {"versions": {**BEFORE.versions, "driver": driver}, "git": {"commit": name, "dirty": False}}
         BEFORE.model_copy(update=update).write(file)
     plan = read_plan(results.plan("p", {name: name for name in "abcd"}))
-    assert sections.environments(plan) == ["“b”, “d”: other machine or software than “a”: driver 570.1 → 580.2."]
+    assert sections.environments(plan) == [
+        "Machine or software differs from run “a” in run “b”, “d”: driver 570.1 → 580.2."
+    ]
 
 
 @pytest.mark.slow
@@ -1283,7 +1288,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     first, second = (profiles.step(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
-    assert "time of a training step without profiler (FULL)" in page and "a run without profile" not in page
+    assert "time of a training step without a profiler (FULL)" in page and "a run without a profile" not in page
     section = profiles.section(plan, Path())
     chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]
@@ -1308,7 +1313,7 @@ def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
     assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
     assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
     # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
-    assert "a step takes 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
+    assert "a step would take 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
     assert {row["run"] for row in profiles.rooflines(plan)[0].rows} == {"first"}
 
@@ -1337,7 +1342,7 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
     html = explained.report()
     page = Page(html)
     assert "../plans/ladder/first/profile/torch.rank0.json.gz" in html and "trace &lt;1&gt;" in html
-    assert "nsys: not found" in page.text and "a step takes 20 % longer with it (± 5 %)" in page.text
+    assert "nsys: not found" in page.text and "profiled steps take 20 % longer (± 5 %)" in page.text
     assert "aten::<b>mm" in page.text  # escaped as text
     row = next(row for table in page.tables for row in table if row[0] == "aten::<b>mm")
     assert row == ["aten::<b>mm", "50.0standard deviation 0.10", "40\u00a0%", "2", "operator"]
@@ -1443,7 +1448,7 @@ def test_datasets_are_described(page: Page) -> None:
     assert model[1] == ["density", "1", "ln x / 14", "−0.01000", "0.1000"], (
         "a dataset without extremes has no columns for them"
     )
-    assert re.findall(r"in (physical|model) units; the model", page.text) == ["physical", "model"]
+    assert re.findall(r"in (physical|model) units. The model", page.text) == ["physical", "model"]
     parts = next(table for table in page.tables if table[0] == ["part", "files", "times", "size"])
     assert parts[1:] == [["train", "2", "2,924", "96.0\u00a0MB"], ["valid", "1", "100", "3.30\u00a0MB"]]
 

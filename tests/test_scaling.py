@@ -522,7 +522,7 @@ def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None
     assert (last["Training", "learning rate"], last[heading, "time"]) == (("0.00400", "linear"), ("–", ""))
     plan.runs[0].settings["training"]["target"]["value"] = 0.1
     other = scaling.convergence(PlanResult(plan.record, plan.runs))
-    assert other and "the lowest value that all of them reach" in other.about, "two different targets"
+    assert other and "the lowest value that all trainings reach" in other.about, "two different targets"
 
 
 def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: Results) -> None:

@@ -243,9 +243,9 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
     text = tune.tuned(won(), "cosmo_unet")
     for said in (
         "# 1.50× ± 0.10 as fast as the run's own setting.",
-        "adjust the learning rate",
+        "Adjust the learning rate",
         "#   snakemake it\n",
-        "{from: mine_first_tuned.tuned}",
+        "`from: mine_first_tuned.tuned`",
     ):
         assert said in text
     mine = {"study": "cosmo_unet", "settings": {**COSMO_RUN, "dataset": "data"}, "runs": {"first": {"label": "mine"}}}
@@ -269,7 +269,7 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
 def test_where_nothing_was_gained_nothing_is_written() -> None:
     text = tune.tuned(won(duel=Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)), "cosmo_unet")
     assert yaml.safe_load(text) == {}
-    assert "# No significant speed-up: the best other setting is 1.05× ± 0.07 as fast as the run's own." in text
+    assert "# No significant speed-up: the best other setting is 1.05× ± 0.07 as fast as the run's own setting." in text
     assert "learning rate" not in text and "snakemake" not in text
 
 

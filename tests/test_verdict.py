@@ -305,7 +305,7 @@ def test_causes_are_told_in_their_order(
 
 def test_a_model_without_products_has_no_arithmetic_roof() -> None:
     nothing = WORK.model_copy(update={"forward_flops": 0.0, "backward_flops": 0.0})
-    assert "full memory speed this model would reach 10,000 samples/s" in module.limit(
+    assert "If memory bandwidth were the only limit, this model would reach 10,000 samples/s" in module.limit(
         Evidence(SETTINGS, measured(work=nothing))
     )
     assert module.limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
@@ -336,8 +336,8 @@ def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
 @pytest.mark.parametrize(
     ("rates", "reached"),
     [
-        ((1000.0, 686.0, 714.0), "Training reaches 714, equal to computing within noise."),
-        ((100.0, 1000.0, 104.0), "Training reaches 104, equal to loading within noise."),
+        ((1000.0, 686.0, 714.0), "Training reaches 714 samples/s, the rate of computing within noise."),
+        ((100.0, 1000.0, 104.0), "Training reaches 104 samples/s, the rate of loading within noise."),
         ((1000.0, 100.0, 100.0), "Training reaches 100 % of the slower rate."),
     ],
 )
@@ -360,7 +360,7 @@ def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
         {**SETTINGS, "compile": {"mode": "default"}}, measured(work=WORK.model_copy(update={"bytes": 6e9}))
     )
     assert verdict(compiled).findings == []
-    assert "full arithmetic speed this model would reach 333 samples/s" in module.limit(compiled)
+    assert "If arithmetic were the only limit, this model would reach 333 samples/s" in module.limit(compiled)
 
 
 def test_what_to_try_next_is_what_the_run_has_not() -> None:
@@ -378,14 +378,16 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
 def test_the_limit_is_the_lower_roof() -> None:
     """For 3e9 FLOP and 1e7 bytes the limits are 1e12 / 3e9 = 333 and 1e11 / 1e7 = 10,000 samples/s."""
     assert "Training reaches 30 %" in module.limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
-    assert "arithmetic speed this model would reach 333 samples/s" in module.limit(Evidence(SETTINGS, measured()))
-    assert "memory speed this model would reach 100 samples/s" in module.limit(
+    assert "If arithmetic were the only limit, this model would reach 333 samples/s" in module.limit(
+        Evidence(SETTINGS, measured())
+    )
+    assert "If memory bandwidth were the only limit, this model would reach 100 samples/s" in module.limit(
         Evidence(SETTINGS, measured(work=WORK.model_copy(update={"bytes": 1e9})))
     )
     four = module.limit(Evidence(SETTINGS, measured(nranks=4)))
     assert (
-        "of the 4,000 GFLOP/s of 4 devices" in four
-        and "arithmetic speed this model would reach 1,333 samples/s" in four
+        "of the 4,000 GFLOP/s that matrix products in float32 reach on 4 devices" in four
+        and "If arithmetic were the only limit, this model would reach 1,333 samples/s" in four
     )
     assert "Training reaches 7 %" in four.replace("\N{NO-BREAK SPACE}", " ")
 
@@ -409,7 +411,7 @@ def test_explain_prints_the_verdict(
     assert [each["findings"][0]["cause"] for each in json.loads(capsys.readouterr().out).values()] == ["storage"] * 2
     (tmp_path / "results/plans/p/r/throughput.json").unlink()
     assert stage("explain", "p.r") == 2
-    assert "neither throughput nor a profile was measured" in capsys.readouterr().err
+    assert "neither throughput nor a profile yet. Add `throughput` or `profile`" in capsys.readouterr().err
 
 
 def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
@@ -448,4 +450,4 @@ def test_code_in_a_verdict_is_code_on_the_page(tmp_path: Path) -> None:
     found, _, *_ = CASES["workers"]
     found.write(results.run("p", "r", epochs=0) / "throughput.json")
     results.plan("p", {"r": "R"}, measure=("throughput",))
-    assert "<code>dlscale tune</code> finds how many are best" in results.report()
+    assert "<code>dlscale tune</code> finds the best number of workers" in results.report()

@@ -1,1 +1,1 @@
-"""Throughput trials, counts of FLOPs and bytes, device peaks, profilers, telemetry and tuning."""
+"""Measurements of a run: throughput, FLOPs and bytes, device peaks, profiles, telemetry and tuning."""

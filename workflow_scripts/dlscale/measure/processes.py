@@ -1,4 +1,4 @@
-"""Resource use of a tree of processes. This module imports little, to keep the telemetry process small."""
+"""Resource use of a tree of processes. This module imports little, so that the telemetry process stays small."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Used(NamedTuple):
     reads: int  #: Number of read system calls.
     read_bytes: int  #: Bytes fetched from disks, by system calls or by access to mapped files.
     write_chars: int
-    rss: int  #: Bytes in memory now; shared memory counts once per process.
+    rss: int  #: Bytes in memory at present; shared memory counts once per process.
 
 
 def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
-    """Return the resource use of `root` and its descendants; `psutil.NoSuchProcess` if `root` does not exist.
+    """Return the resource use of `root` and its descendants; raise `psutil.NoSuchProcess` if `root` does not exist.
 
-    The counters of a finished child are added to its parent's. If a process ends meanwhile, all are read again.
+    The system adds the counters of a finished child to the counters of its parent. If a process ends while the counters
+    are read, all counters are read again, at most `tries` times.
     """
     parent = psutil.Process(root)
     found = []
@@ -51,13 +52,13 @@ def _used(process: psutil.Process) -> Used:
     seconds = times.user + times.system + times.children_user + times.children_system
     try:
         io = process.io_counters()
-    except psutil.AccessDenied:  # a process of another user, such as Slurm's parent of the ranks
+    except psutil.AccessDenied:  # a process of another user, such as the process of Slurm that starts the ranks
         return Used(seconds, 0, 0, 0, 0, rss)
     return Used(seconds, io.read_chars, io.read_count, io.read_bytes, io.write_chars, rss)
 
 
 def find_snakemake(process: int) -> int | None:
-    """Return the outermost controller (Snakemake process) among the ancestors of `process`; None without any."""
+    """Return the outermost controller (Snakemake process) among the ancestors of `process`; None without one."""
     named = os.environ.get(SNAKEMAKES, "").split()
     above = [parent.pid for parent in psutil.Process(process).parents() if str(parent.pid) in named]
     return above[-1] if above else None
@@ -81,7 +82,7 @@ class Meter:
         self._begin, self._start = time.time(), time.perf_counter()
 
     def usage(self, world: World) -> Usage:
-        """Return the resource use on rank 0's node since the start, by ranks and by others; all ranks must call it."""
+        """Return the resource use on rank 0's node since the counter's creation; all ranks must call it."""
         from dlscale.measure.records import Usage
 
         seconds = time.perf_counter() - self._start

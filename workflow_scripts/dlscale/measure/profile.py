@@ -1,6 +1,6 @@
 """Stage `profile`: measure time and memory of some steps with one profiler after the other.
 
-Each profiler gets separate steps. Plain steps just before and after them show the profiler's overhead.
+Each profiler gets separate steps. Plain steps just before and after these steps show the profiler's overhead.
 """
 
 from __future__ import annotations
@@ -44,14 +44,18 @@ def main(args: argparse.Namespace) -> None:
     settings: Settings = run.profile
     ranks = run.processes.world_size
     if wrong := [rank for rank in settings.ranks if rank >= ranks]:
-        raise UserError(f"profile.ranks: {wrong[0]}: this run has {ranks} processes, numbered from 0; name others")
+        raise UserError(
+            f"profile.ranks: {wrong[0]}: this run has {ranks} processes, numbered from 0; choose existing ranks"
+        )
     with (
         run_context(run, args.manifest, args.device) as (world, _),
         _folder(Path(args.out), world) as folder,
     ):
         found = dict[str, Found]()
         for name, module in registry.profilers().items():
-            if name in settings.tools:  # before the model is opened: its processes need the device's memory
+            if (
+                name in settings.tools
+            ):  # before the model is opened, because this profiler's processes need the device's memory
                 start = registry.load(module).profile
                 found[name] = start(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
@@ -120,7 +124,7 @@ def measure(
 
 
 def _memory(session: Session, batch: Batch) -> Memory | None:
-    """Return the memory of a step; log the reason and return None if fake tensors cannot run the model."""
+    """Return the memory of a step; if fake tensors cannot run the model, log the reason and return None."""
     try:
         return memory.measure(session, batch)
     except Exception as error:
@@ -131,7 +135,10 @@ def _memory(session: Session, batch: Batch) -> Memory | None:
 
 
 def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:
-    """Return the tools as recorded by the first profiled rank, with the files, problems and rows of all ranks."""
+    """Return the tools with the figures of the first profiled rank, and the rows of all profiled ranks.
+
+    The tools also have the files of all profiled ranks, and the first problem of any rank.
+    """
     tools, rows = list[ProfiledTool](), list[TopEntry]()
     for name in settings.tools:
         each = [every[rank][name] for rank in sorted(set(settings.ranks))]
@@ -152,7 +159,7 @@ def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[Pro
 
 @contextlib.contextmanager
 def _folder(out: Path, world: World) -> Iterator[Path]:
-    """Yield a temporary folder for the files of all ranks; rename it to `out` when all ranks have finished."""
+    """Yield a temporary folder for the files of all ranks; rename the folder to `out` when all ranks have finished."""
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(atomic_write(out)) if world.main else None
         if mine is not None:
@@ -166,13 +173,13 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
 def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Window) -> tuple[Found, list[float]]:
     """Return a profiler's results in a window of steps, and the seconds of the plain steps before and after.
 
-    All ranks make all steps, even if the profiler fails on some.
+    All ranks make all steps, even if the profiler fails on some ranks.
     """
     problems, seconds, before = list[str](), list[float](), window.run()
     with _noted(problems), tool.attached() if tool else contextlib.nullcontext():
         seconds = window.run()
     seconds = seconds or window.run()
-    after = window.run()  # at once: reading results is slow, and the machine's speed may drift
+    after = window.run()  # before the slow reading of results, during which the machine's speed may drift
     if tool and not problems:
         with _noted(problems):
             told, rows = tool.found(seconds)
@@ -183,7 +190,7 @@ def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Windo
 
 @contextlib.contextmanager
 def _noted(problems: list[str]) -> Iterator[None]:
-    """Append the message to `problems` if a profiler does not work."""
+    """Append the error's message to `problems` if a profiler does not work."""
     try:
         yield
     except (Unavailable, OSError) as error:
@@ -191,7 +198,7 @@ def _noted(problems: list[str]) -> Iterator[None]:
 
 
 def first_rows(rows: list[TopEntry], rank: int) -> list[TopEntry]:
-    """Return the `TOP` longest rows of each profiler and kind, of one rank."""
+    """Return the `TOP` rows with the longest time of each profiler and kind, for one rank."""
     mine = sorted((row for row in rows if row.rank == rank), key=lambda row: (row.tool, row.kind, -row.seconds))
     groups = itertools.groupby(mine, key=lambda row: (row.tool, row.kind))
     return [row for _, group in groups for row in itertools.islice(group, TOP)]

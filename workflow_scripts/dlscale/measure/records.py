@@ -11,7 +11,7 @@ from dlscale.core.noise import interval
 from dlscale.core.record import Measured, Positive, Record
 from dlscale.parallel.records import Device, Links, MemoryUse
 
-#: The three throughput measurements (loading, computing, training), in the order of tables and figures.
+#: The three modes of a throughput measurement (loading, computing, training), in the order of tables and figures.
 MODES = ("IO", "SYNTHETIC", "FULL")
 
 #: Units of a rate; steps/s is used for an external program with unknown batch size.
@@ -21,18 +21,19 @@ SAMPLE_RATE, STEP_RATE = "samples/s", "steps/s"
 class Usage(Record):
     """Resource use during a measurement, on the node of rank 0."""
 
-    begin: float | None = None  #: Begin, seconds since 1970-01-01 UTC.
+    begin: float | None = None  #: Begin of the measurement, seconds since 1970-01-01 UTC.
     seconds: float = Field(ge=0)
-    cores: int = Field(ge=1)  #: Number of cores that its processes may use.
+    cores: int = Field(ge=1)  #: Number of cores that the run's processes on the node may use.
     cpu_seconds: float  #: Processor seconds of the run's processes on the node, including the loader's.
     cores_cpu_seconds: float  #: Processor seconds of all programs on these `cores`.
     read_bytes: int | None = None  #: Bytes that the run's processes fetched from disks; cached reads do not count.
 
 
 class Trials(Record):
-    """One mode of a throughput measurement, in the form of romerojosh/benchy; rates are samples/s, times seconds.
+    """One mode of a throughput measurement, with the keys of romerojosh/benchy.
 
-    `avg_iter_throughput` equals `trial_throughput`, since single steps are not timed.
+    Rates are in samples/s (for some external programs in steps/s), times in seconds. `avg_iter_throughput` equals
+    `trial_throughput`, because single steps are not timed.
     """
 
     trial_throughput: list[float] = []
@@ -50,7 +51,7 @@ class SampleWork(Record):
     forward_flops: float = Field(ge=0)  #: FLOPs of the forward pass; a multiply-add counts as two.
     backward_flops: float = Field(ge=0)
     #: Bytes that the operators of forward pass, backward pass and update read and write without compilation. Data that
-    #: stay in a cache between two operators count, too. None if the bytes cannot be counted.
+    #: stay in a cache between two operators also count. None if the bytes cannot be counted.
     bytes: float | None = None
     operators: float | None = None  #: Operators that a step calls without fusion, for any batch size.
     source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or the operators of a step.
@@ -62,10 +63,11 @@ class SampleWork(Record):
 
 
 class OperatorWork(Record):
-    """Work and time per step of an operator in a module, forward and backward together, in one process."""
+    """Work and time per step of one operator in one module and process, forward and backward pass together."""
 
     operator: str
-    module: str  #: Module and its class (`*`: equal parts); outside of modules the range of the step.
+    #: Name and class of the module (`*` stands for equal parts); outside of modules, the range of the step.
+    module: str
     calls: float
     seconds: float = Field(ge=0)  #: Time on the device.
     flops: float = Field(ge=0)  #: FLOPs of products and convolutions; 0 for other operators.
@@ -76,69 +78,71 @@ class Peaks(Record):
     """Peak rates of one device, measured in the process of the run."""
 
     dtype: str  #: Number format of the matrix product, from the run's precision.
-    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run was faster.
+    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run reached more.
     bytes_per_second: float = Field(gt=0)  #: Bytes/s read and written by a copy in the device's memory.
-    operator_seconds: float | None = None  #: Host seconds per operator call, for single numbers.
+    operator_seconds: float | None = None  #: Host seconds per call of an operator on a single number.
 
 
 class Beside(Record):
-    """Paired timing of a run and the first run of its plan, training (FULL)."""
+    """Paired timing of training (FULL) for a run and the first run of its plan."""
 
     compute: str  #: `dlscale.config.compute.compute_digest` of the first run.
-    #: (Samples/s of this run, of the first run) by opening and round; in each opening both runs start anew.
+    #: (Samples/s of this run, samples/s of the first run) by opening and round. Both runs start anew in each opening.
     openings: list[Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]] = Field(min_length=1)
 
     @property
     def ratios(self) -> list[float]:
-        """Natural logarithm of the speed-up of each opening: the trimmed mean of its rounds."""
+        """Natural logarithm of the speed-up in each opening, the trimmed mean over the rounds."""
         return [interval([math.log(own / first) for own, first in rounds])[0] for rounds in self.openings]
 
 
 class Outside(Record):
-    """An external program, and the way in which its steps were measured."""
+    """An external program, and the measurement of its steps."""
 
     command: list[str]
-    #: Source of the step times: the program itself, PyTorch's functions, its log, or a rate that it prints.
+    #: Source of the step times: calls in the program, PyTorch's functions, the program's log, or a rate that it prints.
     way: Literal["timed", "seen", "log", "rate"]
     samples: bool = True  #: Whether rates are samples/s (else steps/s).
     steps: int  #: Number of counted steps.
     status: int  #: Exit status.
-    seconds: float = Field(ge=0)  #: Seconds from its start to its end.
-    first_step_seconds: float = Field(ge=0)  #: Seconds from its start to the end of its first step.
+    seconds: float = Field(ge=0)  #: Seconds from the program's start to its end.
+    first_step_seconds: float = Field(ge=0)  #: Seconds from the program's start to the end of its first step.
     waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
-    training: float = Field(ge=0, le=1)  #: Fraction of the time from first to last step in FULL.
+    training: float = Field(ge=0, le=1)  #: Fraction of the time from the first to the last step spent in steps.
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
-    stalled: float | None = None  #: Fraction of its time in which processes on the machine waited for memory.
-    queued: float | None = None  #: Fraction of its time in which threads on the machine waited for a core.
+    stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.
+    queued: float | None = None  #: Fraction of the program's time in which threads on the machine waited for a core.
     rank_waiting: list[float] = []  #: `waiting` of each process.
-    rank_cores: list[float] = []  #: Busy cores of each process in these steps, without its loader's workers.
+    rank_cores: list[float] = []  #: Busy cores of each process in the counted steps, without the workers of its loader.
     #: Whether FULL includes steps under profilers, because no other steps were left.
     profiled: bool = False
-    trainings: int = 1  #: Number of trainings, one after the other; the longest one counts.
+    trainings: int = 1  #: Number of trainings, one after the other; the longest training counts.
     stopped: str | None = None  #: Reason why dlscale stopped watching the steps before the program ended.
 
 
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
-    #: Number of devices that compute; equal to the number of processes except with `parallel.kind: dp`.
+    #: Number of devices that compute. Equal to the number of processes, except with `parallel.kind: dp`.
     nranks: int = Field(1, ge=1)
     batch_size: int | None = None  #: Samples per step over all processes.
     device: Device = Device()
-    compute: str | None = None  #: Digest of all settings that affect the step time (`dlscale.config.compute`).
-    settings: dict[str, Any] = {}  #: The run's `throughput`: warm-up trials, trials, batches.
+    compute: str | None = None  #: Digest of the settings that affect the step time (`dlscale.config.compute`).
+    settings: dict[str, Any] = {}  #: The run's settings `throughput`.
     compile: dict[str, float] | None = None  #: Compile times `cold_seconds` and `warm_seconds`, if the run compiles.
     io: Trials | None = Field(None, alias="IO")  #: Loading only.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
     beside: Beside | None = None  #: Paired timing of FULL with the plan's first run; only for runs of one process.
-    alone: Trials | None = None  #: SYNTHETIC without synchronised gradients; only for runs of several processes.
+    #: SYNTHETIC without synchronised gradients; only for runs of several processes that can step alone.
+    alone: Trials | None = None
     work: SampleWork | None = None  #: FLOPs and bytes per sample.
     peaks: Peaks | None = None  #: Peak rates of one device.
-    peak_memory_bytes: int | None = None  #: Largest of all processes: GPU memory, or on a CPU main memory.
+    #: Peak memory of the process that uses the most memory: GPU memory, or on a CPU main memory.
+    peak_memory_bytes: int | None = None
     predicted: MemoryUse | None = None  #: Predicted memory of a step on each device.
-    links: Links | None = None  #: Links between processes, if they were tested.
-    outside: Outside | None = None  #: Only for an external program; FULL then has windows of its steps as trials.
+    links: Links | None = None  #: Links between processes; None if the links were not tested.
+    outside: Outside | None = None  #: An external program's record; the trials of FULL are then windows of its steps.
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -152,7 +156,7 @@ class Throughput(Record):
         return trials
 
     def mfu(self, mode: str = "FULL") -> float | None:
-        """Return the model FLOPs utilisation of a mode: its fraction of the devices' peak FLOP/s.
+        """Return the model FLOPs utilisation of a mode, a fraction of the devices' peak FLOP/s; None if unknown.
 
         See Chowdhery et al. 2022, appendix B.
         """
@@ -162,7 +166,7 @@ class Throughput(Record):
         return trials.mean * self.work.flops / (self.nranks * self.peaks.flops)
 
     def mbu(self, mode: str = "FULL") -> float | None:
-        """Return the fraction of the devices' peak memory bandwidth that a mode uses; above 1 with good caching."""
+        """Return the fraction of the devices' peak memory bandwidth that a mode uses; caches may raise it above 1."""
         trials = self.mode(mode)
         if not (trials and self.work and self.work.bytes and self.peaks):
             return None

@@ -1,14 +1,14 @@
 """Roofline data: the work of a training step for one sample, and the peak rates of a device.
 
-Work comes from a study's formula, and from counting operators. Both count *model* FLOPs, as MFU requires (Chowdhery et
-al. 2022, arXiv:2204.02311, appendix B): products and convolutions, two for a multiply-add, without recomputation. By
-formula the backward pass is twice the forward pass; the counted backward pass lacks the gradient of the input.
+The work is known from a study's formula, and from counting operators. Both count *model* FLOPs, as MFU requires
+(Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOPs of products and convolutions, two for a multiply-add,
+without recomputation. By formula, the backward pass takes twice the FLOPs of the forward pass. By counting, the
+backward pass lacks the gradient of the input.
 
-`operator_work` returns the work and time of each operator of a step, by the module that calls it: points in a roofline
-diagram.
+`operator_work` returns the work and time of each operator of a step by module, for the points in a roofline diagram.
 
 Peaks are the rates of a large matrix product and of a copy in memory (Williams, Waterman and Patterson 2009,
-doi:10.1145/1498765.1498785). On a CPU they are sums over threads that work independently.
+doi:10.1145/1498765.1498785). On a CPU, peaks are sums over threads that work independently.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dlscale.train.step import Network
 aten = torch.ops.aten
 Found = TypeVar("Found")
 
-#: Largest relative difference between forward FLOPs by formula and counted ones; above it a warning is logged.
+#: Largest relative difference between forward FLOPs by formula and counted forward FLOPs without a warning.
 TOLERANCE = 0.02
 
 
 def attempt(what: str, work: Callable[[], Found]) -> Found | None:
     """Return the result of `work`; if it fails, log `what` and the error, and return None.
 
-    So a failure does not end the stage, and its other measurements are kept.
+    So a failure does not end the stage, and the stage keeps its other measurements.
     """
     try:
         return work()
@@ -63,7 +63,7 @@ def attempt(what: str, work: Callable[[], Found]) -> Found | None:
 
 
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
-    """Return the work of a sample, counted and by formula; log a failure and return None for it."""
+    """Return the work for one sample, (counted, by formula); log a failure and return None for the failed method."""
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
     forward = attempt("the study's FLOPs formula fails", lambda: session.study.flops(session.run, session.manifest))
     if forward is None:
@@ -76,7 +76,7 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
         source="formula",
     )
     if work and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
-        message = "FLOPs of a forward pass: %.4g by the study's formula, %.4g counted. One of them is wrong"
+        message = "FLOPs of a forward pass: %.4g by the study's formula, %.4g counted. One of the two numbers is wrong"
         logging.warning(message, formula.forward_flops, work.forward_flops)
     return work, formula
 
@@ -84,7 +84,7 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
 def counted(session: Session, batch: Batch) -> SampleWork:
     """Count the work of the operators of a step, per sample of the batch.
 
-    For a model that several devices share, count the complete model, as on one device.
+    If several devices share a model, the complete model is counted, as on one device.
     """
     run = session.run
 
@@ -109,7 +109,7 @@ def counted(session: Session, batch: Batch) -> SampleWork:
 
 
 class OperatorCount(TorchDispatchMode):
-    """Context that sums the FLOPs and bytes of all operators called in it, by phase."""
+    """Context that sums the FLOPs and bytes of all operators that are called within the context, by phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,12 +148,12 @@ class OperatorCount(TorchDispatchMode):
 
 #: Number of timed steps, after one warm-up step.
 STEPS = 3
-#: Seconds of work given to a GPU before a step, so that the operators of the step are queued before they run.
+#: Seconds of work that a GPU gets before a step, so that the operators of the step are queued before they run.
 AHEAD = 0.25
 
 
 def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
-    """Return work and time of a step's operators, means of some steps on a batch; all ranks must call it.
+    """Return work and time of a step's operators, means over `STEPS` steps on one batch; all ranks must call it.
 
     The list is empty if Python does not call the operators one by one (compiled steps, CUDA graphs), with strategies
     other than DDP, and if several devices share a model.
@@ -174,7 +174,7 @@ def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
 
 
 class TimedOperators(OperatorCount):
-    """Context that sums work and time of all operators called in it, by operator and module.
+    """Context that sums work and time of all operators that are called within the context, by operator and module.
 
     On a GPU the time is device time between CUDA events.
     """
@@ -195,9 +195,10 @@ class TimedOperators(OperatorCount):
         return str(func._overloadpacket), (passing and self.modules.name) or self._phase
 
     def keep_busy(self) -> None:
-        """Queue matrix products on a GPU.
+        """Queue matrix products on a GPU, so that the host stays ahead of the GPU.
 
-        Otherwise the GPU would reach an event before the host has launched the operator, and time the host.
+        Without this queue, the GPU would reach an event before the host has launched the next operator, and the time
+        between events would include the host's time.
         """
         if self._device.type == "cuda":
             x = torch.randn(4096, 4096, device=self._device)
@@ -205,7 +206,7 @@ class TimedOperators(OperatorCount):
                 torch.mm(x, x)
 
     def work(self, steps: int) -> list[OperatorWork]:
-        """Return means per step of all operators that move bytes, except communication between processes."""
+        """Return work and time per step of all operators that move bytes, except communication between processes."""
         seconds, calls = Counter[Any](), Counter[Any]()
         for key, begin, end in self._times:
             seconds[key] += 1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin
@@ -233,10 +234,10 @@ class TimedOperators(OperatorCount):
 
 
 class ModuleAt:
-    """Name of the module that computes at the moment, in the forward pass and in the backward pass."""
+    """Tracker of the module that is computing, in the forward pass and in the backward pass."""
 
     def __init__(self, network: Network) -> None:
-        self.name = ""  #: Name of the module; empty outside of the network's modules.
+        self.name = ""  #: Name of the module that is computing; empty outside of the network's modules.
         self._names = _names(network.model)
         self._outer, self._claimed = list[str](), set[Any]()
 
@@ -250,7 +251,7 @@ class ModuleAt:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._outer.append(self.name if self._outer else "")  # after a backward pass `name` still has its last module
+        self._outer.append(self.name if self._outer else "")  # `name` may be left from a backward pass
         self.name = self._names.get(module, self._outer[-1])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -273,7 +274,7 @@ class ModuleAt:
 
 
 def _names(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
-    """Return name and class of a module and of all modules in it; equal parts of a container share the name `*`."""
+    """Return module → "name (class)", for a module and all modules in it; equal parts of a container are named `*`."""
     kind = type(module).__name__
     found, parts = {module: f"{name} ({kind})" if name else kind}, dict(module.named_children())
     forms = {(type(part), *(p.shape for p in part.parameters())) for part in parts.values()}
@@ -293,7 +294,7 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
 ) -> int:
-    """Return the FLOPs of four products, twice the forward pass; the recomputation of the scores is not counted."""
+    """Return the FLOPs of four products, twice those of the forward pass; recomputed scores do not count."""
     return 2 * int(sdpa_flop_count(query, key, value))
 
 
@@ -336,20 +337,20 @@ FORMULAS: dict[Any, Any] = {
 
 # ---- bytes of operators ------------------------------------------------------------------------------
 
-#: Operators that write their first argument without reading it. (`..._like` and `new_...` read only its shape.)
+#: Operators that write their first argument without reading it. (`..._like` and `new_...` read only the shape.)
 WRITE_ONLY = {
     "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
     "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-#: Operator → argument from which it reads only as many bytes as it writes.
+#: Operator → argument from which the operator reads only as many bytes as it writes.
 GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding": "weight"}
 
 
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that one call of an operator reads and writes; views cost zero.
 
-    Each input counts as read once, each output as written once, and a tensor that changes in place as both. The
-    exceptions are `WRITE_ONLY` and `GATHER`.
+    Each input counts as read once, each output as written once, and a tensor that changes in place as read and written.
+    Operators in `WRITE_ONLY` and `GATHER` read less. Views, `empty` and queries count as zero.
     """
     name = func._overloadpacket.__name__
     arguments, returns = func._schema.arguments, func._schema.returns
@@ -367,7 +368,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         size = sum(_size(value) for value in _tensors(given.get(argument.name)))
         changed = bool(argument.alias_info and argument.alias_info.is_write)
         if argument.name == "grads" and name.startswith("_fused_") and given.get("grad_scale") is None:
-            changed = False  # contrary to the schema, gradients change only with a loss scale
+            changed = False  # contrary to the schema, gradients only change if there is a loss scale
         if GATHER.get(name) == argument.name:
             size = written
         reads = not shape_alone and not (place == 0 and name in WRITE_ONLY)
@@ -380,28 +381,28 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's distinct elements: expanded dimensions count once."""
+    """Return the bytes of a tensor's distinct elements, so that expanded dimensions count once."""
     sizes = [size if stride or not size else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return math.prod(sizes) * tensor.element_size()
 
 
 # ---- peaks of a device -----------------------------------------------------------------------------
 
-#: Time spent on measuring matrix products, by type of device, and on copies, seconds.
+#: Time for measuring matrix products by type of device, and time for measuring copies, seconds.
 PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
-#: Edges of the square matrices; a size is skipped if one product would take more than a quarter of the time.
+#: Edges of the square matrices. A size is skipped if one product would take more than a quarter of `PRODUCT_SECONDS`.
 EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of the copied buffer, per GPU or for all CPU threads together: much larger than caches.
+#: Bytes of the copied buffer, per GPU or for all CPU threads together. The buffer must be much larger than caches.
 BUFFER = {"cpu": 2**28, "cuda": 2**30}
 #: Minimum bytes of the copied buffer per thread.
 MIN_COPY_BYTES = 2**24
-#: Bytes of a single copy of a thread.
+#: Bytes of a single copy by a CPU thread.
 PIECE = 2**23
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
-    """Measure all devices of a run at the same time; return mean peaks, or None if a rank lacks memory."""
+    """Measure all devices of a run at the same time; return mean peaks, or None if a rank cannot measure its peaks."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     world.barrier()
@@ -425,11 +426,12 @@ def measure_peaks(precision: str, device: torch.device) -> Peaks:
 
 
 def at_least(peaks: Peaks, flops: float) -> Peaks:
-    """Raise the peak FLOP/s to the FLOP/s that the run reached on a device, if these are higher."""
+    """Return the peaks, with the FLOP/s that the run reached on a device if this rate is higher than the peak."""
     if flops <= peaks.flops:
         return peaks
     logging.warning(
-        "the run reached %.4g FLOP/s on a device, more than a matrix product; this rate replaces the peak", flops
+        "the run reached %.4g FLOP/s on a device, more than a matrix product reached; the peak is set to this rate",
+        flops,
     )
     return peaks.model_copy(update={"flops": flops})
 
@@ -443,8 +445,8 @@ def product_rate(dtype: torch.dtype, device: torch.device) -> float:
 def _best_product(dtype: torch.dtype, device: torch.device) -> float:
     """Return the highest FLOP/s of all products, cycling through the sizes.
 
-    Sizes that would take too long at the best rate so far are skipped. They are tried again when that rate rises, for
-    example after a slow first call.
+    A size that would take too long at the best rate so far is skipped. The size is tried again when the best rate
+    rises, for example after a slow first call.
     """
     limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
     end = time.perf_counter() + limit
@@ -469,9 +471,10 @@ def copy_rate(device: torch.device) -> float:
 
 
 def _own_copies(size: int) -> float:
-    """Return the bytes/s read and written by a thread, by its own processor time, while other threads copy, too.
+    """Return the bytes/s that a thread reads and writes in copies, while other threads also copy.
 
-    It is the median of the copies: in the fastest copy the other threads paused.
+    The time is the thread's own processor time. The rate is the median over the copies, because the fastest copy
+    happens while other threads pause.
     """
     # Ones, not zeros: Linux maps all unwritten zeros to the same page.
     source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
@@ -486,22 +489,22 @@ def _own_copies(size: int) -> float:
 
 
 def _at_once(work: Callable[[], float]) -> float:
-    """Do this work in all threads at the same time; return the sum of their results."""
+    """Call `work` in all threads at the same time; return the sum of the results."""
     before, count = torch.get_num_threads(), _threads()
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
     finally:
-        torch.set_num_threads(before)  # also for new threads
+        torch.set_num_threads(before)  # the number also holds for new threads
 
 
 def _threads() -> int:
-    """Return the number of PyTorch's threads in this process, at most the number of its cores."""
+    """Return the number of PyTorch's threads in this process, at most the number of the process's cores."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 
 def operator_seconds(device: torch.device) -> float:
-    """Return the host's seconds per operator call, from a chain of products of single numbers and its gradients."""
+    """Return the host's seconds per operator call, from products of single numbers and their gradients."""
     x = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -518,7 +521,7 @@ def operator_seconds(device: torch.device) -> float:
 def best_of(function: Callable[[], object], device: torch.device, limit: float) -> float:
     """Return the shortest time of a call, seconds.
 
-    After a warm-up call, repeat within `limit` seconds, at least three times.
+    After a warm-up call, `function` is called repeatedly for about `limit` seconds, and at least three times.
     """
     start = time.perf_counter()
     times: list[float] = []

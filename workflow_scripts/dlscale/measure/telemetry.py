@@ -1,8 +1,9 @@
 """Telemetry of a run: `python -m dlscale.measure.telemetry PID RANKS GPUS`, a small process next to the stage.
 
-PID is the root process of the run, which includes its descendants. RANKS is the number of the run's ranks on this node,
-GPUS the number of CUDA devices to sample. The process writes the rows of `dlscale.core.telemetry` once a second, until
-its standard input closes or receives a byte, or until its parent ends.
+PID is the root process of the run; its descendants belong to the run. RANKS is the number of the run's ranks on this
+node, and GPUS is the number of CUDA devices to sample. The telemetry process writes the rows of
+`dlscale.core.telemetry` once a second. It ends when its standard input closes or receives a byte, or when its parent
+ends.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.measure import processes
 
 SECONDS = 1.0  #: Seconds between two samples.
-MIN_LAST_SECONDS = 0.1  #: Minimum seconds of the last sample: Linux counts processor time in steps of 0.01 s.
-#: Bit of `nvmlClocksEventReasons` (nvml.h) → cause of reduced clocks. Intended causes are left out: an idle GPU (0x1),
-#: clocks set by a user (0x2, 0x100), synchronised GPUs (0x10).
+MIN_LAST_SECONDS = 0.1  #: Minimum seconds of the last sample, because Linux counts processor time in steps of 0.01 s.
+#: Bit of `nvmlClocksEventReasons` (nvml.h) → cause of reduced clocks. Intended causes are not in the table: an idle GPU
+#: (0x1), clocks set by a user (0x2, 0x100), synchronised GPUs (0x10).
 REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -50,9 +51,9 @@ class Node:
         """Return the resource use since the last call, or since the object was created."""
         now, machine, run, call = time.monotonic(), psutil.cpu_times(), self._used(), self._call_seconds()
         seconds = max(now - self._time, 1e-6)
-        busy = ("user", "nice", "system", "irq", "softirq")  # `user` includes the time of guests
+        busy = ("user", "nice", "system", "irq", "softirq")  # `user` includes the time of virtual machines
         cpu = sum(getattr(machine, name) - getattr(self._machine, name) for name in busy) / seconds / self._cores
-        # A process adopted by a daemon leaves the tree with all its past use, so the sums may shrink.
+        # A process that a daemon adopts leaves the tree with all its past use, so the sums may shrink.
         rates = [max(0.0, after - before) / seconds for after, before in zip(run, self._run, strict=True)]
         cpu_run = rates[0] / self._cores
         jobs = None
@@ -117,10 +118,10 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
 
 
 class Energy:
-    """Counter of energy since its creation: of the full node on Cray, else of processors and memory (RAPL).
+    """Counter of the energy since its creation: energy of the node on Cray, or else of processors and memory (RAPL).
 
     RAPL's counters are in microjoules and restart at `max_energy_range_uj` (Linux, Documentation/power/powercap). On
-    most systems only root may read them. Cray's file contains `JOULES J MICROSECONDS us`.
+    most systems, only root may read these counters. Cray's file contains `JOULES J MICROSECONDS us`.
     """
 
     def __init__(self, system: Path = Path("/sys")) -> None:
@@ -133,7 +134,7 @@ class Energy:
         self._before, self._joules = [_number(file) for file, _, _ in self._counters], 0.0
 
     def joules(self) -> float | None:
-        """Return the energy since the creation, J; None without a readable counter."""
+        """Return the energy since the counter's creation, J; None without a readable counter."""
         for place, (file, unit, most) in enumerate(self._counters):
             now, before = _number(file), self._before[place]
             if now is not None and before is not None:
@@ -159,9 +160,10 @@ def _number(file: Path) -> float | None:
 
 
 def bus_ids(count: int) -> list[str]:
-    """Return the PCI addresses of the first `count` devices that CUDA programs see here, in their order.
+    """Return the PCI addresses of the first `count` devices that a CUDA program sees, in CUDA's order.
 
-    The CUDA driver applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. No context is created, which would take memory.
+    The CUDA driver applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. The query creates no context, because a context
+    would take memory on the device. The list is empty without a driver.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -192,7 +194,8 @@ class Gpus:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        # If each rank sees only its own GPU, this process's GPUs have only part of the run's energy: leave it out.
+        # If each rank sees only its own GPU, the GPUs of this process have only a part of the run's energy, so power
+        # and energy are left out.
         self._whole = len(addresses) == count
         self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
 
@@ -216,7 +219,7 @@ class Gpus:
         )
 
     def _ask(self, question: str, *words: Any) -> Any:
-        """Query NVML; return None if this GPU or its driver does not support the query."""
+        """Query NVML; return None if the GPU or its driver does not support the query."""
         try:
             return getattr(self._nvml, question)(*words)
         except self._nvml.NVMLError:

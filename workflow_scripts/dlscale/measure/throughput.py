@@ -42,9 +42,9 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
-#: Factor on the number of batches of a trial, since the duration of trials varies.
+#: Factor that raises the number of batches of a trial, because the duration of trials varies.
 MARGIN = 1.1
-#: Largest growth factor of the number of batches from one trial to the next; a slow first use would mislead it.
+#: Largest growth factor of the number of batches from one trial to the next, because a first trial may mislead.
 GROWTH = 16
 
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
         turns = None
-        if args.beside:  # before any computation, since the timed processes are forks of this one
+        if args.beside:  # before any computation, because the timed processes are forks of this process
             own = TimedRunSettings(args.config, args.manifest, args.device, args.threads)
             first = replace(own, config=args.beside, manifest=args.beside_manifest)
             turns = stack.enter_context(contextlib.closing(Turns(own, first)))
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def time_paired_runs(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
-    """Return the paired timing with the plan's first run; if it fails, log the reason and return None."""
+    """Return the paired timing with the plan's first run; if the timing fails, log the reason and return None."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # free this process's memory for the two timed runs
@@ -86,13 +86,16 @@ def time_paired_runs(settings: Settings, turns: Turns, args: argparse.Namespace)
     found = Beside(compute=compute_digest(load_run(args.beside, "throughput").model_dump(mode="json")), openings=rounds)
     ratio, error = interval(found.ratios)
     logging.info(
-        "paired timing, %d openings: %.3f times as fast as the first run, -+ %.3f", len(rounds), math.exp(ratio), error
+        "paired timing, %d openings: %.3f times as fast as the first run (relative error -+ %.3f)",
+        len(rounds),
+        math.exp(ratio),
+        error,
     )
     return found
 
 
 def measure(settings: Settings, session: Session) -> Throughput:
-    """Return the samples/s of all ranks together in each mode."""
+    """Measure the samples/s of all ranks together in each mode; return the record."""
     step, world, run = session.step, session.world, session.run
     compiling: dict[str, float] | None = None
     modes: dict[str, Trials] = {}
@@ -106,8 +109,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
             if loader.samples % run.batch_size:  # compile for the smaller last batch before the trials
                 rest = len(share.indices(len(loader) - 1, loader.samples))
                 step.gradients(cached[0][:rest], cached[1][:rest])
-        # Epoch 0 gave the cached batch; IO and FULL start with epoch 1, which no worker has prefetched. Batches include
-        # the weight of the rank's loss, as in training: with it all ranks record the same CUDA graph.
+        # The cached batch comes from epoch 0. IO and FULL start with epoch 1, which no worker has prefetched. As in
+        # training, batches include the weight of the rank's loss, so that all ranks record the same CUDA graph.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
             "IO": (training_batches(session, loader, 1), lambda *batch: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
@@ -117,7 +120,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
             modes[mode] = trials(mode, batches, consume, settings, world)
             logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
         if world.data_size > 1 and run.can_step_alone:
-            with step.strategy.unsynchronised():  # as the last mode, since the ranks' weights differ afterwards
+            with step.strategy.unsynchronised():  # the last mode, because the ranks' weights differ afterwards
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
             logging.info("SYNTHETIC (computing) without synchronised gradients: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before operators are counted and peaks measured
@@ -148,13 +151,13 @@ def trials(
 ) -> Trials:
     """Run warm-up and counted trials over one unbroken stream of batches.
 
-    All ranks begin a trial together, and it ends with the slowest rank. The last warm-up trial determines the number of
-    batches; warm-up trials are repeated until one takes half of `settings.seconds`.
+    All ranks begin a trial together, and the trial ends when the slowest rank ends. The last warm-up trial determines
+    the number of batches per trial. Warm-up trials are repeated until a trial takes half of `settings.seconds`.
     """
     size, warmed = settings.batches, 0
 
     def trial() -> tuple[int, float, float]:
-        """Return this rank's samples in a trial, its seconds, and the seconds of the slowest rank."""
+        """Return (samples of this rank in a trial, seconds of this rank, seconds of the slowest rank)."""
         synchronize(world.device)
         world.barrier()
         count, alone = timed_steps(consume, batches, size, world.device)
@@ -192,8 +195,8 @@ def trials(
 def compilation(step: Step, batch: Batch, device: torch.device) -> dict[str, float]:
     """Return the seconds to compile the forward and backward pass of `step`, without changing weights.
 
-    `cold_seconds`: with an empty cache on disk; `warm_seconds`: with a filled cache. The seconds of an ordinary pass
-    are subtracted.
+    `cold_seconds` is the time with an empty cache on disk, and `warm_seconds` the time with a filled cache. The seconds
+    of an ordinary pass are subtracted from both.
     """
     from torch._inductor.utils import clear_caches, fresh_cache
 

@@ -1,7 +1,7 @@
 """Stage `tune`: find the fastest loader, threads and batch size of a run, by successive halving and a duel.
 
 `tune.json` has all trials. `tuned.yaml` is a configuration file with a plan that compares the run with the winning
-setting; it has no plan if the run's own setting was not beaten.
+setting. The file has no plan if no setting is significantly faster than the run's own setting.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.loop import Hook, run_steps
 
-#: Function (number of a setting, seconds to measure) → samples/s; None if the setting cannot be measured.
+#: Function: (number of a setting, seconds to measure) → samples/s, None if the setting cannot be measured.
 Measure = Callable[[int, float], float | None]
 
 #: Number of a setting → samples/s of each turn.
 Rates = dict[int, list[float]]
 
-#: Number of turns per rung; even, so that a steady drift cancels.
+#: Number of turns per rung. The number is even, so that a steady drift of the machine cancels.
 TURNS = 2
 
-#: Fraction of the time for the duel, if a search precedes it.
+#: Fraction of the stage's time that the duel takes if a search precedes the duel.
 DUEL = 0.5
 
-#: Warm-up steps of a trial, plus one per worker of the loader, since each worker has a batch ready at the start.
+#: Warm-up steps of a trial. One step per worker of the loader is added, because each worker has a batch ready at the
+#: start.
 WARM_UP = 2
-#: Warm-up steps of the first trial with a new model: compilation, choice of kernels, recording of a CUDA graph
+#: Warm-up steps of the first trial with a new model, for compilation, choice of kernels and recording of a CUDA graph
 #: (`dlscale.train.step.EAGER_STEPS_OF_RANKS`).
 FIRST_WARM_UP = 12
 
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
-    """Write `tune.json`, and `tuned.yaml` with the command for its use, into `args.out`."""
+    """Write `tune.json`, and `tuned.yaml` with the command that uses it, into `args.out`."""
     file = Path(args.out) / "tuned.yaml"
     if found.changes:
         flag = [] if "--configfile" in args.call else ["--configfile"]
@@ -77,7 +78,7 @@ def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
     """Measure the candidate settings of a run; return the same record on every rank.
 
-    `threads`: CPU threads per node, shared by its processes.
+    `threads`: number of CPU threads per node, which the node's processes share.
     """
     settings: Tune = run.tune
     began, devices = time.perf_counter(), run.processes.gpus_per_node
@@ -108,7 +109,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
 
 def duel(best: int | None, rates: Rates) -> Duel | None:
-    """Return the result of the duel between a setting and the run's own; None if it was not measured."""
+    """Return the result of the duel between a setting and the run's own setting; None if there was no duel."""
     if not best or best not in rates:
         return None
     rounds = list(zip(rates[best], rates[0], strict=True))
@@ -118,12 +119,13 @@ def duel(best: int | None, rates: Rates) -> Duel | None:
 
 # ---- the search: successive halving, where every measurement is noisy --------------------------------
 #
-# Settings are measured in turns, every second turn in reverse order: the machine's drift cancels from their ratios. The
-# best setting of a search may be only lucky. Therefore a duel measures it and the run's own setting again.
+# Settings are measured in turns, every second turn in reverse order, so that the machine's drift cancels from their
+# ratios. The best setting of a search may only have been lucky. Therefore a duel measures the best setting and the
+# run's own setting again.
 
 
 def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
-    """Measure settings `turns` times, every second time in reverse order; drop settings that fail."""
+    """Measure all settings `turns` times, every second time in reverse order; drop settings that fail."""
     rates: Rates = {number: [] for number in numbers}
     for turn in range(turns):
         for number in list(rates) if turn % 2 == 0 else reversed(list(rates)):
@@ -136,15 +138,16 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
 
 
 def rungs(others: int) -> list[int]:
-    """Return the number of settings of each rung, without the run's own; a single setting needs no rung."""
+    """Return the number of settings of each rung, without the run's own setting; a single setting needs no rung."""
     return [size for size in halved(others, 2) if size > 1]
 
 
 def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, list[Rates]]:
     """Return the best of settings 1 … `count` - 1 (None if all fail), and the rates of each rung.
 
-    All rungs take the same time. Setting 0, the run's own, takes part in all rungs; of the other settings the faster
-    half is promoted. Within a turn settings are measured in the order of their numbers.
+    All rungs take the same time. Setting 0, the run's own setting, takes part in all rungs. The faster half of the
+    other settings is promoted to the next rung. In every second turn settings are measured in the order of their
+    numbers, in the other turns in reverse order.
     """
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others))
@@ -161,23 +164,24 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
 
 
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the changes of each setting to the run, by dotted key; the first one, the run's own, is empty.
+    """Return the changes of each setting to the run: dotted key → value; empty for the first, the run's own setting.
 
-    `cores`: cores per process. Without workers prefetching is not varied. The staging of data is the run's.
+    `cores`: number of cores per process. Prefetching is not varied without workers. Settings never change the run's
+    staging of data.
     """
     space: Tune = run.tune
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
     workers = space.workers or [0, *doubled]
     threads = space.threads or ([cores, max(1, cores // 2)] if device.type == "cpu" else [])
-    # Settings with the same batch size share a model, so they follow each other; the run's batch size comes first.
+    # Settings with the same batch size follow each other, because they share a model. The run's batch size comes first.
     batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
     kinds, counts = space.loaders or [run.loader.kind], threads or [run.threads]
-    # Loaders of all kinds read a staged copy of the data, but only with the setting `staging`.
+    # Loaders of all kinds read a staged copy of the data if they have the setting `staging`.
     staging = getattr(run.loader, "staging", "none")
     staged: dict[str, Any] = {} if staging == "none" else {"staging": staging}
     found: list[dict[str, Any]] = [{}]
     for batch, kind, count, working, ahead in itertools.product(batches, kinds, counts, workers, space.prefetch):
-        # Keys of another kind of loader have another meaning, even with the same name.
+        # A key of another kind of loader has another meaning, even if the name is the same.
         own = run.loader.model_dump() if kind == run.loader.kind else {}
         loader = {"kind": kind, "workers": working, **({"prefetch": ahead} if working else {}), **staged}
         known = {key: value for key, value in loader.items() if key in loader_classes()[kind].model_fields}
@@ -190,7 +194,7 @@ def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any
 
 
 def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
-    """Return the run with these changes; raise `UserError` if they contradict each other."""
+    """Return the run with the changes; raise `UserError` if the result is not a valid run."""
     settings, over = run.model_dump(mode="json"), nested(changes)
     loader = over.pop("loader", {})
     settings["loader"] = loader if "kind" in loader else settings["loader"] | loader
@@ -222,14 +226,15 @@ class _Trials:
         self._epoch = 0
 
     def __call__(self, number: int, seconds: float) -> float | None:
-        """Return FULL samples/s of all ranks together; note the problem and return None if the setting fails.
+        """Return FULL samples/s of all ranks together; if the setting fails, note the problem and return None.
 
-        A failure of the run's own setting is raised. A rank that fails while other ranks wait for it ends the stage.
+        A failure of the run's own setting is raised. If a rank fails while other ranks wait for this rank, the stage
+        ends.
         """
         rate, error, problem = 0.0, None, ""
         try:
             rate = self._trial(changed(self._run, self._changes[number]), seconds)
-        except Exception as raised:  # the other settings may still work
+        except Exception as raised:  # other settings may still work
             error = raised
             problem = "out of memory" if is_exhaustion(error) else brief(error) or type(error).__name__
             self.close()  # after a failed step the model may be unusable
@@ -250,7 +255,7 @@ class _Trials:
             torch.cuda.empty_cache()
 
     def _trial(self, run: RunCore, seconds: float) -> float:
-        """Return the samples/s of about `seconds` of steps; each trial uses another epoch."""
+        """Return the samples/s of steps that take about `seconds`; each trial uses another epoch."""
         warm_up = WARM_UP + getattr(run.loader, "workers", 0)
         if self._session is None or self._session.run.batch_size != run.batch_size:
             self.close()
@@ -269,7 +274,7 @@ class _Trials:
             world.barrier()
             start, elapsed, done = time.perf_counter(), 0.0, 0
             while elapsed < 0.9 * seconds or not done:
-                # The first two steps show how many fit into the time.
+                # The first two steps show how many steps fit into the time.
                 steps = max(1, round((seconds - elapsed) * done / elapsed)) if done else 2
                 run_steps(session.step, batches, range(done, done + steps), [count])
                 done += steps
@@ -282,23 +287,24 @@ class _Trials:
 
 
 def tuned(found: Tuning, study: str) -> str:
-    """Return YAML for `--configfile`, with a plan that compares the run's own setting and the winner, if any."""
+    """Return YAML for `--configfile`; if a setting won, with a plan that compares it with the run's own setting."""
     comments, plans = [f"Written by the stage tune of {found.run}.", found.verdict()], {}
     if found.changes:
         plans[found.plan] = {
             "study": study,
             "title": f"{found.run}, tuned",
             "from": found.run,
-            # The run's own setting is only timed here; its own plan decides whether it trains.
+            # This plan only times the run's own setting. The run's own plan decides whether the run trains.
             "only": {"train": ["tuned"]},
             "runs": {"own": {"use": found.run}, "tuned": {"label": "tuned", **nested(found.changes)}},
         }
         if "batch_size" in found.changes:
-            comments.append("Another batch size changes the training: adjust the learning rate if necessary.")
+            comments.append("Another batch size changes the training. Adjust the learning rate if necessary.")
         comments += [
-            "To train with it, and compare its speed with the run's own setting:",
+            "To train with the tuned setting, and to compare its speed with the run's own setting:",
             f"  {found.command}",
-            f"To use it in another plan, pass this file with --configfile, and write `from: {found.plan}.tuned` there.",
+            "To use the tuned setting in another plan, pass this file with --configfile, and write "
+            f"`from: {found.plan}.tuned` in that plan.",
         ]
     content = yaml.safe_dump({"plans": plans} if plans else {}, sort_keys=False)
     return "".join(f"# {line}\n" for line in comments) + content

@@ -13,12 +13,12 @@ class Tried(Record):
     """A setting that was tried."""
 
     changes: dict[str, Any]  #: Changes to the run, by dotted key; empty for the run's own setting.
-    rates: list[list[float]] = []  #: Samples/s of its trials, by rung, without the duel.
-    problem: str | None = None  #: Reason if it could not be measured.
+    rates: list[list[float]] = []  #: Samples/s of the setting's trials by rung, without the duel.
+    problem: str | None = None  #: Reason if the setting could not be measured.
 
 
 class Duel(Record):
-    """Paired timing of the best other setting (`challenger`) and the run's own."""
+    """Paired timing of the best other setting (`challenger`) and the run's own setting."""
 
     challenger: int  #: Index of the challenger in `Tuning.candidates`.
     rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's own setting, by round.
@@ -28,7 +28,7 @@ class Duel(Record):
 
     @property
     def won(self) -> bool:
-        """Whether the challenger is significantly faster: the interval is above 1."""
+        """Whether the challenger is significantly faster, because the interval is above 1."""
         return self.low > 1
 
 
@@ -37,9 +37,9 @@ class Tuning(Record):
 
     run: str = ""  #: PLAN.RUN.
     seconds: float = 0.0  #: Duration of the tuning.
-    candidates: list[Tried] = Field(min_length=1)  #: All settings; the first one is the run's own.
+    candidates: list[Tried] = Field(min_length=1)  #: All settings; the first is the run's own setting.
     duel: Duel | None = None  #: None if no other setting could be measured.
-    command: str = ""  #: Command that trains with the winner; empty without a winner.
+    command: str = ""  #: Command that trains with the winning setting; empty if no setting won.
 
     @property
     def plan(self) -> str:
@@ -48,7 +48,7 @@ class Tuning(Record):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changes of the winner to the run, by dotted key; empty unless a setting won."""
+        """Changes of the winning setting to the run, by dotted key; empty if no setting won."""
         return self.candidates[self.duel.challenger].changes if self.duel and self.duel.won else {}
 
     def verdict(self) -> str:
@@ -58,4 +58,4 @@ class Tuning(Record):
         ratio = f"{self.duel.ratio:.2f}× ± {(self.duel.high - self.duel.low) / 2:.2f}"
         if self.duel.won:
             return f"{ratio} as fast as the run's own setting."
-        return f"No significant speed-up: the best other setting is {ratio} as fast as the run's own."
+        return f"No significant speed-up: the best other setting is {ratio} as fast as the run's own setting."

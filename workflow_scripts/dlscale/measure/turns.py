@@ -1,8 +1,9 @@
 """Paired timing: time a run and the first run of its plan alternately, so that the machine's drift cancels.
 
-Each run is a separate process, which is paused during the other's turn. Two identical processes differ in speed by up
-to 4 % as long as they live, because of their placement in memory. Therefore both runs are opened (started anew) several
-times, and each opening is one measurement (Kalibera and Jones 2013, doi:10.1145/2464157.2464160).
+Each run is a separate process, which is paused during the turn of the other run. Two identical processes differ in
+speed by up to 4 % for all of their lifetime, because of their placement in memory. Therefore both runs are opened
+(started anew) several times, and each opening is one measurement (Kalibera and Jones 2013,
+doi:10.1145/2464157.2464160).
 """
 
 from __future__ import annotations
@@ -29,30 +30,31 @@ from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
 
-#: Seconds of a turn: many time slices of the scheduler, but shorter than most disturbances by other programs.
+#: Seconds of a turn. A turn has many time slices of the scheduler, but is shorter than most disturbances by other
+#: programs.
 TURN = 0.25
 
 #: Number of openings of both runs.
 OPENINGS = 4
 
-#: Minimum rounds of an opening before it may end early.
+#: Minimum number of rounds of an opening that ends early.
 MIN_ROUNDS = 8
 
-#: Multiple of the requested error above which an opening is prolonged.
+#: An opening is prolonged if its error is more than this multiple of the requested error.
 MAX_ERROR_RATIO = 3
-#: Longest duration of an opening, as a multiple of the planned one.
+#: Longest duration of an opening, as a multiple of the planned duration.
 MAX_DURATION_RATIO = 3
 
-#: Timeout of an opening or a turn, seconds. Steps are shorter: the stage has timed some before.
+#: Timeout of an opening or a turn, seconds. Turns are shorter, because the stage has already timed some steps.
 PATIENCE = 600.0
 
-#: Samples/s of a run, and of its plan's first run.
+#: (Samples/s of a run, samples/s of the first run of its plan) in one round.
 Round = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class TimedRunSettings:
-    """A run to be timed."""
+    """Settings of a run that is timed."""
 
     config: str  #: Path of its `config.yaml`, or settings as JSON.
     manifest: str
@@ -61,33 +63,33 @@ class TimedRunSettings:
 
 
 class TurnFailed(Exception):
-    """A timed run could not be opened, or ended early."""
+    """A timed run could not be opened, ended early, or did not answer."""
 
 
 class TimedRun(Protocol):
-    """A timed run between its turns: of a study, or an external program."""
+    """A timed run between its turns, either of a study or of an external program."""
 
     def send(self, message: Any) -> None:
         """Send a message, such as the request to open the run."""
 
     def receive(self) -> float:
-        """Wait for an answer: opened and warmed up, or samples/s; raise `TurnFailed` if the run failed."""
+        """Wait for the samples/s of a turn, or for 0 from a newly opened run; raise `TurnFailed` if the run failed."""
 
     def stop(self) -> None:
         """Pause the run and all processes that it has started."""
 
     def turn(self) -> float:
-        """Resume the run for a turn; return its samples/s."""
+        """Resume the run for a turn; return the samples/s of the turn."""
 
     def close(self) -> None:
         """End the run and all processes that it has started."""
 
 
 class Turns:
-    """The processes of both runs. Create it before the stage computes anything, since they are forks."""
+    """The processes of both runs. Create them before the stage computes anything, because they are forks."""
 
     def __init__(self, own: TimedRunSettings, first: TimedRunSettings) -> None:
-        # The run that was created and opened first was found to be 1 % slower, so the order alternates.
+        # In a test, the run that was created and opened first was 1 % slower. Therefore the order alternates.
         self._couples = [
             (_timed_run(own), _timed_run(first)) if number % 2 else (_timed_run(first), _timed_run(own))[::-1]
             for number in range(OPENINGS)
@@ -100,21 +102,23 @@ class Turns:
                 player.close()
 
     def rounds(self, seconds: float, error: float) -> list[list[Round]]:
-        """Return the samples/s of both runs by opening and round; each opening has an even number of rounds.
+        """Return the samples/s of both runs by opening and round.
+
+        Each opening has an even number of rounds.
 
         Parameters
         ----------
         seconds
-            Time of all turns together; each opening has at least two rounds. After the second opening, no further one
-            begins if starting the runs has already taken this long.
+            Planned time of all turns together. Each opening has at least two rounds. After the second opening, no
+            further opening begins if starting the runs has already taken this time.
         error
-            Relative half-width of the ratio's 95 % interval at which an opening ends early. Above three times this
-            value an opening is prolonged, up to three times its planned duration.
+            Relative half-width of the ratio's 95 % interval at which an opening ends early. An opening with a
+            half-width of more than three times this value is prolonged, up to three times its planned duration.
 
         Raises
         ------
         TurnFailed
-            One of the runs cannot be timed; the message has the reason.
+            One of the two runs cannot be timed. The message has the reason.
         """
         found: list[list[Round]] = []
         opening = 0.0
@@ -130,7 +134,7 @@ class Turns:
 
 
 def _open(couple: Sequence[TimedRun], order: tuple[int, int]) -> float:
-    """Open both runs in this order, pause them, and return the seconds."""
+    """Open both runs in the order `order`, pause both, and return the seconds that this took."""
     start = time.monotonic()
     for number in order:
         couple[number].send("open")
@@ -142,7 +146,7 @@ def _open(couple: Sequence[TimedRun], order: tuple[int, int]) -> float:
 
 
 def _rounds(couple: Sequence[TimedRun], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
-    """Time both runs alternately, and end them."""
+    """Time both runs alternately, end both, and return the rounds."""
     found: list[Round] = []
     start = time.monotonic()
     while len(found) < 2 or not _enough(found, time.monotonic() - start, seconds, error):
@@ -155,7 +159,7 @@ def _rounds(couple: Sequence[TimedRun], order: tuple[int, int], seconds: float, 
 
 
 def _enough(rounds: list[Round], passed: float, seconds: float, error: float) -> bool:
-    """Return whether an opening may end."""
+    """Return whether an opening with these rounds may end."""
     reach = interval([math.log(own / first) for own, first in rounds])[1]
     if passed < seconds:
         return len(rounds) >= MIN_ROUNDS and reach <= error
@@ -163,7 +167,7 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
 
 
 def _timed_run(timed: TimedRunSettings) -> TimedRun:
-    """Start the process of a run, which waits to be opened."""
+    """Start the process of a run. The process waits for the request to open the run."""
     if read_settings(timed.config)[0].get("program"):
         found: TimedRun = registry.load("dlscale.extensions.programs.turns").Program(timed)
         return found
@@ -174,7 +178,7 @@ class _Study:
     """A run of a study in its own process group, so that all its processes can be paused together."""
 
     def __init__(self, timed: TimedRunSettings) -> None:
-        # A fork, as for loaders: modules are already imported, and no CUDA context or thread pool exists yet.
+        # Fork, as for loaders, because modules are already imported, and no CUDA context or thread pool exists yet.
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_play, args=(other, self._pipe, timed, os.getpid()))
@@ -220,10 +224,10 @@ class _Study:
 
 
 def _play(pipe: Connection, others: Connection, timed: TimedRunSettings, parent: int) -> None:
-    """Wait for a request, open the run, and send the samples/s of each turn; send a failure as text."""
+    """Wait for the request to open the run, open it, and send the samples/s of each turn; send a failure as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    machine.with_parent(parent)  # if the parent dies, Linux ends this process, then wakes and ends its children
+    machine.with_parent(parent)  # if the parent dies, Linux ends this process and all its children
     others.close()
     logging.getLogger().setLevel(logging.WARNING)  # each run's own stage already logs its details
     with contextlib.suppress(EOFError):  # the parent closed the pipe
@@ -239,7 +243,7 @@ def _play(pipe: Connection, others: Connection, timed: TimedRunSettings, parent:
 
 
 def _rates(timed: TimedRunSettings) -> Iterator[float]:
-    """Yield 0 once the run is open and warmed up, then the samples/s of each turn."""
+    """Yield 0 when the run is open and warmed up, and then the samples/s of each turn."""
     run = load_run(timed.config, "throughput")
     with join(run.processes, timed.device) as world:
         session = open_session(run, timed.manifest, world, timed.threads)

@@ -17,7 +17,7 @@ from dlscale.train.loop import Batch, Hook, run_steps
 
 
 class Window:
-    """An unbroken stream of training steps from `settings.epoch` on. Close it at the end: it owns the loader."""
+    """An unbroken stream of training steps from `settings.epoch` on. `close` closes the stream and its loader."""
 
     def __init__(self, settings: Settings, session: Session) -> None:
         self.settings, self.session, self.number = settings, session, 0
@@ -25,15 +25,15 @@ class Window:
         self._batches = training_batches(session, self._loader, settings.epoch - 1)
 
     def batch(self) -> Batch:
-        """Return input and target of the next batch, which is not used in a step."""
+        """Return input and target of the next batch, which is then not used in a step."""
         x, y, _ = next(self._batches)
         return x, y
 
     def run(self, steps: int | None = None) -> list[float]:
-        """Make `steps` steps (default: `settings.steps`); return the seconds of each.
+        """Make `steps` steps (default: `settings.steps`); return the seconds of each step.
 
-        The host waits for the device only after the last step. On a GPU a step's time is from the end of the previous
-        step to its own end.
+        The host waits for the device only after the last step. On a GPU, a step's time begins when the previous step
+        ends.
         """
         device, ticks = self.session.world.device, list[Any]()
         cuda = device.type == "cuda"
@@ -61,7 +61,7 @@ class Window:
 def timed_steps(
     consume: Callable[..., object], batches: Iterator[Batch], steps: int, device: torch.device
 ) -> tuple[int, float]:
-    """Return the samples and the seconds of some steps, until the device has finished them."""
+    """Return the samples and the seconds of `steps` steps, until the device has finished all steps."""
     counts = list[int]()
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     start = time.perf_counter()
@@ -72,7 +72,7 @@ def timed_steps(
 
 
 def training_batches(session: Session, loader: Loader, first_epoch: int) -> Generator[Batch]:
-    """Yield training batches of all epochs from `first_epoch`: input, target and weight of this rank's loss."""
+    """Yield training batches of all epochs from `first_epoch` on: (input, target, weight of this rank's loss)."""
     share = session.share()
     for epoch in itertools.count(first_epoch):
         for number, (x, y) in enumerate(loader.epoch(epoch)):

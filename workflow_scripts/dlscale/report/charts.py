@@ -1,6 +1,6 @@
 """Describe charts in Vega-Lite: the page draws them, and `Chart.write` exports them.
 
-The page's script changes fields and scales in a chart's first layer as the reader chooses, and removes rows of runs.
+When the reader chooses fields, scales or runs, the page's script changes the first layer of the chart.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dlscale.core.files import atomic_write, write_text
 from dlscale.core.text import escape_formula
 from dlscale.measure.records import MODES
 
-#: Values for Vega-Lite, or the template.
+#: Values for Vega-Lite or for the template.
 View = dict[str, Any]
 
-#: Colours of runs are variables of style.css, so that charts follow the theme. Shapes distinguish runs without colour.
+#: Colours of runs are variables of style.css, so that charts follow the theme. Shapes also distinguish the runs.
 COLOURS = [f"var(--s{index})" for index in range(8)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
-#: Words of the page for the modes of a measurement; files keep the keys.
+#: Mode of a throughput measurement → its name on the page; files keep the keys.
 MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
 INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
 
 #: Dash patterns of lines: lengths of dashes and gaps, pixels.
 DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 
-#: Units of time: minimum time to use the unit (s), its length (s), and its name.
+#: Units of time: (minimum time to use the unit in s, length of the unit in s, name of the unit).
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
-#: Bars have a logarithmic axis if the longest is more than this many times the shortest.
+#: Bars have a logarithmic axis if the longest bar is more than this many times the shortest bar.
 WIDEST = 50.0
 
-#: Widths of the first and the last line, pixels: a line that is drawn over an equal one leaves its edges visible.
+#: Widths of the first and the last line, pixels. Later lines are thinner, so that an equal line below stays visible.
 WIDTHS = (5.0, 1.5)
 
 #: Pixels between the marks and the frame, so that no point is cut.
@@ -72,12 +72,12 @@ CONFIG: View = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, with the choices of its reader."""
+    """A chart, with the fields, scales and runs that a reader can choose."""
 
-    name: str  #: Name of the chart, unique in the page, and of its files.
+    name: str  #: Name of the chart and of its files, unique in the page.
     about: str  #: Caption.
-    spec: View  #: Vega-Lite; its first layer has rows and encoding.
-    x: Mapping[str, str] = field(default_factory=dict)  #: Fields along x, with their titles; the first is drawn.
+    spec: View  #: Specification in Vega-Lite; its first layer has rows and encoding.
+    x: Mapping[str, str] = field(default_factory=dict)  #: Field along x → its title; the first field is drawn at first.
     y: Mapping[str, str] = field(default_factory=dict)
     scale: str = ""  #: Initial scale of y, linear or log; empty if the reader cannot choose it.
     runs: Sequence[str] = ()  #: Runs that the reader can show or hide.
@@ -89,7 +89,7 @@ class Chart:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Titles of fields, with their units."""
+        """Field → its title with the unit."""
         return {each["field"]: each["title"] for each in self.spec["layer"][0]["encoding"]["tooltip"]}
 
     @property
@@ -98,7 +98,7 @@ class Chart:
         return json.dumps(self.spec, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
     def of(self, runs: Collection[str]) -> View:
-        """Return the specification with only some runs, as the page's script makes it."""
+        """Return the specification with only some runs, in the same way as the page's script."""
         spec: View = json.loads(json.dumps(self.spec))
         main = spec["layer"][0]
         main["data"]["values"] = [row for row in self.rows if row.get("run") in (None, *runs)]
@@ -109,7 +109,7 @@ class Chart:
         return spec
 
     def write(self, folder: Path, runs: Collection[str]) -> None:
-        """Write the chart of some runs as SVG and PDF, in the light theme's colours, and all rows as CSV."""
+        """Write the chart with only some runs as SVG and PDF, in the light theme's colours, and all rows as CSV."""
         import pandas as pd
         import vl_convert
 
@@ -124,13 +124,13 @@ class Chart:
 
 @cache
 def light() -> dict[str, str]:
-    """Return the colours of the light theme by the name of their variable."""
+    """Return the colours of the light theme: name of the variable → colour."""
     style = (resources.files("dlscale.report") / "templates/style.css").read_text(encoding="utf-8")
     return dict(re.findall(r"--(\w+): light-dark\((#\w+),", style))
 
 
 def library() -> str:
-    """Return Vega-Lite, Vega and their embedding as one script, which loads nothing else."""
+    """Return Vega-Lite, Vega and vega-embed as one script that loads no other files."""
     import vl_convert
 
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -147,12 +147,12 @@ def _real(value: Any) -> bool:
 
 
 def time_unit(greatest: float) -> tuple[float, str]:
-    """Return seconds and name of the unit for times up to `greatest` seconds."""
+    """Return (length in seconds, name) of the unit for times up to `greatest` seconds."""
     return next((seconds, unit) for least, seconds, unit in UNITS if greatest >= least)
 
 
 def styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Return a colour and a shape for each name; after every eight names the shapes shift by one."""
+    """Return name → (colour, shape); after every eight names the shapes shift by one."""
     looks = ((COLOURS[n % 8], SHAPES[(n + n // 8) % 8]) for n in range(10**6))
     return dict(zip(dict.fromkeys(names), looks, strict=False))
 
@@ -162,13 +162,13 @@ def _scale(values: Mapping[str, Any]) -> View:
 
 
 def _facts(facts: Mapping[str, str]) -> list[View]:
-    """Return the transformation that adds the `facts` of each run to its rows."""
+    """Return the transformation that adds the `facts` of each run to the run's rows; empty without facts."""
     rows = [{"run": run, "settings": said} for run, said in facts.items()]
     return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
 
 
 def _tooltip(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
-    """Return the tooltip of a mark: fields with their titles."""
+    """Return the tooltip of a mark, from `fields`: field → title."""
     numbers = {key for row in rows for key, value in row.items() if isinstance(value, float)}
     digits = {key: {"format": ",.4~g"} for key in numbers}
     return [{"field": key, "title": words, **digits.get(key, {})} for key, words in fields.items()]
@@ -198,15 +198,16 @@ def lines(
     looks
         Colour and shape by value of `by`.
     dashes
-        Values of "what", the solid one first.
+        Values of "what"; the first value has solid lines.
     levels
-        Values to compare with, and their names.
+        (Value, name) of horizontal lines to compare with.
     facts
-        Settings of runs, for the tooltip.
+        Run → its settings as text, for the tooltip.
     doubling
         Whether x is logarithmic, with base two.
     logarithmic
-        Whether y is logarithmic at first, if all values are positive; None: if they span more than a factor of ten.
+        Whether y is logarithmic at first. None: only if the values span more than a factor of ten. If a value is not
+        positive, y is linear.
     """
     kept = rounded(rows)
     looks = looks or styles(row[by] for row in kept)
@@ -300,8 +301,8 @@ def bars(
 ) -> Chart:
     """Return a bar chart by run: grouped or `stacked` bars, coloured by the values of `by`.
 
-    A row has the ends of a bar, "from" and "to". It may have the ends of an interval, "low" and "high", and a text,
-    "said", to write at position "end".
+    A row has the ends of a bar, "from" and "to". A row may also have the ends of an interval, "low" and "high", and a
+    text, "said", to write at position "end".
 
     Parameters
     ----------
@@ -312,7 +313,7 @@ def bars(
     shown
         Fields of the tooltip, with their titles.
     room
-        Length of the axis relative to the greatest end, to leave space for texts.
+        Length of the axis / greatest end of a bar, to leave space for texts.
     """
     kept = rounded(rows)
     runs = list(dict.fromkeys(row["run"] for row in kept))
@@ -324,7 +325,7 @@ def bars(
     least = min((row["to"] for row in kept if row["to"] > 0), default=greatest)
     axis: View = {"field": "from", "type": "quantitative", "title": length, "axis": {"tickCount": 8}}
     axis["scale"] = {"domain": [0, room * greatest]}
-    if not stacked and greatest > WIDEST * least:  # otherwise the shortest bar is invisible
+    if not stacked and greatest > WIDEST * least:  # else the shortest bar would be invisible
         start = least / 4
         kept = [{**row, **{key: max(row[key], start) for key in ("from", "low") if key in row}} for row in kept]
         axis["title"] = f"{length}, logarithmic"
@@ -351,7 +352,7 @@ def bars(
         )
     if any("said" in row for row in kept):
         at = {"x": {"field": "end", "type": "quantitative"}, "text": {"field": "said"}}
-        limit = {"expr": "max(60, width - scale('x', datum.end))"}  # in a narrow window it ends with "…"
+        limit = {"expr": "max(60, width - scale('x', datum.end))"}  # in a narrow window the text ends with "…"
         layer.append({"mark": {"type": "text", "align": "left", "dx": 5, "limit": limit}, "encoding": at})
     main = {"data": {"values": kept}, "transform": _facts(facts or {}), "encoding": encoding, "layer": layer}
     spec = {
@@ -367,8 +368,8 @@ def bars(
 def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], shown: Mapping[str, str]) -> Chart:
     """Return a roofline chart: points below roofs, in the colours of the runs, on logarithmic axes.
 
-    A row is a point or a corner of a "roof", with "intensity" (FLOP/byte) and "rate" (GFLOP/s). A point also has its
-    "share" of a step's time (%), and perhaps a text, "said".
+    A row is a point, or a corner of a "roof", with "intensity" (FLOP/byte) and "rate" (GFLOP/s). A point also has its
+    "share" (% of the time of all operators or modules), and may have a text, "said".
 
     Parameters
     ----------

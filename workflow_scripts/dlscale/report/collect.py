@@ -16,7 +16,7 @@ from dlscale.report import published
 from dlscale.report.results import PlanResult, RunResult, reached, read_plan
 from dlscale.report.speedup import SCALING, SpeedUp, SpeedUps, series
 
-#: A row; None for values that were not measured.
+#: A row of the table: column → value, None if it was not measured.
 Row = dict[str, Any]
 
 
@@ -26,19 +26,19 @@ def main(args: argparse.Namespace) -> None:
 
 
 def summary_csv(plan: PlanResult) -> str:
-    """Return the plan's table as CSV, numbers with all their digits; a value that was not measured is empty."""
+    """Return the plan's table as CSV; numbers have all digits, and values that were not measured are empty."""
     import pandas as pd
 
     rows = rows_of(plan)
     columns = dict.fromkeys(key for row in rows for key in row)
-    # As text, since pandas writes NaN as a missing value.
+    # Cells are text, because pandas would write NaN as a missing value.
     cells = [[None if row.get(key) is None else escape_formula(str(row[key])) for key in columns] for row in rows]
     table = pd.DataFrame(cells, columns=[escape_formula(key) for key in columns], dtype=object)
     return table.to_csv(index=False, lineterminator="\n")
 
 
 def rows_of(plan: PlanResult) -> list[Row]:
-    """Return the rows of a plan's table; a run without a metric has no column for it."""
+    """Return the rows of a plan's table; a row has a key for a metric only if the run has this metric."""
     figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     scaled, speeds = plan.record.kind in SCALING, SpeedUps(plan.runs)
     points = {point.run: point for each in series(plan) for point in each.points} if scaled else {}
@@ -96,7 +96,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
 
 
 def _of(record: object | None, **columns: str) -> Row:
-    """Return attributes of a record by the name of their column; all None without a record."""
+    """Return column → attribute of a record; without a record all values are None."""
     return {column: getattr(record, name) if record else None for column, name in columns.items()}
 
 
@@ -110,7 +110,7 @@ def _speed_up(name: str, found: SpeedUp | None) -> Row:
 
 
 def _mean(plan: PlanResult, run: RunResult, key: str, value: Callable[[Epoch], float | None]) -> Row:
-    """Return a value after the last epoch; for repeated trainings, mean and standard deviation."""
+    """Return a value after the last epoch; if the plan repeats trainings, mean and standard deviation."""
     if not plan.repeats:
         return {key: value(run.last) if run.last else None}
     last = [epochs[-1] for epochs in (run.epochs, *run.repeats) if epochs]

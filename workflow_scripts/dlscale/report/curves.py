@@ -19,7 +19,7 @@ from dlscale.report.charts import Chart, View, lines, time_unit
 from dlscale.report.figures import Section
 from dlscale.report.results import PlanResult, RunResult, by_settings
 
-#: Axes of curves. Time counts training and validation, without pauses.
+#: Axes of curves. Time is the time of training and validation without pauses.
 Over = Literal["epoch", "step", "samples", "time"]
 AXES: dict[Over, str] = {
     "epoch": "epoch",
@@ -28,7 +28,7 @@ AXES: dict[Over, str] = {
     "time": "time, validation included",
 }
 
-#: Function that returns a value of an epoch, or of a model before its first step.
+#: Function that returns a value of an epoch, or of the untrained model.
 Value = Callable[[Epoch | Untrained], float | None]
 
 
@@ -38,23 +38,23 @@ class Reference(Record):
     name: Name
     label: str
     study: Name
-    plans: list[str] = []  #: Plans that show it; empty for all plans of the study.
-    files: dict[str, str]  #: SHA-256 of its event files, by name.
+    plans: list[str] = []  #: Plans that show the log; empty for all plans of the study.
+    files: dict[str, str]  #: Name of an event file → SHA-256.
     counts: Literal["step", "epoch"] = "step"  #: Unit of the steps in the files.
     batch_size: int | None = Field(None, ge=1)
     epoch_samples: int | None = Field(None, ge=1)  #: Training samples of an epoch.
-    #: Points by quantity, as dlscale names it (`loss/valid`): step (epochs from 1), seconds since the start, value.
+    #: Quantity by its name in dlscale (`loss/valid`) → points (step, or epoch from 1; seconds since the start; value).
     curves: dict[str, list[tuple[int, float, Number]]]
 
     def scale(self, over: Over) -> float | None:
-        """Return the factor from the files' steps to an axis; None if unknown."""
+        """Return the factor that converts the files' steps to an axis; None if unknown."""
         if over == "samples":
             return self.batch_size if self.counts == "step" else self.epoch_samples
         steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
         return 1.0 if self.counts == "step" else steps
 
     def rows(self, quantity: str) -> list[View]:
-        """Return the points of a curve, without positions on axes of unknown scale."""
+        """Return the points of a curve; axes with an unknown scale are left out."""
         scales = {over: scale for over in ("step", "samples") if (scale := self.scale(over)) is not None}
         return [
             {"run": self.label, "what": "other program", "value": value, "time": seconds}
@@ -64,7 +64,7 @@ class Reference(Record):
 
 
 def drawn(plan: PlanResult) -> list[RunResult]:
-    """Return the trained runs; in a convergence plan one run for all seeds."""
+    """Return the trained runs; in a convergence plan, runs that differ only in their seed become one run."""
     if plan.record.kind != "convergence":
         return plan.trained
     groups = by_settings(plan.trained)
@@ -74,7 +74,7 @@ def drawn(plan: PlanResult) -> list[RunResult]:
 
 
 def curve(run: RunResult, what: str, value: Value) -> list[View]:
-    """Return the rows of a value after each epoch, and before the first if known.
+    """Return rows with a value after each epoch, and before the first epoch if known.
 
     With several seeds, a row has the mean, the least and the greatest value. Rows have no time if geometry or loader
     changed during the run.
@@ -99,7 +99,7 @@ def places(run: RunResult) -> list[View]:
 
 
 def over(rows: Sequence[View], first: Over) -> tuple[list[View], dict[str, str]]:
-    """Return rows with times in a suitable unit, and the axes that they have positions on, `first` first."""
+    """Return rows with times in a suitable unit, and the axes that have values in these rows; `first` comes first."""
     seconds, unit = time_unit(max((row["time"] for row in rows if row.get("time") is not None), default=0.0))
     rows = [{**row, "time": row["time"] / seconds} if row.get("time") is not None else row for row in rows]
     there = [axis for axis in (first, *AXES) if any(row.get(axis) is not None for row in rows)]
@@ -132,8 +132,9 @@ def training(plan: PlanResult) -> Section | None:
     about = "Learning rate at the end of each epoch."
     charts += _charts(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False)
     seeds = (
-        "Trainings are repeated with other seeds. Solid lines are means over the seeds; vertical lines reach from the "
-        "least to the greatest value. Dashed lines show the first seed. Tables give the standard deviation over seeds."
+        "Trainings are repeated with other seeds. Solid lines are means over the seeds. Vertical lines reach from the "
+        "least to the greatest value of the seeds. Dashed lines show only the first seed. Tables have the standard "
+        "deviation over the seeds."
     )
     return Section("Training", charts=charts, notes=[seeds] * any(run.repeats for run in runs))
 
@@ -156,7 +157,7 @@ def _charts(
 
 
 def _levels(plan: PlanResult, metric: Metric) -> list[tuple[float, str]]:
-    """Return the values of a metric that were published for the plan's runs."""
+    """Return the published values of a metric for the plan's runs as (value, text)."""
     mine = {f"{plan.name}.{run.name}" for run in plan.runs}
     known = {
         figure.value: f"published: {published.shown(figure)}"
@@ -172,19 +173,19 @@ def _validated(epoch: Epoch | Untrained, name: str) -> float | None:
 
 
 def _trained(epoch: Epoch | Untrained, name: str) -> float | None:
-    """Return a metric of the epoch's training samples; None before training, and if it was not computed."""
+    """Return a metric on the epoch's training samples; None before training, and if the metric was not computed."""
     return epoch.train_metrics.get(name) if isinstance(epoch, Epoch) else None
 
 
 def followed_metrics(plan: PlanResult) -> list[Metric]:
-    """Return the metrics to draw: the followed one, and all that are also known for training batches."""
+    """Return the metrics to draw: the metric of `followed`, and all metrics that are known for training samples."""
     names = {name: None for run in plan.trained for epoch in run.epochs for name in epoch.train_metrics}
     found = [*filter(None, [followed(plan)]), *(plan.metrics[name] for name in names if name in plan.metrics)]
     return list({metric.name: metric for metric in found}.values())
 
 
 def followed(plan: PlanResult) -> Metric | None:
-    """Return the metric to draw: a published one, else the leading one; None if it equals the loss."""
+    """Return the metric to draw: a published metric, or else the leading metric; None if it equals the loss."""
     wanted = [figure.metric for figure in plan.record.published if figure.metric in plan.metrics]
     metric = plan.metrics[wanted[0]] if wanted else plan.lead
     if metric is None or not plan.trained:
@@ -194,7 +195,7 @@ def followed(plan: PlanResult) -> Metric | None:
 
 
 def with_references(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
-    """Return loss and followed metric with the references of a plan; None without references."""
+    """Return curves of loss and followed metric, with the plan's references; None without references."""
     runs, metric, study = drawn(plan), followed(plan), plan.record.study
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
     quantities: list[tuple[str, str, str, Value]] = [
@@ -213,11 +214,11 @@ def with_references(plan: PlanResult, references: Sequence[Reference]) -> Sectio
             rows = [
                 {key: each for key, each in row.items() if key not in AXES or key in shared} for row in (*ours, *theirs)
             ]
-            name = f"beside-{quantity.partition('/')[0]}"  # the name of a metric may contain any character
+            name = f"beside-{quantity.partition('/')[0]}"  # a metric's name may contain any character
             charts += _charts(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
     files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (
-        "Dashed lines are logs from dlscale import: other programs, with their own data, hardware and settings. Their "
-        f"time is clock time since training began. {files}"
+        "Dashed lines are logs of other programs from dlscale import. These programs have other data, hardware and "
+        f"settings. The time of a log is clock time since training began. {files}"
     )
     return Section("Compared with other programs", charts=charts, notes=[note]) if charts else None

@@ -1,4 +1,4 @@
-"""Define the parts of the page: tables, and sections of tables and charts."""
+"""Define the parts of the page: tables, and sections that contain tables and charts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Cell:
 
     text: str = NONE
     key: float | str = ""  #: Value to sort by; empty if unknown.
-    note: str = ""  #: A second line.
-    link: str = ""  #: Anchor.
+    note: str = ""  #: Second line of the cell.
+    link: str = ""  #: Anchor on the page that the cell links to.
 
 
 def cell(value: Any, text: Callable[[Any], str] = number, note: str = "", link: str = "") -> Cell:
@@ -43,20 +43,20 @@ def heading(plan: PlanResult, run: RunResult, place: int) -> Cell:
 class Table:
     """Columns in groups, and rows of cells; the first cell of a row is its heading."""
 
-    groups: list[tuple[str, int]]  #: Names and widths; an unnamed group has no heading.
-    columns: list[tuple[str, bool]]  #: Headings, and whether their cells are text.
+    groups: list[tuple[str, int]]  #: (Name, number of columns) of each group; an unnamed group has no heading.
+    columns: list[tuple[str, bool]]  #: (Heading, whether its cells are text) of each column.
     rows: list[tuple[Cell, ...]]
     caption: str = ""
     about: str = ""  #: Caption for screen readers.
     sortable: bool = True
-    note: str = ""  #: Text below it.
-    title: str = ""  #: Title of the fold; empty if the table is always open.
+    note: str = ""  #: Text below the table.
+    title: str = ""  #: Title of the fold that contains the table; empty if the table is always open.
     meaning: str = ""  #: Text next to the title.
     style: str = ""  #: Class in CSS.
 
 
 def table(columns: Iterable[tuple[str, str, Sequence[Cell]]], caption: str = "", about: str = "", **more: Any) -> Table:
-    """Return a table of columns (group, heading, cells), without empty ones."""
+    """Return a table of columns (group, heading, cells), without empty columns."""
     filled = [column for column in columns if any(each.text != NONE for each in column[2])]
     groups = list(Counter(group for group, _, _ in filled).items())
     headings = [
@@ -66,7 +66,7 @@ def table(columns: Iterable[tuple[str, str, Sequence[Cell]]], caption: str = "",
 
 
 def show(shown: Table) -> None:
-    """Print a table as wide as the terminal; without a terminal, lines are not wrapped."""
+    """Print a table as wide as the terminal; without a terminal, up to 1000 characters wide."""
     import sys
 
     import rich.box
@@ -100,12 +100,12 @@ class Section:
 
 
 def some(shown: int, of: int, what: str, rest: str) -> list[str]:
-    """Return a note in a list on how many items are shown; an empty list if all are."""
+    """Return a list with a note on the number of items shown; the list is empty if all items are shown."""
     return [f"{shown} of {of} {what}: {rest}"] if shown < of else []
 
 
 def grams(value: float | None, per_kwh: float | None) -> str:
-    """Return the CO₂ of an energy in joules as text, at `per_kwh` grams per kWh."""
+    """Return the mass of CO₂ as text for an energy in joules, at `per_kwh` grams of CO₂ per kWh."""
     if value is None or per_kwh is None:
         return NONE
     mass = value / 3.6e6 * per_kwh

@@ -16,11 +16,11 @@ from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, Chart, View, bar
 from dlscale.report.figures import Section, Table, cell, heading, table
 from dlscale.report.results import PlanResult, RunResult
 
-#: Number of rows of a profile that are shown.
+#: Maximum number of rows of a profile that the page shows.
 TOP = 10
 
-#: Parts of a step in their order, with name and colour (loading and computing as in other figures). `other` is time
-#: outside all ranges; `unexplained` is time that no measurement covers.
+#: Part of a step → (name, colour), in the order of a step. `other` is the time outside of all ranges, `unexplained` the
+#: time that no measurement covers.
 PARTS = {
     "data": ("waiting for data", MODE_COLOURS["IO"]),
     "copy": ("copy to the device", COLOURS[6]),
@@ -52,14 +52,14 @@ def devices(runs: Iterable[RunResult]) -> list[str]:
 class StepTime:
     """The time of a step, by part."""
 
-    label: str  #: Name of the profiler or stage that measured it.
+    label: str  #: Name of the profiler or stage that measured the step.
     parts: dict[str, float]  #: Seconds by part (of `PARTS`).
     full: float | None  #: Seconds of a step of FULL; None if it was not measured.
     samples: int | None  #: Samples per step over all processes.
 
 
 def step(run: RunResult) -> StepTime | None:
-    """Return the time of a step by part, from its profile or else its throughput; None without both."""
+    """Return the time of a step by part, from the run's profile or else from its throughput; None if unknown."""
     profile, measured = run.profile, run.throughput
     batch = (measured.batch_size if measured else None) or (profile.batch_size if profile else None)
     full, computing, loading = (
@@ -71,16 +71,17 @@ def step(run: RunResult) -> StepTime | None:
         return StepTime(tool.name, of_tool(tool), full, batch)
     if not (full and computing):
         return None
-    # A step waits at most as long as its batch takes to load. The remainder is unexplained.
+    # A step waits at most as long as loading its batch takes. The remaining time is unexplained.
     parts = {"data": min(max(0.0, full - computing), loading or 0.0), "compute": min(full, computing)}
     return StepTime("throughput", {**parts, "unexplained": max(0.0, full - sum(parts.values()))}, full, batch)
 
 
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
-    """Return the seconds per step by part; their sum is the step.
+    """Return part → seconds per step; the sum of all parts is the step time.
 
-    On a device a part is the work of its range, scaled to the busy time if parts ran concurrently. `data` is the
-    device's idle time while the host waits for data; `other` is the remaining time of the step.
+    If device times are known, the time of a part is the device's work in the range of the part, scaled to the device's
+    busy time if parts ran concurrently. `data` is then the device's idle time while the host waits for data. `other` is
+    the remaining time of the step.
     """
     ranges, idle = tool.ranges, tool.activity.idle_seconds
     found = {part: ranges[part] for part in PARTS if part in ranges}
@@ -89,7 +90,7 @@ def of_tool(tool: ProfiledTool) -> dict[str, float]:
         seconds = tool.seconds_per_step or 0.0
         side_by_side = min(1.0, max(0.0, seconds - sum(idle.values())) / whole.device_seconds)
         parts = {part: side_by_side * (time.device_seconds or 0.0) for part, time in found.items()}
-        parts["data"] = idle.get("data", 0.0) + idle.get("copy", 0.0)  # `copy` is within `data`
+        parts["data"] = idle.get("data", 0.0) + idle.get("copy", 0.0)  # the range `copy` lies within `data`
     else:
         seconds = whole.seconds if whole else 0.0
         parts = {part: time.seconds for part, time in found.items()}
@@ -115,7 +116,7 @@ def section(plan: PlanResult, page: Path) -> Section | None:
 
 
 def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = False) -> Chart:
-    """Return the chart of the milliseconds of a step, or of a `sample`, by part."""
+    """Return the chart of the milliseconds per step (or per sample with `sample`), by part."""
     rows = []
     for run, each in known.items():
         scale = 1e3 / ((each.samples or 1) if sample else 1)
@@ -136,7 +137,7 @@ def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = 
     return bars(f"{plan.name}-timeline", about, rows, title, facts=plan.facts, **more)
 
 
-#: FLOPs per byte assumed for operators without matrix products: one FLOP per number of four bytes.
+#: Minimum FLOPs per byte in a roofline: one FLOP per number of four bytes, for operators without matrix products.
 PLAIN = 0.25
 
 
@@ -146,10 +147,11 @@ def rooflines(plan: PlanResult) -> list[Chart]:
     if not known:
         return []
     about = {
-        "operator": f"Roofline of the {TOP} slowest operators. The slope is the measured memory bandwidth, the flat "
-        "part the measured rate of a matrix product. A point on the roof is as fast as the device allows; a larger "
-        f"point takes more of a step. With all operators on the roof, a step takes {'; '.join(map(_least, known))}. "
-        f"Operators without matrix products are drawn at {PLAIN} FLOP/byte; cached data may lift them above the roof.",
+        "operator": f"Roofline of the {TOP} slowest operators. The sloping part of the roof is the measured memory "
+        "bandwidth, the flat part the measured rate of a matrix product. A point on the roof is as fast as the device "
+        "allows. A larger point takes more of a step. If all operators were on the roof, a step would take "
+        f"{'; '.join(map(_least, known))}. Operators without matrix products are drawn at {PLAIN} FLOP/byte. Cached "
+        "data may lift a point above the roof.",
         "module": f"Roofline of the {TOP} slowest modules.",
     }
     shown = {
@@ -164,7 +166,10 @@ def rooflines(plan: PlanResult) -> list[Chart]:
 
 
 def _points(run: RunResult, part: str, named: bool) -> list[View]:
-    """Return the slowest operators or modules (the first `named` or not), and the corners of the roof."""
+    """Return points of the slowest operators or modules, and the corners of the roof.
+
+    With `named`, the slowest operator or module has a label.
+    """
     import pandas as pd
 
     assert run.profile and run.throughput and run.throughput.peaks
@@ -189,7 +194,7 @@ def _points(run: RunResult, part: str, named: bool) -> list[View]:
 
 
 def _least(run: RunResult) -> str:
-    """Return the time of a step with all its operators on the roof, as text."""
+    """Return the time of a step as text if all operators were on the roof, and the measured time."""
     assert run.profile and run.throughput and run.throughput.peaks
     peaks = run.throughput.peaks
     least = sum(max(each.flops / peaks.flops, each.bytes / peaks.bytes_per_second) for each in run.profile.work)
@@ -198,14 +203,16 @@ def _least(run: RunResult) -> str:
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
-    said = f"Time of a step{', divided by its samples' * sample}, by part, with the profiler running. "
-    full = "The vertical line and the number are the time of a training step without profiler (FULL)."
+    said = f"Time of each part of a step{', divided by its samples' * sample}, measured while the profiler runs. "
+    full = "The vertical line and the number show the time of a training step without a profiler (FULL)."
     said += (
-        full if any(each.full for each in steps) else "The number is the sum; without profiler a step may be shorter."
+        full
+        if any(each.full for each in steps)
+        else "The number is the sum of the parts. Without a profiler, a step may be shorter."
     )
     unexplained = (
-        " For a run without profile the bar comes from its rates: a step of training, with the time of computing alone "
-        "and at most the time of loading alone; the remainder is unexplained."
+        " For a run without a profile, the bar comes from the run's rates. It shows a step of training, with the time "
+        "of computing alone and at most the time of loading alone. The remaining time is unexplained."
     )
     return said + unexplained * any("unexplained" in each.parts for each in steps)
 
@@ -228,10 +235,10 @@ def _profile(plan: PlanResult, run: RunResult, profile: Profile, page: Path) -> 
     }
 
 
-#: Captions of the tables of Python functions, by kind of row.
+#: Kind of row → caption of the table of Python functions.
 FUNCTIONS = {
     "function": "Python functions in the main thread of the training process",
-    "worker": "Python functions in its worker processes",
+    "worker": "Python functions in the worker processes of the training process",
 }
 
 
@@ -245,7 +252,7 @@ def _functions(run: RunResult, rows: Sequence[TopEntry]) -> list[Table]:
                 ("", "own time", [cell(row.share, text.percent) for row in mine]),
                 ("", "with calls", [cell(row.total, text.percent) for row in mine]),
             ]
-            caption = f"{of}, by fraction of its time, with waiting."
+            caption = f"{of}, with their fractions of the time, including waiting."
             found.append(table(columns, caption, f"{of}, {run.called}", style="top"))
     return found
 
@@ -266,7 +273,7 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
         ("", "kind", [cell(row.kind) for row in top]),
     ]
     about = f"Slowest operations of a step, {run.called}"
-    return table(columns, "Slowest operations of a step: the first rows of the summary.", about, style="top")
+    return table(columns, "Slowest operations of a step, from profile_summary.csv.", about, style="top")
 
 
 # ---- the machine -------------------------------------------------------------------------------------
@@ -274,15 +281,15 @@ def _top_table(run: RunResult, top: Sequence[TopEntry]) -> Table:
 
 @dataclass(frozen=True)
 class JobUse:
-    """Resources that a stage used on its first node, as Slurm's `seff` reports them."""
+    """Resources that a stage of a run used on its first node, in the terms of Slurm's `seff`."""
 
     stage: str
     seconds: float  #: Wall-clock time.
     cores: int  #: Allocated cores.
-    cpu_seconds: float  #: CPU time of all its processes.
-    peak_bytes: float | None  #: Peak memory of all its processes together.
+    cpu_seconds: float  #: CPU time of all processes of the stage.
+    peak_bytes: float | None  #: Peak memory of all processes of the stage together.
     memory_bytes: int | None  #: Allocated memory.
-    gpu: float | None  #: Mean fraction of the time in which a kernel ran.
+    gpu: float | None  #: Fraction of the time in which a GPU ran a kernel, mean over the GPUs.
     waiting: float | None  #: Fraction of a training step spent waiting for data.
 
     @property
@@ -334,9 +341,9 @@ def efficiency(plan: PlanResult) -> Section | None:
         ("", "waiting for data", [cell(each.waiting, text.percent) for each in every]),
     ]
     caption = (
-        "As in Slurm's seff, on the first node, with start and validation: CPU efficiency is CPU time / (wall-clock "
-        "time × cores). Memory is the peak of all processes together; shared memory counts in each process. Waiting "
-        "for data is a fraction of a training step."
+        "Resource use on the first node, including start and validation, in the terms of Slurm's seff. CPU efficiency "
+        "is CPU time / (wall-clock time × cores). Memory is the peak of all processes together, in which shared "
+        "memory counts for each process. Waiting for data is a fraction of a training step."
     )
     known = [
         f"{figure.label}: {published.what(figure)} {published.shown(figure)} ({figure.hardware}; {figure.source})"
@@ -346,12 +353,12 @@ def efficiency(plan: PlanResult) -> Section | None:
     return Section(
         "Job efficiency",
         tables=[table(columns, caption, f"Job efficiency of {plan.title}")],
-        notes=[f"Published values for these runs at full size: {' · '.join(known)}"] if known else [],
+        notes=[f"Published values for the same runs at full size: {' · '.join(known)}"] if known else [],
     )
 
 
 def watched(plan: PlanResult) -> Section | None:
-    """Return the telemetry of the machine while runs trained, or were timed; None without telemetry."""
+    """Return the chart of the machine's telemetry while runs trained or were timed; None without telemetry."""
     rows = list[View]()
     for run in plan.runs:
         nodes = next((nodes for nodes in run.telemetry.values() if nodes), None)
@@ -361,13 +368,15 @@ def watched(plan: PlanResult) -> Section | None:
         return None
     seconds, unit = time_unit(max(row["time"] for row in rows))
     rows = [{**row, "time": row["time"] / seconds} for row in rows]
-    about = "First node, once a second, while a run trained (or else was timed). Choose the quantity above."
-    about += f" A long run is averaged to at most {POINTS} points."
+    about = (
+        "Telemetry of the first node, once a second, while a run was trained or measured. Choose the quantity above."
+    )
+    about += f" Neighbouring values of a long run are averaged, to at most {POINTS} points."
     chart = lines(f"{plan.name}-watched", about, rows, {"time": f"time ({unit})"}, there, zero=True, logarithmic=False)
     return Section("What the machine did meanwhile", charts=[chart])
 
 
-#: Quantities that are drawn, by column: name, and factor to its unit; None means the number of cores.
+#: Column of the telemetry → (name on the page, factor to its unit; None means the number of cores).
 WATCHED: dict[str, tuple[str, float | None]] = {
     "cpu_run": ("CPU: this run (cores)", None),
     "cpu_others": ("CPU: other programs (cores)", None),
@@ -381,7 +390,7 @@ WATCHED: dict[str, tuple[str, float | None]] = {
 }
 
 
-#: Maximum number of points drawn for a run.
+#: Maximum number of points in the chart of a run.
 POINTS = 600
 
 
@@ -399,7 +408,7 @@ def thinned(rows: Sequence[View]) -> list[View]:
 
 
 def of_node(samples: Sequence[Sample]) -> list[View]:
-    """Return the known quantities of a node at each time."""
+    """Return a row with the known quantities of a node for each sample."""
     rows = []
     for sample in samples:
         row: View = {"time": sample.time - begin(samples)}

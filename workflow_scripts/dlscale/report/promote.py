@@ -1,7 +1,7 @@
 """Choose the trials of a sweep for the next rung of successive halving (stage `promote`).
 
-They are the best trials of the rung before by the sweep's metric, without diverged trials (Jamieson and Talwalkar 2016,
-arXiv:1502.07943).
+The promoted trials are the best trials of the rung before by the sweep's metric, without diverged trials (Jamieson and
+Talwalkar 2016, arXiv:1502.07943).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published figures of a study, each with the hardware that it was measured on."""
+"""Published figures of a study, each with the hardware of its measurement."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dlscale.core.text import NONE, count, number, unit
 
 
 def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
-    """Return the FULL throughputs published for a run, or for one with the same step."""
+    """Return the published FULL throughputs of a run, or of a run with the same step."""
     return [figure for figure in figures if figure.speed_of(f"{plan}.{run}")]
 
 
 def values(figures: Iterable[Published], plan: str, run: str, metric: str | None) -> list[Published]:
-    """Return the figures of a run for the final value of `metric`; empty if `metric` is None."""
+    """Return the figures that were published for `metric` of a run; empty if `metric` is None."""
     return [figure for figure in figures if figure.metric == metric and f"{plan}.{run}" in figure.runs]
 
 
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
-    """Return the published FULL throughputs of a plan's runs by name, all of one source and hardware.
+    """Return the published FULL throughputs of a plan's runs: name of a run → figure.
 
-    The source with figures for most of the runs is chosen, since ratios between sources mean nothing.
+    All figures are from one source and one hardware, because ratios between sources mean nothing. The source with
+    figures for the most runs is chosen.
     """
     by_source: dict[tuple[str, str], dict[str, Published]] = {}
     for run in runs:
@@ -37,7 +38,7 @@ def ratio(known: dict[str, Published], run: str) -> float | None:
 
 
 def quoted(known: dict[str, Published], run: str) -> str:
-    """Return the published figure of a run as one line; empty without one."""
+    """Return the published figure of a run as one line; empty without a figure."""
     if run not in known:
         return ""
     figure, times = known[run], ratio(known, run)
@@ -46,14 +47,14 @@ def quoted(known: dict[str, Published], run: str) -> str:
 
 
 def what(figure: Published) -> str:
-    """Return the name of the quantity."""
+    """Return the name of the published quantity."""
     return (
         f"throughput, {figure.kind}" if figure.samples_per_second else PUBLISHED_KINDS.get(figure.metric, figure.metric)
     )
 
 
 def shown(figure: Published) -> str:
-    """Return a figure with its unit and the published digits."""
+    """Return a published figure as text, with its unit and all published digits."""
     if figure.samples_per_second:
         spread = "" if figure.std is None else f" (standard deviation {digits(figure.std)})"
         return f"{digits(figure.samples_per_second)}{spread} samples/s"
@@ -64,7 +65,7 @@ def shown(figure: Published) -> str:
 
 
 def columns(figures: Sequence[Published]) -> dict[str, list[str]]:
-    """Return the table of all figures: cells by heading."""
+    """Return the columns of the table of all figures: heading → cells."""
     return {
         "configuration": [figure.label for figure in figures],
         "measured": [what(figure) for figure in figures],
@@ -77,5 +78,5 @@ def columns(figures: Sequence[Published]) -> dict[str, list[str]]:
 
 
 def digits(value: float | None) -> str:
-    """Return a number with the published digits."""
+    """Return a number with all published digits."""
     return number(None) if value is None else f"{value:,.15g}"

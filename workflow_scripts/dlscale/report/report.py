@@ -1,6 +1,6 @@
 """Write the page with all measurements, as one file (stage `report`).
 
-Styles, script, figures and tables are embedded; the content security policy of the page forbids loading anything.
+Styles, script, figures and tables are embedded, because the page's content security policy forbids loading files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view
 
-#: Maximum number of predictions in the page, and per plan.
+#: Maximum number of predictions in the page, and maximum number per plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
 #: Minimum time between two writes of a live page, seconds.
@@ -49,20 +49,20 @@ def main(args: argparse.Namespace) -> None:
     """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references."""
     _write(args, exported=True)
     live = live_page(args.out)
-    if live.exists():  # an open live page redirects to the finished page
+    if live.exists():  # a browser that shows the live page moves to the finished page
         write_text(live, f'<meta http-equiv="refresh" content="0; url={quote(Path(args.out).name)}">\n')
 
 
 def live_page(page: str | Path) -> Path:
     """Return the path of the live page of `page`, which shows finished plans while jobs run.
 
-    It is not an output of a rule.
+    The live page is not an output of a rule.
     """
     return Path(page).with_suffix(".live.html")
 
 
 def write_live(options: str) -> None:
-    """Write the live page of the finished plans and datasets; `options` are those of stage `report`, as JSON."""
+    """Write the live page of the finished plans and datasets; `options` are the options of stage `report`, as JSON."""
     given, _ = read_settings(options)
     live = live_page(given["out"])
     with contextlib.suppress(FileNotFoundError):
@@ -75,7 +75,7 @@ def write_live(options: str) -> None:
     given["datasets"] = [path for path in given["datasets"] if all(Path(path, name).exists() for name in needed)]
     try:
         _write(argparse.Namespace(**given | {"out": live}), live=True, to_come=to_come)
-    except UserError as error:  # records of another plan are being written
+    except UserError as error:  # another job may be writing a record
         logging.info("the live page is not written: %s", error)
     except Exception:  # a job must not fail because of the live page
         logging.exception("the live page is not written")
@@ -101,8 +101,8 @@ def page(
 ) -> str:
     """Return the page as HTML for the folder `place`; `call` is the command that starts the workflow.
 
-    Browsers reload a `live` page every few seconds; it names the plans `to_come`. With `exported`, charts are also
-    written into the subfolder `figures`.
+    Browsers reload a `live` page every few seconds, and it lists the unfinished plans `to_come`. With `exported`,
+    charts are also written into the subfolder `figures`.
     """
     import jinja2
     from markupsafe import Markup, escape
@@ -120,7 +120,7 @@ def page(
     environment.filters["code"] = lambda said: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(said))))
     named = {folder.absolute().name: folder for folder in folders}  # a symbolic link keeps its own name
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
-    guides = Path("docs")  # in the folder where the workflow is started
+    guides = Path("docs")  # relative to the folder in which the workflow was started
     docs = Path(os.path.relpath(guides, place)).as_posix() if (guides / "measuring.md").exists() else ""
     shown = Page(place, frozenset(plan.name for plan in plans), frozenset(named), pictures, references, call)
     views = _views(plans, shown)
@@ -190,7 +190,7 @@ def dataset(folder: Path, name: str) -> View:
     ]
     of_parts = table(
         parts,
-        "Parts of the dataset; they have no samples in common.",
+        "Parts of the dataset, without common samples.",
         f"Parts of {name}",
         sortable=False,
         style="small",
@@ -220,8 +220,8 @@ def _field(name: str, field: str, info: FieldInfo) -> Table:
     shown = partial(text.number, digits=4)
     columns += [("", heading, [cell(value, shown) for value in values or []]) for heading, values in known.items()]
     caption = (
-        f"{field}, {grid}. Statistics are those of the training part, in "
-        f"{'physical' if info.stored == 'physical' else 'model'} units; the model sees the transformed values."
+        f"{field}, {grid}. Statistics are of the training part, in "
+        f"{'physical' if info.stored == 'physical' else 'model'} units. The model sees the transformed values."
     )
     return table(columns, caption, f"Channels of {field}, {name}", sortable=False)
 

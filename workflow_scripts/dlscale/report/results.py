@@ -1,6 +1,6 @@
 """Read a plan and its runs from the records that the stages wrote.
 
-A record that is missing, truncated, or lacks a key raises `UserError`.
+A record raises `UserError` if it is missing or truncated, or if it lacks a key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dlscale.train.provenance import Provenance
 
 T = TypeVar("T")
 
-#: Records by stage.
+#: Stage → file of its record.
 RECORDS = {
     "train": "metrics.jsonl",
     "program": "program.json",
@@ -40,49 +40,49 @@ RECORDS = {
     "tune": "tune.json",
 }
 
-#: Epochs of an external program that logs its losses.
+#: File with the epochs of an external program that logs its losses.
 LOSSES = "program.jsonl"
 
-#: Minimum fraction of the time, or of the cores, that is reported: equal measurements differ by as much.
+#: Minimum fraction of the time, or of the cores, that is reported, because equal measurements may differ by as much.
 MIN_FRACTION = 0.1
 
-#: Bound or ratio that noise or a busy machine hides.
+#: Text for a limit or a ratio that noise or a busy machine hides.
 UNKNOWN = "not known"
 
-#: Minimum duration of a measurement of CPU time, seconds; the system counts in hundredths.
+#: Minimum duration of a measurement of CPU time, seconds, because the system counts in hundredths of a second.
 MIN_SECONDS = 0.2
 
-#: Minimum fraction of busy cores at which other programs disturb a run.
+#: Other programs disturb a training only if at least this fraction of the cores is busy.
 CROWDED = 0.8
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Fractions of a run's time, from its start (if resumed, that of its first epoch) to its end."""
+    """Fractions of a run's time, from the start of the run (if resumed: of its first epoch) to its end."""
 
     training: float
     validation: float
-    rest: float  #: Starting, saving, waiting between tries.
+    rest: float  #: Fraction for starting, saving, and waiting between tries.
 
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
     """One run of a plan, with its measurements."""
 
-    name: str  #: Name in the plan at hand.
-    label: str  #: Name for readers.
+    name: str  #: Name of the run in this plan.
+    label: str  #: Name of the run on the page.
     folder: Path
-    owner: str  #: `PLAN/RUN` of the folder; of another plan if the run was named with `use`.
+    owner: str  #: `PLAN/RUN` of the folder. PLAN is another plan if this plan names the run with `use`.
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
-    epochs: list[Epoch] = field(default_factory=list)  #: Empty if the plan does not train.
-    throughput: Throughput | None = None  #: With the peaks that all runs of the plan share.
+    epochs: list[Epoch] = field(default_factory=list)  #: Epochs of the training; empty if the run was not trained.
+    throughput: Throughput | None = None  #: Record of throughput, with the peaks that all runs of the plan share.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
     environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
     tuning: Tuning | None = None
-    repeats: list[list[Epoch]] = field(default_factory=list)  #: The same training with other seeds.
+    repeats: list[list[Epoch]] = field(default_factory=list)  #: Epochs of the same training with each other seed.
     program: Throughput | None = None  #: Rates of an external program over its entire run.
 
     @property
@@ -91,7 +91,7 @@ class RunResult:
 
     @property
     def called(self) -> str:
-        """Name, as in commands, and label."""
+        """Name of the run in commands, followed by its label."""
         return self.name if self.label == self.name else f"{self.name} · {self.label}"
 
     @property
@@ -100,7 +100,7 @@ class RunResult:
 
     @cached_property
     def mean(self) -> Epoch:
-        """Last epoch of a trained run; with several seeds, losses and metrics are means over them."""
+        """Last epoch of a trained run; with several seeds, losses and metrics are means over the seeds."""
         last = [epochs[-1] for epochs in (self.epochs, *self.repeats) if epochs]
         common = [name for name in last[0].metrics if all(name in each.metrics for each in last)]
         metrics = {name: statistics.fmean(each.metrics[name] for each in last) for name in common}
@@ -119,13 +119,17 @@ class RunResult:
 
     @cached_property
     def timed(self) -> list[Epoch]:
-        """Epochs with the geometry and loader of the last epoch: a resumed run may have changed either."""
+        """Epochs with the geometry and loader of the last epoch; a resumed run may have changed geometry or loader."""
         made = self.last.made_with if self.last else None
         return [epoch for epoch in self.epochs if made is not None and epoch.made_with == made]
 
     @cached_property
     def training_speed(self) -> float | None:
-        """Median training rate over the epochs, without the first (warm-up) if there are more."""
+        """Rate of training; None if unknown.
+
+        The rate is the median over the epochs, without the first epoch (warm-up) if there are more epochs. For an
+        external program in steps/s, the rate is the mean of the program's rates.
+        """
         if self.unit == STEP_RATE:
             return self.program.full.mean if self.program and self.program.full else None
         speeds = [epoch.samples_per_second for epoch in self.timed if epoch.samples_per_second is not None]
@@ -133,42 +137,44 @@ class RunResult:
 
     @property
     def training_seconds(self) -> float | None:
-        """Time of training without validation, s; None if geometry or loader changed during the run."""
+        """Training time without validation, s; None if geometry or loader changed during the run."""
         return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
 
     @property
     def goodput(self) -> Goodput | None:
-        """Fraction of its time that the run trained, over all tries.
+        """Fractions of the run's time over all tries.
 
-        None if its epochs have no times, or if the clock jumped.
+        None if the epochs have no times, or if the clock jumped.
         """
         if not self.last or not self.epochs[0].wall_time:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
-        if made and made.started and made.finished and made.resumed_from_step is None:  # otherwise only of the last try
+        if (
+            made and made.started and made.finished and made.resumed_from_step is None
+        ):  # of a resumed run they are those of the last try
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
         training, validation = (
             sum(getattr(each, f"{part}_seconds") for each in self.epochs) for part in ("epoch", "valid")
         )
-        if not 0 < training + validation < end - start + 2:  # these times are whole seconds
+        if not 0 < training + validation < end - start + 2:  # start and end are rounded to seconds
             return None
         seconds = max(end - start, training + validation)
         return Goodput(training / seconds, validation / seconds, 1 - (training + validation) / seconds)
 
     @property
     def energy(self) -> float | None:
-        """Energy of training, J: of the GPUs, or of nodes without GPUs; None for a resumed run."""
+        """Energy of training, J, of the GPUs or of nodes without GPUs; None for a resumed run."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
     @cached_property
     def energy_per_sample(self) -> float | None:
-        """Energy per training sample, J, over the epochs of `training_speed`, without validation."""
+        """Energy per training sample without validation, J, over the same epochs as `training_speed`."""
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
             used = energy(nodes, epoch.begin, epoch.wall_time)
-            if used is not None and epoch.begin >= begin(nodes[0]):  # otherwise of an earlier try
+            if used is not None and epoch.begin >= begin(nodes[0]):  # else the epoch is of an earlier try
                 joules, samples = joules + used, samples + (epoch.samples_per_second or 0.0) * epoch.epoch_seconds
         return joules / samples if samples else None
 
@@ -190,7 +196,7 @@ class RunResult:
 
     @property
     def unit(self) -> str:
-        """Unit of `speed`, and of all rates of the run."""
+        """Unit of `speed` and of all other rates of the run."""
         return self.throughput.unit if self.throughput else SAMPLE_RATE
 
     def trials(self, mode: str) -> Trials | None:
@@ -198,7 +204,7 @@ class RunResult:
 
     @cached_property
     def compute(self) -> str:
-        """Digest of the settings that decide how long a step takes: equal for runs that do the same work."""
+        """Digest of the settings that affect the step time; runs that do the same work have equal digests."""
         measured = self.throughput.compute if self.throughput else None
         return measured or compute_digest(self.settings)
 
@@ -207,7 +213,7 @@ class RunResult:
 
     @property
     def batch_size(self) -> int | None:
-        """Global batch size; for an external program the measured one, or None if unknown."""
+        """Global batch size; for an external program the measured batch size, or None if unknown."""
         measured = self.throughput
         return measured.batch_size if measured and measured.outside else self.setting("batch_size")
 
@@ -217,7 +223,7 @@ class RunResult:
 
     @property
     def averages(self) -> bool:
-        """Whether the devices average their gradients; otherwise the run is the twin of one that does."""
+        """Whether the devices average their gradients; if not, the run is the twin of a run with averaging."""
         return bool(self.setting("parallel.sync", True))
 
     @property
@@ -241,12 +247,12 @@ class RunResult:
 
     @cached_property
     def foreign_load(self) -> float:
-        """Part of `foreign_cpu_fraction` that jobs of the same call did not cause."""
+        """`foreign_cpu_fraction` without the load of jobs of the same call."""
         return foreign_cpu_fraction(self.throughput, self.telemetry.get("train", []), own_jobs=False)
 
 
 def environment_changes(before: RunResult, after: RunResult) -> list[str]:
-    """Return the differences in machine and software between two runs; empty if one is unknown."""
+    """Return the differences in machine and software between two runs; empty if an environment is unknown."""
     known = [run.environment for run in (before, after) if run.environment]
     return differences(*known) if len(known) == 2 else []
 
@@ -288,7 +294,7 @@ class PlanResult:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        """Metrics of the last epochs by name, first the metrics that the study describes."""
+        """Name → metric of the last epochs; metrics that the study describes come first."""
         measured = dict.fromkeys(name for run in self.trained for name in run.epochs[-1].metrics)
         described = {name: metric for name, metric in self.described.items() if name in measured}
         return described | {
@@ -297,19 +303,22 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """Leading metric: the first metric that has a baseline; if none has one, the first metric."""
+        """Leading metric, never a derived one: the first metric with a baseline, or else the first metric."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
     @property
     def answers(self) -> list[str]:
-        """Baselines without learning: the rivals from which the best is taken, or else that of each metric."""
+        """Baselines without learning: the rivals of which the best one counts, or else the baseline of each metric."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
 
     @property
     def judge(self) -> Metric | None:
-        """Metric that ranks the runs; None, for the loss, if the leading metric has channels or is missing."""
+        """Metric that ranks the runs; None if the loss ranks them.
+
+        The loss ranks the runs if the leading metric has channels or is missing.
+        """
         return None if self.lead and self.lead.channel else self.lead
 
     @cached_property
@@ -318,17 +327,17 @@ class PlanResult:
         return next((run for run in self.ranked if math.isfinite(self.score(run)[0])), None)
 
     def _rank(self, run: RunResult) -> tuple[int, int, float]:
-        """Return a sort key: smallest for the best run, in successive halving for the best of the last rung."""
+        """Return a sort key, smallest for the best run; in successive halving, the last rung comes first."""
         value, better = self.score(run)
         halved = self.record.sweep and self.record.sweep.rungs
-        # Not the epochs trained: a target may end a training before its rung does.
+        # The number of epochs does not show the rung, because a target may end a training before the end of its rung.
         rung = int(run.setting("training.stop_after", 0)) if halved else 0
         return (0, -rung, value if better == "lower" else -value) if math.isfinite(value) else (1, 0, 0.0)
 
     def score(self, run: RunResult) -> tuple[float, str]:
-        """Return the value that a trained run is ranked by, NaN if it diverged, and which values are better."""
+        """Return (value that ranks a trained run, "lower" or "higher" for better); NaN if the run diverged."""
         metric = self.record.sweep.metric if self.record.sweep else None
-        # If all runs diverged, no metric was measured. Every study has the last two.
+        # If all runs diverged, no metric was measured. Every study has the last two metrics.
         known = [*(self.metrics or self.described), "valid_loss", "samples_per_second"]
         if metric and metric not in known:
             raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, known)}")
@@ -337,7 +346,7 @@ class PlanResult:
         if metric == "samples_per_second":
             if run.unit != SAMPLE_RATE:
                 raise UserError(
-                    f"{self.name}: sweep.metric samples_per_second: the batch size of {run.name} is unknown, and its "
+                    f"{self.name}: sweep.metric samples_per_second: the batch size of {run.name} is unknown, so its "
                     "rate is in steps/s; put {batch_size} into program.command"
                 )
             return run.speed or math.nan, "higher"
@@ -350,12 +359,12 @@ class PlanResult:
 
     @cached_property
     def loss(self) -> LossInfo:
-        """Loss of the trained runs; a general title if their losses differ."""
+        """Loss of the trained runs; if the losses differ, a general title."""
         losses = {run.provenance.loss if run.provenance else LossInfo() for run in self.trained}
         return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
     def changed(self, run: RunResult) -> str:
-        """Return the settings that a run changes, as text: from the run before in a ladder, else from the first."""
+        """Return the settings that a run changes from the first run (in a ladder: from the run before), as text."""
         before = dict(zip(self.runs[1:], self.runs, strict=False)) if self.record.kind == "ladder" else {}
         other = before.get(run, self.runs[0])
         named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
@@ -363,11 +372,11 @@ class PlanResult:
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """Settings that each run changes, by the run's name and label, for tooltips of charts."""
+        """Name and label of a run → settings that the run changes, for tooltips of charts."""
         return {run.called: said for run in self.runs if (said := self.changed(run))}
 
     def anchor(self, run: RunResult) -> str:
-        """Return the identifier of a run in the page; names have no dots, so it is unique."""
+        """Return the identifier of a run in the page; it is unique because names have no dots."""
         return f"run.{self.name}.{run.name}"
 
 
@@ -375,7 +384,7 @@ class PlanResult:
 
 
 def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
-    """Return groups of runs that differ only in their seed, each with its name, in order."""
+    """Return groups of runs that differ only in their seed: (name of the group, runs), in the plan's order."""
     found: dict[str, list[RunResult]] = {}
     for run in runs:
         settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}
@@ -384,12 +393,12 @@ def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
 
 
 def without_seed(run: RunResult) -> str:
-    """Return the name of a run without its seed."""
+    """Return the label of a run without its seed."""
     return run.label.removesuffix(f", seed {run.settings.get('seed')}")
 
 
 def first_and_least(runs: Sequence[T], limit: int, key: Callable[[T], Any]) -> list[T]:
-    """Return at most `limit` runs in the plan's order: the first, and the runs with the smallest `key`."""
+    """Return at most `limit` runs in the plan's order: the first run, and the runs with the smallest `key`."""
     ranked = sorted(range(1, len(runs)), key=lambda index: (key(runs[index]), index))[: limit - 1]
     return [runs[index] for index in sorted([*ranked, 0])] if runs else []
 
@@ -400,7 +409,7 @@ def slowness(run: RunResult) -> float:
 
 
 def changes(before: Raw, after: Raw) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, except labels, as (before, after) by dotted key; None if missing."""
+    """Return the settings that differ, except labels: dotted key → (before, after), None if missing."""
     old, new = (flat({**settings, "label": None}) for settings in (before, after))
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
@@ -410,14 +419,14 @@ def changes(before: Raw, after: Raw) -> dict[str, tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class Reached:
-    """A run's target, and its cost from the first step to the end of the validation that showed it.
+    """A run's target, and the cost from the first step to the end of the validation that reached the target.
 
-    Costs are None if the target was not reached, if geometry or loader changed during the run (time), or if the run was
-    resumed (energy).
+    All costs are None if the target was not reached. Time and GPU-hours are also None if geometry or loader changed
+    during the run, and energy is also None if the run was resumed.
     """
 
     aim: str  #: Target, in words.
-    epoch: Epoch | None  #: First epoch that reached it.
+    epoch: Epoch | None  #: First epoch that reached the target; None if no epoch did.
     nearest: float | None  #: Best value of the metric in any epoch.
     seconds: float | None = None  #: Time of training and validation.
     gpu_hours: float | None = None  #: `seconds` x devices / 3600; a process without a GPU counts as one device.
@@ -425,7 +434,7 @@ class Reached:
 
 
 def target_of(run: RunResult) -> tuple[Metric, float] | None:
-    """Return a run's target, a metric and its value; None without one, or if the metric is unknown."""
+    """Return a run's target as (metric, value); None without a target, or if the metric is unknown."""
     wanted = run.setting("training.target")
     described = [VALID_LOSS, *(run.provenance.metrics if run.provenance else ())]
     known = [metric for metric in described if wanted and metric.name == wanted["metric"]]
@@ -433,7 +442,7 @@ def target_of(run: RunResult) -> tuple[Metric, float] | None:
 
 
 def reached(run: RunResult) -> Reached | None:
-    """Return the outcome of a run's target; None without one."""
+    """Return the outcome of a run's target; None without a target or without epochs."""
     wanted = target_of(run)
     return cost_to_reach(run, *wanted) if wanted and run.epochs else None
 
@@ -462,8 +471,9 @@ def foreign_cpu_fraction(
 ) -> float:
     """Return the fraction of the cores that other programs kept busy while a run was timed, or else trained.
 
-    It is 0 within the error and, for a training, if cores were idle. Without `own_jobs`, jobs of the same call do not
-    count for a training; stages that time a run have the machine for themselves.
+    The fraction is 0 if it is within the error of the measurement, and for a training also if enough cores were idle.
+    For a training, jobs of the same call count only with `own_jobs`. Stages that time a run have the machine for
+    themselves.
     """
     if throughput:
         return _beside_trials([trials.usage for mode in MODES if (trials := throughput.mode(mode)) and trials.usage])
@@ -490,7 +500,7 @@ def _beside_trials(usages: Sequence[Usage]) -> float:
 
 
 def foreign_cores(usage: Usage) -> float:
-    """Return the cores that other programs kept busy."""
+    """Return the number of cores that other programs kept busy."""
     return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
 
 
@@ -500,10 +510,10 @@ def foreign_cores(usage: Usage) -> float:
 def read_plan(
     path: str | Path, rung: int | None = None, stages: Sequence[str] = RUN_STAGES, lacking: list[str] | None = None
 ) -> PlanResult:
-    """Read a plan, `results/plans/PLAN/plan.yaml`, and the records of these `stages` of its runs.
+    """Read a plan, `results/plans/PLAN/plan.yaml`, and the records of the `stages` of its runs.
 
-    In successive halving, the run of a trial is that of its last rung, or of `rung`. A run that cannot be read raises
-    `UserError`; with a list `lacking` it is left out, and the reason is appended to the list.
+    In successive halving, the last rung of each trial is read, or only the trials of `rung`. A run that cannot be read
+    raises `UserError`. With a list `lacking`, such a run is left out instead, and the reason is appended to the list.
     """
     path = Path(path)
     plan = PlanRecord.checked(read_yaml(path), str(path))
@@ -526,14 +536,14 @@ def read_plan(
 
 
 def read_run(folder: Path) -> RunResult:
-    """Read one run by its folder, with the peaks that its plan shares."""
+    """Read one run from its folder, with the peaks that all runs of its plan share."""
     plan = folder.resolve().parent / "plan.yaml"
     beside = read_plan(plan, stages=["throughput"], lacking=[]).runs if plan.exists() else []
     return with_shared_peaks([read_alone(folder), *beside])[0]
 
 
 def read_alone(folder: Path) -> RunResult:
-    """Read one run by its folder, without its plan."""
+    """Read one run from its folder, without its plan."""
     folder = folder.resolve()
     measured = [stage for stage, file in RECORDS.items() if (folder / file).exists()]
     own = RunReference.model_construct(name=folder.name, plan=folder.parent.name, run=folder.name, measure=measured)
@@ -551,7 +561,7 @@ def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunRefer
 
 
 def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunResult:
-    """Read only the records of the stages in `measured`: another plan may be writing the rest."""
+    """Read only the records of the stages in `measured`, because another plan may be writing the other records."""
     folder, train = root / reference.plan / reference.run, "train" in measured
     records = {stage: folder / file for stage, file in RECORDS.items() if stage in measured}
     program = Throughput.read(records["program"]) if "program" in records else None
@@ -590,8 +600,8 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
 def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
     """Return the runs of a plan, each with the greatest peaks that any run measured on the same device.
 
-    On a busy machine the measured peaks differ by a multiple. MFU and MBU relative to different peaks would contradict
-    the speeds.
+    On a busy machine, measured peaks may differ by a factor of two or more. MFU and MBU relative to different peaks
+    would contradict the speeds.
     """
     known = [(_place(each), each.peaks) for run in runs if (each := run.throughput) and each.peaks]
     shared = []
@@ -608,5 +618,5 @@ def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
 
 
 def _place(measured: Throughput) -> tuple[Device, int]:
-    """Return the device and the number of ranks that share its memory: all ranks on a CPU."""
+    """Return (device, number of ranks that share the device's memory): all ranks on a CPU, one on a GPU."""
     return measured.device, 1 if measured.device.kind == "cuda" else measured.nranks

@@ -30,7 +30,7 @@ from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 #: Order of the modes in this section.
 ORDER = tuple(reversed(MODES))
 
-#: Ratio of IO to the other rates above which the chart leaves IO out.
+#: IO is left out of a chart if its rate is more than this many times the other rates.
 CLOSE = 10.0
 
 
@@ -39,7 +39,7 @@ CLOSE = 10.0
 
 @dataclass(frozen=True)
 class Headline:
-    """Efficiency of FULL on the largest number of devices, in the best series."""
+    """Efficiency of FULL in the series with the most devices; of equal series, the most efficient one."""
 
     series: Series
     point: Point
@@ -47,18 +47,18 @@ class Headline:
 
     @property
     def is_known(self) -> bool:
-        """Whether both runs had a quiet machine, and noise is less than half of the efficiency."""
+        """Whether other programs disturbed neither run, and the noise is less than half of the efficiency."""
         quiet = not (self.point.run.foreign_cpu_fraction or self.point.base.foreign_cpu_fraction)
         return quiet and self.efficiency.noise < self.efficiency.value / 2
 
     @property
     def ratio(self) -> str:
-        """Efficiency as text, or that it is not known."""
+        """Efficiency as text, or "not known"."""
         return percent(self.efficiency.value) if self.is_known else UNKNOWN
 
     @property
     def interval_text(self) -> str:
-        """Noise, or the reason why the efficiency is not known."""
+        """Noise of the efficiency, or the reason why the efficiency is not known."""
         if self.is_known:
             same = abs(1 - self.efficiency.value) <= self.efficiency.noise
             return self.efficiency.interval_text + ", equal to the ideal within noise" * same
@@ -75,13 +75,13 @@ class Headline:
 
     @property
     def communication(self) -> Ratio | None:
-        """Fraction of a step of FULL for communication; None within noise, or if it is not known."""
+        """Fraction of a FULL step spent on communication; None if it is within noise, small or unknown."""
         found = self.point.communication("FULL") if self.is_known else None
         return found if found and found.value >= MIN_FRACTION and found.value > found.noise else None
 
 
 def headline(plan: PlanResult) -> Headline | None:
-    """Return the efficiency that a scaling plan reaches; None for other plans."""
+    """Return the efficiency of a scaling plan; None for other plans, and if no series has two numbers of devices."""
     last = [(each, each.points[-1]) for each in series(plan) if len(each.points) > 1]
     known = [Headline(each, point, found) for each, point in last if (found := point.efficiency("FULL"))]
     if plan.record.kind not in SCALING or not known:
@@ -90,7 +90,7 @@ def headline(plan: PlanResult) -> Headline | None:
 
 
 def glance(plan: PlanResult) -> str | None:
-    """Return the efficiency of a scaling plan and its communication in a sentence."""
+    """Return the efficiency and the communication of a scaling plan as text; None if `headline` is None."""
     if (found := headline(plan)) is None:
         return None
     if not found.is_known:
@@ -112,18 +112,18 @@ def section(plan: PlanResult) -> Section | None:
     weak = plan.record.kind == "weak_scaling"
     batch = "the batch of each device" if weak else "the batch of all devices together"
     alone = [f"{each.label} ({many(each.points[0].devices, 'device')})" for each in found if each not in several]
-    notes = [f"Measured on one number of devices only, which shows no scaling: {'; '.join(alone)}."] * bool(alone)
+    notes = [f"These series have only one number of devices and show no scaling: {'; '.join(alone)}."] * bool(alone)
     if left_out:
         notes.append(
-            f"Left out: {', '.join(left_out)}. Their batch size is unknown, and their rates are in steps/s. Put "
-            "{batch_size} into program.command."
+            f"Runs without a known batch size are left out, because their rates are in steps/s: {', '.join(left_out)}. "
+            "Put {batch_size} into program.command."
         )
     return Section(
         "Scaling",
         f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. The ideal is the rate on the fewest devices, "
         "scaled to the number of devices. Efficiency is the measured rate divided by the ideal. Communication is the "
-        "fraction of a step spent averaging gradients: 1 − time without / time with averaging. ± is a 95 % interval "
-        "over the trials, and at least 5 % between two runs.",
+        "fraction of a step spent averaging gradients: 1 − time without averaging / time with averaging. ± is a 95 % "
+        "interval over the trials. For a ratio of two runs, ± is at least 5 %.",
         [*_charts(plan.name, several), *_energies(plan, several)] if several else [],
         [_table(plan, [point for each in found for point in each.points])] if found else [],
         notes,
@@ -135,8 +135,9 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     charts = [
         lines(
             f"{plan}-scaling{'-' * bool(place)}{place or ''}",
-            f"{each.label}: training, computing alone and loading alone. The ideal is dashed."
-            + " Loading is not drawn: its rate is far above the other two."
+            f"{each.label}: rates of training, of computing alone and of loading alone. Dashed lines are the ideal "
+            "rates."
+            + " Loading is not drawn, because its rate is far above the other two rates."
             * (ORDER[-1] not in (modes := _drawn(each))),
             [row for mode in modes for row in _rates(each, mode)],
             axis,
@@ -194,7 +195,7 @@ def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:
     y = {"value": "energy (J per sample)"}
     if factor is not None:
         y["grams"] = "CO₂ (g per million samples)"
-    about = "Energy per sample in training: of the GPUs, or of the nodes if they have none."
+    about = "Energy per sample in training: energy of the GPUs, or of nodes without GPUs."
     more: View = {"by": "series", "doubling": True, "zero": True, "logarithmic": False}
     return [lines(f"{plan.name}-energy", about, rows, {"devices": "devices"}, y, **more)]
 
@@ -208,12 +209,12 @@ def _rates(each: Series, mode: str) -> list[View]:
 
 
 def _apart(point: Point) -> float | None:
-    run = point.run if point.devices == 1 else point.twin  # one device waits for no other
+    run = point.run if point.devices == 1 else point.twin  # a single device has no communication
     trials = run.trials("SYNTHETIC") if run else None
     return trials.mean if trials else None
 
 
-#: Metrics of published figures, by mode and heading: efficiency of real training, communication of computing alone.
+#: (Mode, heading of a column) → metric of the published figures in this column.
 _PUBLISHED = {("FULL", "efficiency"): "scaling_efficiency", ("SYNTHETIC", "communication"): "communication"}
 
 
@@ -250,8 +251,8 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
         if mode == "SYNTHETIC":
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
     caption = (
-        "One row per number of devices. Small figures are the ideal, the 95 % interval (±), and figures published for "
-        "the full size."
+        "One row per number of devices. Small figures are the ideal rate, the 95 % interval (±), and published "
+        "figures for the full size."
     )
     return table(columns, caption, f"Scaling of {plan.title}")
 
@@ -285,7 +286,7 @@ def aim(plan: PlanResult) -> tuple[Metric, float] | None:
 
 
 def convergence(plan: PlanResult) -> Section | None:
-    """Return the convergence of trainings with growing batches; None for other plans and without trainings."""
+    """Return the convergence of trainings with growing batches; None for other plans, and without trainings."""
     compared = aim(plan) if plan.record.kind == "convergence" else None
     if compared is None:
         return None
@@ -319,15 +320,15 @@ def convergence(plan: PlanResult) -> Section | None:
     if plan.record.grams_per_kwh is not None:
         words = partial(grams, per_kwh=plan.record.grams_per_kwh)
         columns.append((f"To {target}", "CO₂", spent(lambda each: each.joules, words)))
-    which = "the target" if compared == target_of(plan.trained[0]) else "the lowest value that all of them reach"
+    which = "the target" if compared == target_of(plan.trained[0]) else "the lowest value that all trainings reach"
     return Section(
         "Convergence",
-        f"The same training with larger and larger batches. The goal is {target}, {which}. Its cost is counted from "
-        "the first step to the end of the validation that shows it.",
+        f"The same training with larger and larger batches. The goal is {target}, {which}. The cost of the goal is "
+        "counted from the first step to the end of the validation that reached the goal.",
         tables=[
             table(
                 columns,
-                "Means over the seeds; below each, the least and the greatest value.",
+                "Means over the seeds; small figures are the least and the greatest value.",
                 f"Convergence of {plan.title}",
             )
         ],
@@ -339,7 +340,7 @@ def _share(part: int, of: int) -> Cell:
 
 
 def _learning_rate(run: RunResult) -> Cell:
-    """Return the learning rate after warm-up; below, the rule that scales it from the base batch size."""
+    """Return the learning rate after warm-up, with a note of the rule that scales the rate with the batch size."""
     rate, rule, base = (run.setting(key) for key in ("optimizer.lr", "schedule.scaling", "schedule.base_batch_size"))
     ratio = run.setting("batch_size", 0) / base if base else 1.0
     scale = {"sqrt": math.sqrt(ratio), "linear": ratio}.get(rule, 1.0)
@@ -351,7 +352,7 @@ def _whole(value: float) -> str:
 
 
 def _mean(values: Sequence[float], text: Callable[[float], str] = number) -> Cell:
-    """Return the cell of a mean, with the least and the greatest below it if they differ."""
+    """Return the cell of a mean, with a note of the least and the greatest value if they differ."""
     if not values:
         return Cell()
     ends = min(values), max(values)
@@ -370,7 +371,7 @@ def _losses(values: Sequence[float]) -> Cell:
 
 
 def parallelism(plan: PlanResult) -> Section | None:
-    """Return memory and speed by the way devices share a model; None for other plans."""
+    """Return memory and speed for each way of dividing a model among devices; None for other plans."""
     runs = [run for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE]
     runs = runs if plan.record.kind == "parallelism" else []
     if not runs:
@@ -408,16 +409,17 @@ def parallelism(plan: PlanResult) -> Section | None:
     caption = "Standard deviations are over the trials. Published figures are for the full size."
     return Section(
         "Parallelism",
-        "tp: devices that share each layer. cp: devices that share the tokens of a sample. dp: devices with different "
-        "samples; with fsdp they also share the weights. Memory is per device: the prediction before the first step "
-        "(a rough estimate if devices share a model), and the measured peak. On a CPU the peak covers the entire "
-        "process, with Python and its libraries.",
+        "tp is the number of devices that share each layer, cp the number of devices that share the tokens of a "
+        "sample, and dp the number of groups of devices with different samples. With fsdp, these groups also share "
+        "the weights. Memory is per device: the prediction before the first step (a rough estimate if devices share a "
+        "model), and the measured peak. On a CPU, the peak is the memory of the entire process, including Python and "
+        "its libraries.",
         tables=[table(columns, caption, f"Parallelism of {plan.title}")],
     )
 
 
 def _predicted(run: RunResult) -> int | None:
-    """Return the predicted peak memory of a step, bytes: the throughput stage's, or else the profile's."""
+    """Return the predicted peak memory of a step, bytes, from the stage `throughput` or else from `profile`."""
     profiled = run.profile.memory.predicted if run.profile and run.profile.memory else None
     use = (run.throughput and run.throughput.predicted) or profiled
     return (use.peak or use.total) if use else None
@@ -430,7 +432,7 @@ def _weights(run: RunResult, tp: int) -> Cell:
 
 
 def _published(known: list[Published]) -> Cell:
-    """Return the first of several figures, with figures of other editions below it."""
+    """Return the first published figure, with a note of the other figures."""
     if not known:
         return Cell()
     first, *others = known

@@ -1,6 +1,6 @@
 """Build the card and the sections of a plan for the page.
 
-Each function in `SECTIONS` makes one section, or returns None if the plan has nothing to show there.
+Each function in `SECTIONS` makes one section, or returns None if the plan has no data for this section.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from dlscale.report.results import (
 from dlscale.report.speedup import Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import bound, disturbance, judge_run
 
-#: Maximum number of runs, or of metrics, in a card.
+#: Maximum number of bars of runs, and of bars of metrics, in a card.
 CARD = 6
 
 #: Maximum number of runs that the charts of a plan show at first.
 DRAWN = 8
 
-#: Maximum size of a plan's picture in the first table, pixels; it is shown at half this size.
+#: Maximum size of a plan's picture in the first table, pixels; the page shows the picture at half this size.
 THUMBNAIL = (280, 120)
 
 #: Maximum number of trials in the table of a sweep.
@@ -66,7 +66,7 @@ CHANNEL_ROWS = 40
 
 @dataclass(frozen=True)
 class Page:
-    """Context of the page that shows the plans."""
+    """Settings of the page that shows the plans."""
 
     folder: Path = Path()  #: Folder of the page; links to files are relative to it.
     plans: frozenset[str] = frozenset()
@@ -82,7 +82,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
     sections = [section for make in SECTIONS if (section := make(plan, page))]
     names = list(dict.fromkeys(run for section in sections for chart in section.charts for run in chart.runs))
     least = first_and_least(plan.runs, DRAWN, lambda run: (run.final_loss, slowness(run)))
-    # In a convergence plan the charts name groups of runs.
+    # Charts of a convergence plan name groups of runs instead of runs.
     first = {run.called for run in least} & set(names) or set(names[:DRAWN])
     lacking: dict[str, list[str]] = {}
     for run, what in plan.record.left_out.items():
@@ -125,7 +125,7 @@ def lead(card: View) -> str:
         known = found["efficiency"]
         said.append(f"Efficiency on {known['place']}: {known['ratio']} {known['interval_text']}.".replace(" .", "."))
     elif found and not found["known"]:
-        said.append("The fastest run is not known: other programs were busy.")
+        said.append("The fastest run is not known, because other programs or jobs disturbed the measurement.")
     elif found and found["gain"]:
         said.append(f"“{found['fastest']}” trains {found['gain'].words} as fast as “{found['first']}”.")
     elif found and found["of"] > 1:
@@ -133,22 +133,22 @@ def lead(card: View) -> str:
     elif found:
         said.append(f"“{found['fastest']}” trains at {text.number(found['speed'])} {found['unit']}.")
     if bound and bound["bound"]:
-        said.append(f"It is limited by {bound['bound'].what}.")
+        said.append(f"The limit is {bound['bound'].what}.")
     if bound and bound["todo"]:
         said.append(f"Try next: {re.split(r'(?<=[.;]) ', bound['todo'])[0].rstrip('.;')}.")
     return " ".join(said)
 
 
 def environments(plan: PlanResult) -> list[str]:
-    """Return one line for each difference in machine or software from the first run."""
+    """Return a line for each way in which runs differ from the first run in machine or software."""
     found = dict[str, list[str]]()
     for run in plan.runs[1:]:
-        # The commit does not matter: a change of code that affects a run makes it run again.
+        # The commit does not matter, because a change of code that affects a run makes the run start again.
         apart = [each for each in environment_changes(plan.runs[0], run) if not each.startswith("commit ")]
         if apart:
             found.setdefault(", ".join(apart), []).append(run.label)
     return [
-        f"“{'”, “'.join(runs)}”: other machine or software than “{plan.runs[0].label}”: {words}."
+        f"Machine or software differs from run “{plan.runs[0].label}” in run “{'”, “'.join(runs)}”: {words}."
         for words, runs in found.items()
     ]
 
@@ -198,9 +198,9 @@ def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
 
 
 def speed(plan: PlanResult) -> View | None:
-    """Return the fastest run, and bars of the first and the fastest runs; None if no speed was measured.
+    """Return the fastest run, and bars for the first run and the fastest runs; None if no speed was measured.
 
-    A run leads only if it is faster than the first run beyond noise. Runs that do the same work count as one, with
+    The first run leads unless another run is significantly faster. Runs that do the same work count as one run with
     their mean speed.
     """
     if (found := _fastest(plan)) is None:
@@ -208,9 +208,9 @@ def speed(plan: PlanResult) -> View | None:
     (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
     known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    # Published figures of the same step at another size, as for a demo, appear only in the table.
+    # Published figures for the same step at another size, for example of a demo, appear only in the table.
     figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
-    # Ratios from paired timing, where known: quotients of separately measured speeds would contradict them.
+    # Ratios from paired timing if known, because quotients of separately measured speeds would contradict them.
     base = first.speed or fastest.speed
     ratios = {id(group): group.gain.ratio if group.gain else group.speed / base for group in groups}
     greatest = max(ratios.values())
@@ -249,7 +249,7 @@ def speed(plan: PlanResult) -> View | None:
 
 
 def _efficiency(plan: PlanResult) -> View | None:
-    """Return the headline of weak scaling; None for other plans."""
+    """Return the efficiency on the largest number of devices; None for plans without weak scaling."""
     found = scaling.headline(plan) if plan.record.kind == "weak_scaling" else None
     if found is None:
         return None
@@ -265,7 +265,7 @@ def _label(group: Group) -> str:
 
 
 def fastest_bound(plan: PlanResult, call: str) -> View | None:
-    """Return what limits the fastest run of the card; None if that was not measured."""
+    """Return the limit of the fastest run for the card; None if the limit was not measured."""
     if (found := _fastest(plan)) is None:
         return None
     scaled = scaling.headline(plan)
@@ -280,7 +280,7 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
         )
         judged = replace(judged, bound=replace(judged.bound, what="communication", key="both", why=why))
     means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
-    # The longest bar is clipped at four times the second longest, so that all bars stay visible.
+    # The longest bar is clipped at four times the second longest bar, so that all bars stay visible.
     second, first = sorted([0.0, *means.values()])[-2:]
     longest = min(first, 4 * second) or first
     return {
@@ -295,7 +295,7 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
 
 
 def next_plan(plan: PlanResult, run: RunResult, rung: str, call: str) -> str:
-    """Return shell lines that time a run with and without the settings `rung`, YAML."""
+    """Return shell lines that time a run with and without the settings `rung` (YAML)."""
     own, name = f"{plan.name}.{run.name}", f"{plan.name}_next"
     runs = {"before": {"use": own}, "next": yaml.safe_load(rung)}
     added = {"study": plan.record.study, "from": own, "measure": ["throughput"], "runs": runs}
@@ -334,7 +334,7 @@ def quality(plan: PlanResult) -> View | None:
 
 
 def targets(plan: PlanResult) -> list[View]:
-    """Return for each target the first run that reached it, and the runs that missed it."""
+    """Return the first run that reached each target, and the runs that missed the target."""
     by_aim: dict[str, list[tuple[RunResult, Reached]]] = {}
     for run in plan.runs:
         if found := reached(run):
@@ -365,7 +365,7 @@ def all_runs(plan: PlanResult, page: Page) -> Section:
 
 
 def differing(plan: PlanResult) -> dict[str, dict[str, str]]:
-    """Return the settings in which any two runs differ, by run."""
+    """Return the values of the settings in which any two runs differ: run → key → value."""
     every = {run.name: {key: str(value) for key, value in flat(run.settings).items()} for run in plan.runs}
     keys = list(dict.fromkeys(key for settings in every.values() for key in settings if key != "label"))
     keys = [key for key in keys if len({settings.get(key) for settings in every.values()}) > 1]
@@ -435,8 +435,8 @@ def runs_table(plan: PlanResult) -> Table:
     rows: list[tuple[RunResult, Row]] = list(zip(plan.runs, rows_of(plan), strict=True))
     return table(
         [(group, heading, [make(run, row) for run, row in rows]) for group, heading, make in columns],
-        "Losses and metrics are those of the last epoch. Times exclude validation, except the time to the target. ± is "
-        "a 95 % interval. Standard deviations are over trials or seeds. Click a heading to sort.",
+        "Losses and metrics are from the last epoch. Times exclude validation, except the time to the target. ± is a "
+        "95 % interval. Standard deviations are over trials or seeds. Click a heading to sort.",
         f"All runs of {plan.title}",
     )
 
@@ -487,7 +487,7 @@ def _reached(run: RunResult, row: Row) -> Cell:
 
 
 def channels(plan: PlanResult, page: Page) -> Section | None:
-    """Return a table for each kind of metric that has channels, with baselines and skills."""
+    """Return one table for each kind of metric that has channels, with baselines and skills."""
     naive = {metric.naive for metric in plan.metrics.values()}
     kinds: dict[str, list[Metric]] = {}
     rivals: dict[str, list[Metric]] = {}
@@ -522,7 +522,7 @@ def _channel_table(
         errors = [cell(values.get(metric.name), note=note) for values, note in zip(last, notes, strict=True)]
         heading = f"{metric.channel} {text.unit(metric.unit)}".strip()
         columns.append(("", heading, [cell(answer[place]) for answer in naive.values()] + errors))
-    rest = "the first run and the runs with the lowest validation loss. The CSV file has all."
+    rest = "the first run and the runs with the lowest validation loss. The CSV file has all runs."
     skill = f" Skill is 1 − error / error of {first.answer}." if first.naive and first.better == "lower" else ""
     return table(
         columns,
@@ -536,7 +536,7 @@ def _channel_table(
 
 
 def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> list[float | None]:
-    """Return the value of each metric if it is equal in all runs, as for a baseline on the same data; else None."""
+    """Return the value of each metric if all runs have the same value, for example of a baseline; else None."""
     columns = [[values.get(name or "") for values in last] for name in names]
     return [
         column[0]
@@ -548,12 +548,12 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
 
 # ---- the ladder --------------------------------------------------------------------------------------
 
-#: Effects of a rung, with their colours.
+#: Effects of a rung → colours of the bars.
 STEPS = {"first": COLOURS[0], "faster": MODE_COLOURS["FULL"], "within noise": MUTED, "slower": WORSE}
 
 
 def waterfall(plan: PlanResult, page: Page) -> Section | None:
-    """Return the gain of each rung, and the limit of the rung before; None for other plans."""
+    """Return the gain of each rung, and the limit of the rung before; None for plans that are not ladders."""
     speeds = SpeedUps(plan.runs)
     runs = speeds.runs if plan.record.kind == "ladder" else []
     if len(runs) < 2:
@@ -571,8 +571,8 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         rows[-1] |= {"end": max(begin, over.ratio), "ratio": over.words, "was": was.what if was else text.NONE}
         reached = over.ratio
     words = (
-        "Speed of each rung, relative to the first run. A bar starts at the speed of the rung before. Its label is the "
-        "speed-up over the rung before, and the limit of that rung."
+        "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before. The label of "
+        "a bar is the speed-up over the rung before, followed by the limit of the rung before."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
@@ -636,7 +636,7 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
 
 
 def sweep_view(plan: PlanResult) -> View | None:
-    """Return the best trial of a sweep; None for other plans and without a trained trial."""
+    """Return the best trial of a sweep; None for other plans, and if no trial was trained."""
     if plan.record.sweep is None or plan.best is None:
         return None
     score, better = plan.score(plan.best)
@@ -667,7 +667,7 @@ def sweep(plan: PlanResult, page: Page) -> Section | None:
         ("", sweep_metric(plan), [cell(score) if math.isfinite(score) else Cell("diverged") for score in scores]),
     ]
     caption = "Trials, the best first; diverged trials come last."
-    note = "".join(some(len(shown), len(ranked), "trials", "the best ones. The CSV file has all."))
+    note = "".join(some(len(shown), len(ranked), "trials", "the best trials. The CSV file has all trials."))
     trials = table(columns, caption, f"Trials of {plan.title}", note=note)
     return Section("Sweep", tables=[trials], form="sweep", own=found)
 
@@ -717,7 +717,7 @@ def tuned_winner(plan: PlanResult) -> View | None:
 
 
 def tunings(plan: PlanResult, page: Page) -> Section | None:
-    """Return the settings tried for each tuned run; None if no run was tuned."""
+    """Return the settings that were tried for each tuned run; None if no run was tuned."""
     own = [
         {
             "run": run.called,
@@ -738,14 +738,14 @@ def tunings(plan: PlanResult, page: Page) -> Section | None:
 
 
 def tried(tuning: Tuning, run: str = "") -> Table:
-    """Return the table of the settings tried: the run's own, then the best first.
+    """Return the table of the settings tried: the run's own setting first, then the other settings, the best first.
 
-    Speeds are relative to the run's own setting in the last rung that each setting reached, since the machine drifts
-    between rungs.
+    Each speed is relative to the run's own setting in the same rung, the last rung that a setting reached, because the
+    machine's speed drifts between rungs.
     """
     own, *others = tuning.candidates
     winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
-    # The finalist first, then by the rung reached, and by speed in it; dropped settings last.
+    # Order: the finalist, other settings by the last rung reached and their speed in this rung, dropped settings.
     others.sort(
         key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
     )
@@ -760,7 +760,7 @@ def tried(tuning: Tuning, run: str = "") -> Table:
     ]
     caption = (
         "Speeds are from the last rung that each setting reached, relative to the run's own setting in the same rung. "
-        "They only rank the settings; the final comparison decides."
+        "These speeds only rank the settings. The final comparison decides."
     )
     return table(columns, caption, f"Settings tried, {run}", sortable=False)
 
@@ -778,7 +778,7 @@ def _relative(each: Tried, own: Tried) -> float | None:
 
 
 def predictions(plan: PlanResult, page: Page) -> Section | None:
-    """Return the figures of prediction against truth, the best run's first."""
+    """Return the figures of prediction against truth; the figure of the best run comes first."""
     drawn = [(run, run.prediction) for run in plan.trained if run.prediction]
     if not drawn:
         return None
@@ -788,13 +788,13 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
     shown = [
         {"label": run.called, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]
     ]
-    rest = "the rest are files prediction.png in the folders of their runs."
+    rest = "the folders of the other runs contain the files prediction.png."
     notes = some(len(shown), len(drawn), "figures", rest)
     return Section("Predictions", form="predictions", own=shown, notes=notes)
 
 
 def thumbnail(plan: PlanResult) -> str | None:
-    """Return the top of the best run's prediction, or of another run's, as a small JPEG file in base 64."""
+    """Return the top of a prediction as a small JPEG file in base 64: of the best run, or else of another run."""
     from PIL import Image
 
     run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
@@ -815,7 +815,7 @@ def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
     content = path.read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
-        raise UserError(f"{path}: not a complete PNG file; delete it and run its stage again")
+        raise UserError(f"{path}: the PNG file is incomplete; delete the file and run its stage again")
     width, height = struct.unpack(">II", content[16:24])
     return {"width": width, "height": height, "data": base64.b64encode(content).decode()}
 
@@ -840,7 +840,7 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     files |= {"configuration": run.folder / "config.yaml", "epochs": run.folder / "metrics.jsonl"}
     files |= {title: run.folder / "profile" / name for title, name in traces}
     owner, _, name = run.owner.partition("/")
-    # The folder of a rung is not a run on the page.
+    # The folder of a rung is not a run of the page.
     shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
     return {
         "id": plan.anchor(run),

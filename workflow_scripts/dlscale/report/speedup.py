@@ -1,8 +1,9 @@
 """Compute speed-ups between runs, and scaling over devices, each with its 95 % interval.
 
-Runs of one process have paired timing with the first run of their plan (`dlscale.measure.turns`); the spread of these
-ratios is pooled over all runs of the plan. Runs that were measured separately have the spread of their trials. Both
-intervals are widened by the difference that two measurements of the same work may have.
+Runs of one process have paired timing with the first run of their plan (`dlscale.measure.turns`). The interval of such
+a ratio comes from the spread of the ratios, pooled over all runs of the plan. For runs that were measured separately,
+the interval comes from the spread of their trials. Both intervals are widened by the difference that two measurements
+of the same work may have.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from dlscale.core.text import number, percent
 from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
 from dlscale.report.results import PlanResult, RunResult
 
-#: Minimum difference of two separately measured speeds that counts: logarithm of the ratio 1.05.
+#: Two separately measured speeds are equal within noise if the logarithm of their ratio is below this value.
 MIN_LOG_DIFFERENCE = math.log1p(0.05)
 
-#: Minimum difference by paired timing that counts, logarithm of a ratio. In 15 measurements of equal runs, the ratio
-#: had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
+#: Two speeds by paired timing are equal within noise if the logarithm of their ratio is below this value. In 15
+#: measurements of equal runs, the ratio had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
 FLOOR = 0.015
 
 
@@ -34,7 +35,7 @@ FLOOR = 0.015
 class SpeedUp:
     """The ratio of two speeds."""
 
-    log: float  #: Natural logarithm of the ratio: symmetric for twice and half the speed.
+    log: float  #: Natural logarithm of the ratio; twice and half the speed differ only in sign.
     error: float  #: Half-width of the 95 % interval of `log`; infinite if the spread is unknown.
 
     @property
@@ -58,7 +59,7 @@ class SpeedUp:
     def interval_text(self) -> str:
         if not math.isfinite(self.error):
             return "(single trials, no interval)"
-        if self.high - self.ratio > 2 * (self.ratio - self.low):  # asymmetric: "±" would include excluded values
+        if self.high - self.ratio > 2 * (self.ratio - self.low):  # asymmetric: "±" would exceed the interval
             return f"({number(self.low)} to {number(self.high)})" + ", within noise" * self.noise
         return f"± {number((self.high - self.low) / 2, 2)}" + ", within noise" * self.noise
 
@@ -68,7 +69,7 @@ class SpeedUp:
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
-        """Return the geometric mean, with the mean error: a disturbance may affect all of them."""
+        """Return the geometric mean of ratios, with their mean error, because a disturbance may affect all ratios."""
         return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
 
 
@@ -76,12 +77,12 @@ class SpeedUp:
 
 
 def spread(trials: Trials, looks: int = 1) -> float:
-    """Return the relative half-width of a mean rate's interval, from the spread of its trials."""
+    """Return the half-width of a mean rate's 95 % interval relative to the rate, from the spread of its trials."""
     return reach(trials.std / trials.mean, len(trials.trial_time), looks) if trials.mean else math.inf
 
 
 def spread_of(run: RunResult, looks: int = 1) -> float:
-    """Return the relative half-width of the 95 % interval of a run's speed, from its FULL trials or its epochs."""
+    """Return the half-width of a speed's 95 % interval relative to the speed, from FULL trials or else from epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
     speeds = [epoch.samples_per_second for epoch in run.timed[1:] if epoch.samples_per_second is not None]
@@ -94,7 +95,7 @@ def between(before: Trials, after: Trials, floor: float = MIN_LOG_DIFFERENCE) ->
 
 
 def _is_comparable(run: RunResult, other: RunResult) -> bool:
-    """Return whether both speeds have the same unit, and both are FULL or both of trainings."""
+    """Return whether both speeds have the same unit, and both come from FULL or both from trainings."""
     return (run.throughput is None) == (other.throughput is None) and run.unit == other.unit
 
 
@@ -116,9 +117,9 @@ def paired_ratio(
 ) -> SpeedUp:
     """Return the ratio of two runs' speeds by paired timing.
 
-    Each run was timed against a common third run; None is that third run itself. `opening` is the standard deviation of
-    an opening's ratio over all runs, with its degrees of freedom; a run that varies more has its own. Equal runs may
-    differ by `floor`, a logarithm.
+    `own` and `its` are the paired timings of the two runs with a common third run; None stands for the third run
+    itself. `opening` is (standard deviation of the ratio of an opening over all runs, its degrees of freedom). A run
+    whose ratio varies more uses its own standard deviation. Equal runs may differ by `floor`, a logarithm.
     """
     log = (statistics.fmean(own.ratios) if own else 0.0) - (statistics.fmean(its.ratios) if its else 0.0)
     spread, freedom = opening
@@ -129,9 +130,9 @@ def paired_ratio(
 
 
 def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
-    """Return the ratio of two runs' speed-ups over the first runs of their plans, if these did the same work.
+    """Return the ratio of two runs' speed-ups over the first runs of their plans; None if it is unknown.
 
-    None for the first runs themselves, and for runs that do the same work as a first run.
+    The ratio is unknown if the first runs do different work, and if one of the two runs does the work of a first run.
     """
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
@@ -152,15 +153,15 @@ class SpeedUps:
     """The speed-ups between a plan's runs."""
 
     def __init__(self, runs: Sequence[RunResult]) -> None:
-        timed = [run for run in runs if run.throughput]  # the speed of a training is not comparable with FULL
+        timed = [run for run in runs if run.throughput]  # the rate of a training is not comparable with FULL
         known = [run for run in timed or runs if run.speed]
         self.first = (known or runs)[0]
         self.runs = [run for run in known if run.unit == self.first.unit]  # other units are not comparable
 
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
-        """Return the speed-up of a run over another; None if a speed is unknown or they are not comparable.
+        """Return the speed-up of a run over another; None if a speed is unknown or the speeds are not comparable.
 
-        With several `looks`, intervals are wider, so that all of them hold together.
+        For several comparisons (`looks`), each interval is wider, so that all intervals hold together with 95 %.
         """
         if not (run.speed and other.speed and _is_comparable(run, other)):
             return None
@@ -170,24 +171,25 @@ class SpeedUps:
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
-        """Standard deviation of an opening's ratio over all runs, and its degrees of freedom."""
+        """(Standard deviation of the ratio of an opening over all runs, its degrees of freedom)."""
         return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
 
     @cached_property
     def floor(self) -> float:
-        """Greatest log ratio of equal work by paired timing, beyond the spread of openings; at least `FLOOR`."""
+        """Greatest log ratio of runs with equal work by paired timing, if it exceeds its noise; at least `FLOOR`."""
         same = [found for one, other in self._alike() if (found := self._in_turns(one, other))]
         return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def separate_floor(self) -> float:
-        """Greatest log ratio of equal work, measured separately; at least `MIN_LOG_DIFFERENCE`."""
+        """Greatest log ratio of runs with equal work, measured separately; at least `MIN_LOG_DIFFERENCE`."""
         return max([MIN_LOG_DIFFERENCE, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
 
     def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
-        """Return the ratio of two runs by paired timing, with each other or with a common third; None without it.
+        """Return the ratio of two runs by paired timing; None without paired timing.
 
-        For the first run and itself, the pair is the run and its copy.
+        Two runs have paired timing if they were timed with each other or with a common third run. If both runs are the
+        first run, the ratio is that of the first run and a copy of the first run.
         """
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
         straight = [(own, None)] if own and own.compute == other.compute else []
@@ -217,10 +219,10 @@ class SpeedUps:
         return Group(runs, speed, SpeedUp.mean(over) if over else None)
 
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
-        """Return the fastest group, and the groups equal to it within noise.
+        """Return the fastest group, and the groups that are equally fast within noise.
 
-        The group of the first run leads unless another one is faster beyond noise, by intervals that hold for all
-        groups together.
+        The group of the first run is the fastest unless another group is significantly faster. The intervals for this
+        hold for all groups together.
         """
         looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
@@ -240,14 +242,14 @@ class SpeedUps:
 #: Kinds of plans that measure scaling.
 SCALING = ("weak_scaling", "strong_scaling")
 
-#: Settings that may differ within a series: geometry, batch, and settings that do not affect the time of a step.
+#: Settings that may differ within a series: geometry, batch, and settings that do not affect the step time.
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two measured rates, or 1 minus it, with the half-width of its 95 % interval."""
+    """A ratio of two measured rates, or 1 minus this ratio, with the half-width of its 95 % interval."""
 
     value: float
     noise: float
@@ -259,7 +261,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Point:
-    """A run at one number of devices."""
+    """A run on one number of devices."""
 
     run: RunResult
     base: RunResult  #: The run of the series with the fewest devices.
@@ -279,7 +281,7 @@ class Point:
         return trials.mean if trials else None
 
     def ideal(self, mode: str) -> float | None:
-        """Return the samples/s of the base, scaled to the number of devices."""
+        """Return the samples/s of `base`, scaled to the number of devices."""
         base = self.base.trials(mode)
         return base.mean * self.devices / self.base.devices if base else None
 
@@ -292,13 +294,13 @@ class Point:
         return Ratio(value, value * between(base, own).error if self.run is not self.base else 0.0)
 
     def communication(self, mode: str) -> Ratio | None:
-        """Return the fraction of a step spent on communication: 1 - time of the twin / time."""
+        """Return the fraction of a step spent on communication: 1 - step time of the twin / step time of the run."""
         twin = self.twin if self.twin and self.twin.unit == self.run.unit else None
         return _share(self.run.trials(mode), twin.trials(mode) if twin else None, MIN_LOG_DIFFERENCE)
 
     @property
     def alone(self) -> Ratio | None:
-        """Fraction of communication in SYNTHETIC, from steps of one run with and without gradient averaging."""
+        """Fraction of a SYNTHETIC step spent on communication, from steps with and without gradient averaging."""
         return _share(self.run.trials("SYNTHETIC"), self.run.trials("alone"), 0.0)
 
 
@@ -312,9 +314,10 @@ class Series:
 
 
 def series(plan: PlanResult) -> list[Series]:
-    """Group the plan's runs that average gradients, measured in samples/s, by batch and settings.
+    """Group the runs that average gradients by batch and settings; skip runs without samples/s.
 
-    The twin of a run has the same devices, batch and settings, except for `parallel`, which has no effect there.
+    The twin of a run has the same devices, batch and settings, except for the settings `parallel`, which have no effect
+    without gradient averaging.
     """
     weak = plan.record.kind == "weak_scaling"
     batch = {run: _batch(run, weak) for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE}
@@ -330,7 +333,7 @@ def series(plan: PlanResult) -> list[Series]:
     made = []
     for base, runs in zip(bases, found.values(), strict=True):
         settings = shared[base]
-        # FSDP exchanges more than gradients, so its runs have no twin.
+        # FSDP exchanges more than gradients, so runs with FSDP have no twin.
         apart = _apart(settings) if settings.get("parallel.kind", "ddp") == "ddp" else None
         points = [Point(runs[n], base, twins.get(_key(batch[base], n, apart))) for n in sorted(runs)]
         alike = [shared[other] for other in bases if batch[other] == batch[base]]
@@ -358,14 +361,14 @@ def _batch(run: RunResult, weak: bool) -> int:
 
 
 def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
-    """Return the label of a series: its batch, and the settings that differ between series of this batch."""
+    """Return the label of a series: its batch, and the settings that differ between series with the same batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
     said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
     return "; ".join([f"{batch or 'unknown'} samples {'a device' if weak else 'a step'}", *said])
 
 
 def _share(together: Trials | None, apart: Trials | None, floor: float) -> Ratio | None:
-    """Return 1 - time apart / time together, from rates of equal batches."""
+    """Return 1 - step time of `apart` / step time of `together`, for equal batches."""
     if not (together and apart and apart.mean):
         return None
     ratio = together.mean / apart.mean

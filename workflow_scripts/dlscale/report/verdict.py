@@ -1,7 +1,7 @@
 """Judge a run: what limits its speed, and whether other programs disturbed the measurement.
 
-`dlscale explain RUN` and the page show this verdict. Each function in `DETECTORS` looks for one cause. It returns a
-finding with its evidence, or None if the cause is absent or was not measured.
+`dlscale explain RUN` and the page show this verdict. Each function in `DETECTORS` looks for one cause. The function
+returns a finding with its evidence, or None if the cause is absent or was not measured.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ if TYPE_CHECKING:
 #: Settings that several remedies suggest, as YAML.
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
 
-#: Minimum fraction of the time that processes of the node wait for memory, to be reported.
+#: Memory pressure is reported if processes of the node wait for memory for at least this fraction of the time.
 STALLED = 0.1
 
-#: Minimum fraction of the time that threads wait for a core, to be reported.
+#: Too many threads are reported if threads wait for a core for at least this fraction of the time.
 QUEUED = 0.5
 
-#: Slow-down of an external program that is reported: minimum windows of steps in its first and last third, and minimum
-#: fraction of the speed lost between them.
+#: Limits for reporting that an external program slows down: minimum number of windows of steps in each third of its
+#: run, and minimum fraction of the speed that is lost from the first third to the last third.
 WINDOWS, SLOWER = 3, 0.2
 
-#: Step time of an external program on a CPU below which launching operators dominates, seconds.
+#: Step time of an external program, seconds. Launching operators dominates shorter steps on a CPU.
 TINY = 4e-3
 
-#: Fraction by which FULL may exceed the slower of IO and SYNTHETIC by chance: the three are timed at different times.
+#: Fraction by which FULL may exceed the slower of IO and SYNTHETIC by chance, because the three modes are timed at
+#: different times. A larger spread of the trials raises this limit.
 MAX_EXCESS_FRACTION = 0.1
 
 
@@ -64,18 +65,19 @@ MAX_EXCESS_FRACTION = 0.1
 class Bound:
     """The limit of training speed (FULL)."""
 
-    what: str  #: Name of the limit, two or three words.
-    key: str  #: Name of its colour on the page.
-    why: str  #: Reason, in a sentence or two.
-    share: float  #: FULL as a fraction of the slower of IO and SYNTHETIC.
+    what: str  #: Name of the limit, in a few words.
+    key: str  #: Name of the limit's colour on the page.
+    why: str  #: Reason, in sentences.
+    share: float  #: FULL / the slower of IO and SYNTHETIC; 1 for an external program.
     loading: float | None  #: Fraction of the time spent loading if loading and computing take turns; else None.
 
 
 def bound(throughput: Throughput | None) -> Bound | None:
-    """Return what limits a run, from its three rates; None unless all three were measured.
+    """Return the limit of a run's speed; None if the limit was not measured.
 
-    FULL cannot exceed the slower of loading alone (IO) and computing alone (SYNTHETIC). FULL divided by the slower rate
-    shows how well loading and computing overlap. An external program is judged by its wait for batches instead.
+    A run of a study is judged by its three rates, which must all be known. FULL cannot exceed the slower of loading
+    alone (IO) and computing alone (SYNTHETIC). FULL divided by the slower rate shows how well loading and computing
+    overlap. An external program is judged by its wait for batches instead.
     """
     if throughput and throughput.outside:
         return _bound_outside(throughput.outside)
@@ -91,25 +93,27 @@ def bound(throughput: Throughput | None) -> Bound | None:
     else:
         what, key, advice = "loading and computing", "both", "Only making both faster would help."
     share = full / slower.mean
-    serial = 1 / (1 / io + 1 / synthetic)  # loading and computing take turns: no overlap
+    serial = 1 / (1 / io + 1 / synthetic)  # the rate if loading and computing take turns
     loading = None
     reaches = f"{percent(share)} of the slower rate"
     if full - slower.mean > max(
         MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
     ):
-        what, key, reaches = UNKNOWN, "both", f"{number(full)}, more than noise explains"
+        what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s, which is more than noise explains"
         advice = (
-            "Training cannot be faster than the slower of the two: the machine was disturbed, so all three rates are "
-            "unreliable. Measure again."
+            "Training cannot be faster than the slower of loading and computing. The machine was disturbed, so all "
+            "three rates are unreliable. Measure again."
         )
     elif share > 1:
-        reaches = f"{number(full)}, equal to {'loading' if slower is modes[0] else 'computing'} within noise"
+        reaches = (
+            f"{number(full)} samples/s, the rate of {'loading' if slower is modes[0] else 'computing'} within noise"
+        )
     elif share < 0.8 and full < 0.9 * serial:
-        advice = "Taking turns would be faster: loading and computing compete for the same cores or memory."
+        advice = "Loading and computing compete for the same cores or memory. Taking turns would be faster."
     elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * slower.mean:
         loading = serial / io
         what, key = "missing overlap", "both"
-        advice = "Loading and computing take turns: they do not overlap."
+        advice = "Loading and computing take turns instead of overlapping."
     elif share < 0.8:
         advice = "Loading and computing overlap only partly."
     alone = f"Loading alone reaches {number(io)} samples/s, computing alone {number(synthetic)}."
@@ -117,7 +121,7 @@ def bound(throughput: Throughput | None) -> Bound | None:
 
 
 def _bound_outside(program: Outside) -> Bound | None:
-    """Return what limits an external program, by its wait for batches; None if that is unknown."""
+    """Return the limit of an external program, from its wait for batches; None if this wait is unknown."""
     if program.waiting is None:
         return None
     share, rest = percent(program.waiting), percent(1 - program.waiting)
@@ -138,7 +142,7 @@ class Disturbance:
     """Load from other programs or jobs while runs of a plan were measured."""
 
     tag: str  #: Name, in a few words.
-    summary: str  #: Programs, cores and runs, in one clause.
+    summary: str  #: Other programs, fraction of the cores that they used, and disturbed runs, in one clause.
     advice: str  #: Consequence and remedy, in sentences.
 
     @property
@@ -147,9 +151,10 @@ class Disturbance:
 
 
 def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturbance | None:
-    """Describe the load that disturbed runs, with the command that measures again; None on a quiet machine.
+    """Describe the load that disturbed runs; None on a quiet machine.
 
-    `call` is the shell command that starts the workflow.
+    If other programs disturbed throughput measurements of a study, the advice ends with the command that repeats these
+    measurements. `call` is the shell command that starts the workflow.
     """
     busy = {run: run.foreign_cpu_fraction for run in runs if run.foreign_cpu_fraction}
     foreign = {run: run.foreign_load for run in runs if run.foreign_load}
@@ -159,8 +164,9 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
         return Disturbance(
             "own jobs ran alongside",
             _load(busy, len(runs), "other jobs of the same call", "trained"),
-            "Trainings with `threads` run at the same time, so these speeds are lower than on an idle machine. To "
-            "measure speed, add `throughput` to the plan's `measure`: that stage runs alone.",
+            "Runs with the setting `threads` train at the same time, so their speeds are lower than on an idle "
+            "machine. To measure speed, add `throughput` to the plan's `measure`, because the stage `throughput` runs "
+            "alone.",
         )
     files = [str(run.folder / "throughput.json") for run in foreign if run.throughput and not run.throughput.outside]
     return Disturbance(
@@ -210,7 +216,7 @@ class Evidence:
 
     @property
     def activity(self) -> Activity:
-        """Figures of the profilers, each from the first profiler that recorded it."""
+        """Means per profiled step, each from the first profiler that measured it."""
         seen: dict[str, Any] = {}
         for tool in reversed(self.profile.tools if self.profile else []):
             seen |= tool.activity.model_dump(exclude_none=True)
@@ -224,7 +230,7 @@ class Evidence:
 
     @property
     def idle(self) -> tuple[float, float] | None:
-        """Fraction of a step in which the GPU is idle, and the part of it spent waiting for data.
+        """Fraction of a step in which the GPU is idle, and fraction in which it waits for data; None if not measured.
 
         A profiler slows the host but not the device. So the busy seconds come from profiled steps, and the length of a
         step comes from steps without a profiler.
@@ -260,7 +266,7 @@ class Finding:
     what: str  #: Title, in a few words.
     why: str  #: Evidence with figures, in one or two sentences.
     todo: str  #: Remedy.
-    share: float | None  #: Approximate fraction of the run's time that it costs; None if unknown.
+    share: float | None  #: Approximate fraction of the run's time that the cause costs; None if unknown.
     rung: str = ""  #: Settings of the remedy, as YAML; empty if the remedy is not a setting.
 
 
@@ -268,17 +274,17 @@ class Finding:
 class Verdict:
     """The verdict on a run."""
 
-    bound: Bound | None  #: Limit by the three rates; None if a rate is missing.
+    bound: Bound | None  #: Limit of the training speed; None if it was not measured.
     findings: list[Finding]  #: Causes, the most expensive first.
-    limit: str  #: Distance from the device's limit, in words; empty if not measured.
-    todo: str  #: Remedy for the most expensive cause, or else for the limit.
-    rung: str = ""  #: Settings of that remedy, as YAML; empty if the remedy is not a setting.
+    limit: str  #: Distance of the training speed from the device's limit, in words; empty if not measured.
+    todo: str  #: Remedy for other programs if there are any, then for the most expensive cause or else for the limit.
+    rung: str = ""  #: Settings of the last remedy in `todo`, as YAML; empty if this remedy is not a setting.
 
 
 def judge_run(run: RunResult) -> Verdict:
     """Judge a run of a plan by its records.
 
-    The telemetry is that of its first node during the throughput stage, or else during training.
+    The telemetry comes from the run's first node during the throughput stage, or else during training.
     """
     nodes = run.telemetry.get("throughput") or run.telemetry.get("train")
     return verdict(Evidence(run.settings, run.throughput, run.profile, summary(nodes[0]) if nodes else None))
@@ -288,14 +294,14 @@ def verdict(evidence: Evidence) -> Verdict:
     """Judge a run by its measurements."""
     every = [finding for look in DETECTORS if (finding := look(evidence))]
     found = [finding for finding in every if finding.share is None or finding.share >= MIN_FRACTION]
-    # Other programs come first: they make all other findings uncertain. Then swapping: it looks like slow loading.
-    # Findings without a cost come last.
+    # Other programs come first, because they make all other findings uncertain. Swapping comes second, because it looks
+    # like slow loading. Findings without a cost come last.
     first = {"neighbour": 0, "swapping": 1}
     found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
     if bounding and bounding.what == UNKNOWN:  # findings based on these rates are unreliable
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
-        again = "Measure again on an idle machine: these rates are unreliable."
+        again = "Measure again on an idle machine, because these rates are unreliable."
         return Verdict(bounding, found, "", again)
     # The remedy for other programs is added before the next remedy and does not replace it.
     before = [finding.todo for finding in found if finding.cause == "neighbour"]
@@ -327,28 +333,28 @@ def loading(evidence: Evidence) -> Finding | None:
         count, more = evidence.setting("loader.workers", 1), min(-(-usage.cores // ranks), max(2, 2 * own))
         with_ = many(count, "worker") + " per process" * (ranks > 1)
         why = (
-            f"{delivers} with {with_}, which {'is' if count == ranks == 1 else 'are'} busy, while "
-            f"{number(idle, 2)} of {usage.cores} cores are idle."
+            f"{delivers} with {with_}. The loading {'process is' if count == ranks == 1 else 'processes are'} busy, "
+            f"while {number(idle, 2)} of {usage.cores} cores are idle."
         )
         rung = f"loader: {{workers: {more}}}"
-        todo = f"{rung}; `dlscale tune` finds how many are best.{faster}"
+        todo = f"{rung}. `dlscale tune` finds the best number of workers.{faster}"
         return Finding("workers", "too few workers", why, todo, evidence.loading, rung)
     if _crowded_out(usage):
         return None
     if busy > 0.5:
         cores = number(usage.cpu_seconds / usage.seconds, 2)
         why = f"{delivers} and keeps {cores} of {usage.cores} cores busy."
-        todo = faster.strip() or "Store the data as the model takes them: float16, channels last, no compression."
+        todo = faster.strip() or "Store the data as the model needs them: float16, channels last, no compression."
         return Finding("loader", "the loader's work", why, todo, evidence.loading, DIRECT if faster else "")
     read = usage.read_bytes
-    disk = f"; {size(read / usage.seconds)}/s came from disks" if read else ""
+    disk = f", while disks delivered {size(read / usage.seconds)}/s" if read else ""
     return Finding(
         "storage",
         "slow storage",
-        f"{delivers}. Its processes compute for only {percent(busy)} of that time and wait for files for the "
-        f"rest{disk}.",
-        "Copy the data to faster storage (the node's own disk, or memory). Store float16, in chunks of one sample. Use "
-        "more workers, so that more reads wait at the same time (loader.workers).",
+        f"{delivers}. The run's processes computed for only {percent(busy)} of that time and waited for files for the "
+        f"rest of the time{disk}.",
+        "Copy the data to faster storage (the node's own disk, or memory). Store float16, in chunks of one sample. "
+        "Use more workers (loader.workers), so that more files are read at the same time.",
         evidence.loading,
     )
 
@@ -361,14 +367,14 @@ def overlap(evidence: Evidence) -> Finding | None:
     share, turns = min(found.loading, 1 - found.share), evidence.setting("loader.workers") == 0
     if (
         share < 2 * MIN_FRACTION and not turns
-    ):  # the rates are measured at different times: FULL may have met a slow moment
+    ):  # the rates are measured at different times, so FULL may have met a slow moment
         return None
-    why = "no worker loads while the model computes" if turns else "the two do not overlap"
+    why = "No worker loads while the model computes" if turns else "Loading and computing do not overlap"
     return Finding(
         "overlap",
         "loading and computing take turns",
-        f"Training loads for {percent(found.loading)} of the time and computes for the rest: {why}.",
-        ("loader: {workers: 1} or more." if turns else "More workers, or a longer prefetch.")
+        f"Training loads for {percent(found.loading)} of the time and computes for the rest of the time. {why}.",
+        ("loader: {workers: 1} or more." if turns else "Use more workers, or a longer prefetch.")
         + _faster_loader(evidence),
         share,
         "loader: {workers: 1}" if turns else "",
@@ -393,8 +399,8 @@ def straggler(evidence: Evidence) -> Finding | None:
             return Finding(
                 "straggler",
                 f"slow rank {rank}",
-                f"Rank {rank} {doing} {number(slowest)} samples/s, the other ranks {number(usual)}. All ranks wait for "
-                "it in every step.",
+                f"Rank {rank} {doing} {number(slowest)} samples/s, while the median of the other ranks is "
+                f"{number(usual)}. All other ranks wait for the slow rank in every step.",
                 f"Check the node and the device of rank {rank}: clocks, temperature, other programs. Exclude the node "
                 "if it stays slow.",
                 1 - slowest / usual,
@@ -403,8 +409,8 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def _slow_process(program: Outside, cuda: bool) -> Finding | None:
-    """Find one process of an external program that waits for data, or computes, longer than the rest."""
-    # With GPUs the busy cores are no evidence: a host spins while its GPU waits for other ranks.
+    """Find one process of an external program that waits for data, or computes, longer than the other processes."""
+    # With GPUs, busy cores are no evidence, because a host spins while its GPU waits for other ranks.
     for shares, doing in (
         (program.rank_waiting, "waits for batches"),
         ([] if cuda else program.rank_cores, "computes"),
@@ -419,9 +425,10 @@ def _slow_process(program: Outside, cuda: bool) -> Finding | None:
             return Finding(
                 "straggler",
                 f"slow rank {rank}",
-                f"Rank {rank} {doing} for {percent(slowest)} of a step{cores}, the other ranks for {percent(usual)}. "
-                "They wait for it in every step.",
-                f"Check what rank {rank} has more of: samples, files, extra work, other programs on its node.",
+                f"Rank {rank} {doing} for {percent(slowest)} of a step{cores}, while the median of the other ranks is "
+                f"{percent(usual)}. All other ranks wait for the slow rank in every step.",
+                f"Check whether rank {rank} has more samples or files, does extra work, or shares its node with other "
+                "programs.",
                 min(slowest - usual, 1.0),
             )
     return None
@@ -438,15 +445,15 @@ def communication(evidence: Evidence) -> Finding | None:
             return None
         share = 1 - together.mean / alone.mean
         why = (
-            f"Gradient averaging over {measured.nranks} processes lowers {number(alone.mean)} to "
-            f"{number(together.mean)} samples/s (computing alone)."
+            f"Gradient averaging over {measured.nranks} processes lowers the rate of computing alone from "
+            f"{number(alone.mean)} to {number(together.mean)} samples/s."
         )
     elif activity.comm_seconds and seconds:  # a step in a CUDA graph cannot run without averaging
         exposed = activity.comm_seconds * (1 - (activity.comm_overlap or 0.0))
         share = min(exposed / seconds, 1.0)
         why = (
             f"A step takes {1e3 * seconds:.1f} ms. Averaging gradients takes {1e3 * activity.comm_seconds:.1f} ms of "
-            f"it, and {1e3 * exposed:.1f} ms of that overlap with no computation."
+            f"the step, and no computation overlaps with {1e3 * exposed:.1f} ms of the averaging."
         )
     else:
         return None
@@ -454,8 +461,8 @@ def communication(evidence: Evidence) -> Finding | None:
         "communication",
         "communication",
         why,
-        "Use a larger batch on each device (batch_size); if memory is short, raise accumulation_steps: gradients are "
-        "averaged once per step. Try other bucket sizes (parallel: bucket_mb, first_bucket_mb).",
+        "Use a larger batch on each device (batch_size). If memory is short, raise accumulation_steps, because "
+        "gradients are averaged once per step. Try other bucket sizes (parallel: bucket_mb, first_bucket_mb).",
         share,
     )
 
@@ -471,7 +478,10 @@ def launches(evidence: Evidence) -> Finding | None:
         idle, for_data = evidence.idle
         share, launched = idle - for_data, evidence.activity.launches
         with_ = f" with {number(launched)} launches" if launched else ""
-        why = f"The device is idle for {percent(share)} of a step{with_}: the host does not keep up."
+        why = (
+            f"The device is idle for {percent(share)} of a step{with_}, besides waiting for data, because the host "
+            "does not launch work fast enough."
+        )
         if share < 0.25 or sync(evidence):
             return None
     else:
@@ -481,12 +491,12 @@ def launches(evidence: Evidence) -> Finding | None:
         operators, each = measured.work.operators or 0.0, measured.peaks.operator_seconds or 0.0
         seconds = measured.batch_size / rate
         share = min(operators * each / seconds, 1.0)
-        # A GPU computes while the host launches: launching delays it only if it fills the step.
+        # A GPU computes while the host launches, so launching delays the GPU only if it takes nearly all of the step.
         if share < (0.9 if evidence.cuda else 0.3):
             return None
         why = (
-            f"A step launches {number(operators)} operators. At {1e6 * each:.1f} µs each, that is {percent(share)} of "
-            f"its {1e3 * seconds:.1f} ms."
+            f"A step launches {number(operators)} operators. Launching them at {1e6 * each:.1f} µs each takes "
+            f"{percent(share)} of the step's {1e3 * seconds:.1f} ms."
         )
     fuse = [rung for rung in _rungs(evidence) if "precision" not in rung]
     todo = f"{', '.join([*fuse, 'a larger batch_size'])}."
@@ -500,18 +510,19 @@ def sync(evidence: Evidence) -> Finding | None:
     share: float | None = None
     if evidence.idle and activity.sync_seconds is not None and seconds:
         waited, (idle, for_data) = activity.sync_seconds / seconds, evidence.idle
-        # Only idle time of the device counts, without its wait for data.
+        # Only the device's idle time counts, without the wait for data.
         share = idle - max(for_data, evidence.loading)
         if min(waited, share) < MIN_FRACTION or (not items and (activity.syncs or 0) < 1):
             return None
         why = (
-            f"The host waits for the device {number(activity.syncs or items)} times per step, for {percent(waited)} of "
-            f"the step. After that no work is ready, so the device is idle for {percent(idle)} of the step."
+            f"The host waits for the device {number(activity.syncs or items)} times per step, which takes "
+            f"{percent(waited)} of the step. After each wait, no work is ready for the device, which is idle for "
+            f"{percent(idle)} of the step."
         )
     elif items >= 1:
         why = (
-            f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`): on a GPU "
-            "the host waits there until all earlier work is done. On a CPU this costs nothing."
+            f"A step reads {many(round(items), 'number')} from tensors (`.item()`, `float()`, `if tensor`). On a GPU, "
+            "the host waits at each read until all earlier work is done. On a CPU, a read costs nothing."
         )
     else:
         return None
@@ -519,13 +530,14 @@ def sync(evidence: Evidence) -> Finding | None:
         "sync",
         "a wait in the loop",
         why,
-        "Keep the number on the device (`detach()`) and read it once per epoch. The profile shows the line of code.",
+        "Keep such numbers on the device (`detach()`) and read them once per epoch. The profile shows the line of "
+        "code.",
         share,
     )
 
 
 def memory(evidence: Evidence) -> Finding | None:
-    """Find operators that memory bandwidth limits, not arithmetic."""
+    """Find operators that are limited by memory bandwidth and not by arithmetic."""
     measured = evidence.throughput
     used = measured.mbu("SYNTHETIC") if measured else None
     # Compiling removes an unknown number of passes over memory.
@@ -536,12 +548,13 @@ def memory(evidence: Evidence) -> Finding | None:
     if moving < 1.5 * computing or used < 0.4 or launches(evidence) or evidence.loading:
         return None
     half = [] if "16" in str(evidence.setting("precision", "")) else ["precision: bf16 (half the bytes)"]
-    rungs = [f"{COMPILED} (one pass for many)", *half, "memory_format: channels_last for convolutions"]
+    rungs = [f"{COMPILED} (one memory pass for many operators)", *half, "memory_format: channels_last for convolutions"]
     return Finding(
         "memory",
         "memory bandwidth",
-        f"The step's operators move {size(measured.work.bytes)} per sample, {percent(min(used, 1.0))} of what the "
-        f"memory can move in that time. Arithmetic needs only {percent(computing / moving)} of the transfer time.",
+        f"The step's operators move {size(measured.work.bytes)} per sample, which is {percent(min(used, 1.0))} of the "
+        f"bytes that the memory can move in that time. Arithmetic needs only {percent(computing / moving)} of the time "
+        "that these transfers need.",
         f"{', '.join(rungs)}.",
         min(used, 1.0) - min(used, 1.0) * computing / moving,
         COMPILED,
@@ -558,8 +571,9 @@ def copies(evidence: Evidence) -> Finding | None:
     return Finding(
         "copies",
         "copies from pageable memory",
-        f"Each step copies {size(activity.pageable_bytes)} to the device from pageable memory. Copies take "
-        f"{percent(activity.copy_seconds / seconds)} of the step, and these overlap with nothing.",
+        f"Each step copies {size(activity.pageable_bytes)} to the device from pageable memory. All copies to the "
+        f"device take {percent(activity.copy_seconds / seconds)} of the step. The host waits for each copy from "
+        "pageable memory.",
         "loader: {pin_memory: true}, or loader: {kind: direct}, which copies from page-locked buffers.",
         max(activity.copy_seconds / seconds, 0.0),
         "loader: {pin_memory: true}",
@@ -578,9 +592,9 @@ def neighbour(evidence: Evidence) -> Finding | None:
     return Finding(
         "neighbour",
         "busy machine",
-        f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} cores busy while it was "
+        f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} cores busy while the run was "
         "measured.",
-        "Measure again on an idle machine: these rates are "
+        "Measure again on an idle machine, because these rates are "
         + ("probably too low." if evidence.outside else "too low."),
         None,
     )
@@ -593,14 +607,15 @@ def throttled(evidence: Evidence) -> Finding | None:
         return None
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
-    # A busy GPU is always at its power cap: there, only lost cycles count. Other reasons, such as heat, are faults.
+    # A busy GPU always reaches its power cap, so for this reason only lost cycles count. Other reasons, such as heat,
+    # are faults.
     faults = sum(watched.throttle_reasons[reason] for reason in reasons if reason != "power cap") / watched.seconds
     share = max(watched.clock_loss, min(faults, held))
     return Finding(
         "throttled",
         "reduced GPU clocks",
-        f"For {percent(held)} of the time a GPU ran below its normal clock ({', '.join(reasons)}). It lost "
-        f"{percent(watched.clock_loss)} of its cycles.",
+        f"For {percent(held)} of the time at least one GPU ran below its normal clock ({', '.join(reasons)}). The "
+        f"slowest GPU lost {percent(watched.clock_loss)} of its cycles.",
         "If power is capped, ask the site. If the GPU is too hot, use another node. Lower precision needs less power.",
         share,
     )
@@ -614,18 +629,19 @@ def waiting(evidence: Evidence) -> Finding | None:
     program, usage = evidence.outside, _usage(evidence, "FULL")
     if not (program and program.waiting and program.waiting >= 2 * MIN_FRACTION) or (usage and _crowded_out(usage)):
         return None
-    why = f"It waits for data for {percent(program.waiting)} of each step"
+    why = f"The program waits for data for {percent(program.waiting)} of each step"
     busy = usage.cpu_seconds / usage.seconds if usage else 0.0
     spare = usage and usage.cores - usage.cores_cpu_seconds / usage.seconds
-    read = f"; {size(usage.read_bytes / usage.seconds)}/s come from disks" if usage and usage.read_bytes else ""
+    read = f", and disks deliver {size(usage.read_bytes / usage.seconds)}/s" if usage and usage.read_bytes else ""
     ranks = evidence.throughput.nranks if evidence.throughput else 1
     if usage and busy < 0.5 * min(ranks, usage.cores):
         return Finding(
             "storage",
             "slow storage",
-            f"{why} and keeps only {number(busy, 2)} of {usage.cores} cores busy{read}: it waits for files, or sleeps.",
-            "Copy the data to faster storage (the node's own disk, or memory). Use more workers, so that more "
-            "reads wait at the same time (num_workers of its DataLoader).",
+            f"{why} and keeps only {number(busy, 2)} of {usage.cores} cores busy{read}. The program waits for files, "
+            "or it sleeps.",
+            "Copy the data to faster storage (the node's own disk, or memory). Use more workers (num_workers of its "
+            "DataLoader), so that more files are read at the same time.",
             program.waiting,
         )
     idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spare and spare >= 0.5 else ""
@@ -634,7 +650,7 @@ def waiting(evidence: Evidence) -> Finding | None:
         "workers" if idle else "loader",
         "too few workers" if idle else "the loader's work",
         f"{why}{idle}{read}.",
-        f"{todo}Store the data as the model takes them, with less to decode and to transform.",
+        f"{todo}Store the data in the form that the model takes, so that there is less to decode and to transform.",
         program.waiting,
     )
 
@@ -649,24 +665,26 @@ def small_steps(evidence: Evidence) -> Finding | None:
     gpu = evidence.watched.means.get("gpu0_utilization") if evidence.watched else None
     if evidence.cuda and gpu is not None and gpu < 0.7:
         why = (
-            f"The GPU computes for {percent(gpu)} of the time: the host does not keep up, or waits for the GPU within "
-            "a step (`.item()`, `print(loss)`)."
+            f"The GPU computes for only {percent(gpu)} of the time. The host does not launch work fast enough, or it "
+            "waits for the GPU within a step (`.item()`, `print(loss)`)."
         )
         share = 1 - gpu
     elif not evidence.cuda and seconds < TINY:
         why = (
-            f"A step takes {1e3 * seconds:.2f} ms: launching its operators takes about as long as computing them, at "
-            "any batch size."
+            f"A step takes {1e3 * seconds:.2f} ms. In such a short step, launching the operators takes about as long "
+            "as computing them. Launching takes the same time at any batch size."
         )
         share = min(1.0, 0.5 * TINY / seconds) * 0.5
     else:
         return None
-    todo = "Use a larger batch, or torch.compile; on a GPU a fused optimiser, or CUDA graphs (mode='reduce-overhead')."
+    todo = (
+        "Use a larger batch, or torch.compile. On a GPU, use a fused optimiser or CUDA graphs (mode='reduce-overhead')."
+    )
     return Finding("launches", "tiny steps", why, todo, share)
 
 
 def idle(evidence: Evidence) -> Finding | None:
-    """Find an external program with idle cores within its steps, but not because of its loader."""
+    """Find an external program that leaves cores idle within its steps, for a reason other than its loader."""
     program, usage = evidence.outside, _usage(evidence, "FULL")
     if not (program and usage and evidence.throughput) or evidence.cuda or _crowded_out(usage) or straggler(evidence):
         return None
@@ -675,13 +693,13 @@ def idle(evidence: Evidence) -> Finding | None:
     share = 1 - busy / least - (program.waiting or 0.0)
     if share < 0.3:
         return None
-    read = f"; {size(usage.read_bytes / usage.seconds)}/s come from disks" if usage.read_bytes else ""
+    read = f", and disks deliver {size(usage.read_bytes / usage.seconds)}/s" if usage.read_bytes else ""
     return Finding(
         "idle",
         "idle processors",
-        f"It keeps only {number(busy, 2)} of {usage.cores} cores busy{read}, and its loader is not the reason: within "
-        "a step it waits for files, the network or other processes, or it sleeps.",
-        "Read ahead in a loader's workers. Log and save in a thread. `--profile` shows the lines that wait.",
+        f"The program keeps only {number(busy, 2)} of {usage.cores} cores busy{read}. Its loader is not the reason. "
+        "Within a step the program waits for files, the network or other processes, or it sleeps.",
+        "Read ahead in a loader's workers. Log and save in a thread. `--profile` shows the lines of code that wait.",
         share,
     )
 
@@ -692,19 +710,22 @@ def besides(evidence: Evidence) -> Finding | None:
     if not program or program.training > 1 - 2 * MIN_FRACTION:
         return None
     share = 1 - program.training
-    unseen = " A log does not show the wait for data; `dlscale.timed` does." if program.way == "log" else ""
+    unseen = " A log does not show the wait for data, but `dlscale.timed` does." if program.way == "log" else ""
     return Finding(
         "besides",
         "much time outside training",
-        f"From the first counted step to the last, {percent(share)} of the time is outside the steps: validations, "
-        "checkpoints, other pauses. The rate counts the steps only.",
+        f"From the first counted step to the last, {percent(share)} of the time is spent outside the steps, on "
+        "validations, checkpoints and other pauses. The rate does not count this time.",
         "Validate and save less often. Validate on fewer samples, in larger batches. Save in a thread." + unseen,
         share,
     )
 
 
 def slowing(evidence: Evidence) -> Finding | None:
-    """Find an external program that slows down: all its last windows are slower than its first ones."""
+    """Find an external program that slows down.
+
+    Every window of its last third is slower than every window of its first third, by at least the fraction `SLOWER`.
+    """
     full = evidence.trials("FULL")
     rates = full.trial_throughput if evidence.outside and full else []
     before, after = rates[: len(rates) // 3], rates[-(len(rates) // 3) :]
@@ -714,8 +735,9 @@ def slowing(evidence: Evidence) -> Finding | None:
     unit = evidence.throughput.unit if evidence.throughput else SAMPLE_RATE
     return Finding(
         "slowing",
-        "it slows down",
-        f"In the first third of its steps it reached {number(first)} {unit}, in the last third {number(last)} {unit}.",
+        "the program slows down",
+        f"The program reached {number(first)} {unit} in the first third of its steps, and {number(last)} {unit} in the "
+        "last third.",
         "Check whether lists, logs or kept graphs of losses grow from step to step, whether numbers become tiny "
         "(`torch.set_flush_denormal(True)`), and whether heat reduces the clocks.",
         1 - statistics.fmean(rates) / first,
@@ -733,9 +755,10 @@ def threads(evidence: Evidence) -> Finding | None:
     return Finding(
         "threads",
         "more threads than cores",
-        f"For {percent(min(program.queued, 1.0))} of the time threads waited for a core. This program alone kept all "
-        f"{usage.cores} cores busy.",
-        "Set OMP_NUM_THREADS, or torch.set_num_threads, to cores divided by processes. Use fewer loader workers.",
+        f"Threads waited for a core for {percent(min(program.queued, 1.0))} of the time. The program itself kept "
+        f"nearly all of its {usage.cores} cores busy.",
+        "Set OMP_NUM_THREADS, or torch.set_num_threads, to the number of cores divided by the number of processes. "
+        "Use fewer loader workers.",
         None,
     )
 
@@ -748,23 +771,24 @@ def unwatched(evidence: Evidence) -> Finding | None:
     return Finding(
         "unwatched",
         "steps not watched to the end",
-        f"dlscale stopped watching before the program ended: {program.stopped}. The rate covers the steps before that.",
-        "If the disk is full, free some space. Otherwise report this as a defect of dlscale.",
+        f"dlscale stopped watching before the program ended: {program.stopped}. The rate covers only the steps before "
+        "that time.",
+        "If the disk is full, free some space. Otherwise report this message as a defect of dlscale.",
         None,
     )
 
 
 def stalled(evidence: Evidence) -> Finding | None:
-    """Find memory pressure: the machine swaps, or reads files again that memory had to drop."""
+    """Find memory pressure: the machine swaps, or it reads files again that did not stay in memory."""
     program = evidence.outside
     if not (program and program.stalled and program.stalled >= STALLED):
         return None
     return Finding(
         "swapping",
         "too little memory",
-        f"For {percent(min(program.stalled, 1.0))} of the time processes of this machine waited for memory: it swaps, "
-        "or reads files again that did not stay in memory.",
-        "Use fewer workers, a smaller prefetch or a smaller batch; or request more memory.",
+        f"Processes of this machine waited for memory for {percent(min(program.stalled, 1.0))} of the time. The "
+        "machine swaps, or it reads files again that did not stay in memory.",
+        "Use fewer workers, a smaller prefetch or a smaller batch, or request more memory.",
         min(program.stalled, 1.0),
     )
 
@@ -792,7 +816,7 @@ DETECTORS: tuple[Callable[[Evidence], Finding | None], ...] = (
 
 
 def limit(evidence: Evidence) -> str:
-    """Describe how far a run is from its device's limit; empty if that was not measured."""
+    """Describe how far a run is from its device's limit; empty if the limit was not measured."""
     measured = evidence.throughput
     if not (measured and measured.work and measured.peaks and (mfu := measured.mfu("FULL")) is not None):
         return ""
@@ -800,14 +824,14 @@ def limit(evidence: Evidence) -> str:
     # The bytes are known only for a step that is not compiled.
     moved = measured.work.bytes if not evidence.compiled else None
     memory_ = measured.peaks.bytes_per_second / moved if moved else math.inf
-    roof, kind = min((arithmetic, "arithmetic"), (memory_, "memory"))
+    roof, kind = min((arithmetic, "arithmetic"), (memory_, "memory bandwidth"))
     if not math.isfinite(roof):
         return ""
-    many_ = f" of {measured.nranks} devices" if measured.nranks > 1 else ""
+    many_ = f" on {measured.nranks} devices" if measured.nranks > 1 else ""
     return (
-        f"Training reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s"
-        f"{many_} that a matrix product in {measured.peaks.dtype} reaches. At full {kind} speed this model would reach "
-        f"{number(roof * measured.nranks)} samples/s."
+        f"Training reaches {percent(mfu)} of the {number(measured.peaks.flops * measured.nranks / 1e9)} GFLOP/s that "
+        f"matrix products in {measured.peaks.dtype} reach{many_}. If {kind} were the only limit, this model would "
+        f"reach {number(roof * measured.nranks)} samples/s."
     )
 
 
@@ -823,22 +847,22 @@ def _more_threads(evidence: Evidence) -> str:
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return the next remedy to try, and its settings as YAML."""
     if evidence.outside:
-        looked = "Look at the slowest entries of its profile."
+        looked = "Look at the slowest entries of the program's profile."
         if not evidence.profile:
-            looked = "`dlscale measure --profile -- COMMAND` shows where its time goes."
+            looked = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
         return f"{_more_threads(evidence)}{looked}", ""
     if bounding is None:
-        return "Measure throughput: it shows the limit of the run.", ""
+        return "Measure throughput, which shows the limit of the run.", ""
     if bounding.key == "io":
         faster = _faster_loader(evidence).strip()
-        return faster or "This is the fastest loader. Store less data, or use more nodes.", DIRECT if faster else ""
+        return faster or "The fastest loader is in use. Store less data, or use more nodes.", DIRECT if faster else ""
     if not (rungs := _rungs(evidence)):
         return "All settings of the ladder are in use. Try a larger batch, or more devices.", ""
     return f"{', '.join(rungs)}.", rungs[0]
 
 
 def _rungs(evidence: Evidence) -> list[str]:
-    """Return the settings of the ladder, as YAML, that a run could use and does not."""
+    """Return the settings of the ladder, as YAML, that a run could use but does not use."""
     strategy, captures = evidence.setting("parallel.kind"), evidence.setting("compile.mode", "none")
     lacks = {
         "precision: bf16": "16" not in str(evidence.setting("precision", "")),
@@ -865,7 +889,7 @@ def _faster_loader(evidence: Evidence) -> str:
 def _crowded_out(usage: Usage) -> bool:
     """Return whether other programs took cores that the run would have used.
 
-    Its own speed is unknown then.
+    If so, the run's own speed is unknown.
     """
     spare = usage.cores - usage.cores_cpu_seconds / usage.seconds
     return foreign_cores(usage) > 0.25 and spare < max(0.5, MIN_FRACTION * usage.cores)
@@ -887,8 +911,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         run = read_run(run_folder(name, configuration))
         if not (run.throughput or run.profile):
             raise UserError(
-                f"{run.folder}: neither throughput nor a profile was measured yet; run its plan, with "
-                "`throughput` or `profile` in its `measure`"
+                f"{run.folder}: this run has neither throughput nor a profile yet. Add `throughput` or `profile` to "
+                "its plan's `measure`, and run the plan"
             )
         found[name] = judge_run(run)
     if args.json:

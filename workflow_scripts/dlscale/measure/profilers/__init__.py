@@ -1,4 +1,4 @@
-"""Records of profilers. Each profiler is a module that runs it around some steps and reads its report."""
+"""Records of profilers. The module of a profiler runs it around some steps and reads its report."""
 
 from __future__ import annotations
 
@@ -29,36 +29,40 @@ class Activity(Record):
     """Means per profiled step; None or absent for values that a profiler cannot measure."""
 
     launches: float | None = None  #: Kernels, copies and graphs that the host launched.
-    syncs: float | None = None  #: Number of waits of the host for the device.
-    sync_seconds: float | None = None  #: Seconds of these waits.
+    syncs: float | None = None  #: Number of times that the host waits for the device.
+    sync_seconds: float | None = None  #: Seconds in which the host waits for the device.
     items: float | None = None  #: Numbers read from tensors (`.item()`); each read makes the host wait for a GPU.
     device_busy: float | None = None  #: Fraction of the time in which the device computed or copied.
-    #: Idle seconds of the device, by the host's range at that time; their sum is (1 - device_busy) of a step. An empty
-    #: dict is left out of `model_dump`, so that it does not overwrite the value of another profiler.
+    #: Host's range → seconds in which the device is idle during the range; the sum is the fraction (1 - device_busy) of
+    #: a step. `model_dump` leaves an empty dict out, so that the value of another profiler is not overwritten.
     idle_seconds: dict[str, float] = Field({}, exclude_if=operator.not_)
     copy_bytes: float | None = None  #: Bytes copied from the host to the device.
     pageable_bytes: float | None = None  #: Part of `copy_bytes` from memory that is not page-locked.
     copy_seconds: float | None = None
-    copy_overlap: float | None = None  #: Fraction of the copies' time in which kernels ran, too.
+    copy_overlap: float | None = None  #: Fraction of the time of copies to the device in which kernels also ran.
     comm_seconds: float | None = None  #: Seconds of communication between processes.
-    comm_overlap: float | None = None  #: Fraction of that time with other computing.
+    comm_overlap: float | None = None  #: Fraction of `comm_seconds` in which other computing also ran.
 
 
 class Overhead(Record):
-    """Overhead of a profiler: its steps compared with plain steps just before and after, in the same process."""
+    """Overhead of a profiler: profiled steps compared with plain steps just before and after, in the same process."""
 
-    ratio: float  #: Step time with the profiler / without it.
+    ratio: float  #: Step time with the profiler / step time without the profiler.
     noise: float | None = None  #: Half-width of the 95 % interval of `ratio`; None for a single step.
 
     @property
     def words(self) -> str:
         """The overhead as a sentence for the page and the log."""
         if self.noise is None:
-            return f"a step took {percent(self.ratio)} of the time without it; the noise of a single step is unknown"
+            return (
+                f"a profiled step took {percent(self.ratio)} of a plain step's time; the noise of one step is unknown"
+            )
         if abs(self.ratio - 1) <= self.noise:
-            return f"no significant overhead: steps take as long as without it, within ± {percent(self.noise)}"
+            return (
+                f"no significant overhead: profiled and plain steps take equally long, within ± {percent(self.noise)}"
+            )
         longer = percent(abs(self.ratio - 1))
-        return f"a step takes {longer} {'longer' if self.ratio > 1 else 'less'} with it (± {percent(self.noise)})"
+        return f"profiled steps take {longer} {'longer' if self.ratio > 1 else 'less'} (± {percent(self.noise)})"
 
 
 class ProfiledTool(Record):
@@ -67,13 +71,13 @@ class ProfiledTool(Record):
     name: str
     version: str = ""
     steps: int = 0
-    #: Step time with the profiler: the median; for a GPU the time until the device has finished / number of steps.
+    #: Median step time with the profiler. For a GPU: time until the device has finished all steps / number of steps.
     seconds_per_step: float | None = None
     overhead: Overhead | None = None
     ranges: dict[str, RangeTime] = {}
     activity: Activity = Activity()
-    files: dict[str, str] = {}  #: Title → file name in the run's folder `profile`.
-    problem: str | None = None  #: Reason for a missing profile.
+    files: dict[str, str] = {}  #: Title → name of a file in the run's folder `profile`.
+    problem: str | None = None  #: Reason why there is no profile.
 
 
 #: A number or None, which is an empty cell in a CSV file.
@@ -85,7 +89,7 @@ class TopEntry(Record):
 
     tool: str
     rank: int = 0
-    #: `function`: in the main thread of a training process; `worker`: in its worker processes.
+    #: `function` is a Python function in the main thread of a training process, `worker` one in its worker processes.
     kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function", "worker"]
     name: str
     calls: Known = None  #: Calls per step; None for profilers that sample.
@@ -107,11 +111,11 @@ class Profile(Record):
     seconds_per_step: list[float] = []  #: Seconds of steps without a profiler, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
-    top: list[TopEntry] = []  #: First rows of each kind in `profile_summary.csv`, for the page.
+    top: list[TopEntry] = []  #: First rows of each profiler and kind in `profile_summary.csv`, for the page.
     work: list[OperatorWork] = []  #: Operators in steps without a profiler, the longest first.
 
 
-#: Record and summary rows of a profiler.
+#: (Record, rows of the summary) of a profiler.
 Found = tuple[ProfiledTool, list[TopEntry]]
 
 
@@ -122,8 +126,9 @@ class Unavailable(Exception):
 def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:
     """Return the ratio of step times with and without a profiler, from the seconds of steps.
 
-    The ratio is the median with the profiler / the mean of the medians before and after, so that steady drift cancels.
-    The noise is the interval from the steps' scatter, plus half of the difference between the plain medians.
+    The ratio is the median step time with the profiler / the mean of the medians before and after, so that steady drift
+    cancels. The noise is the half-width of the 95 % interval from the steps' scatter, plus half of the difference
+    between the medians before and after. The noise is at least 1 - ratio.
     """
     plain = [statistics.median(before), statistics.median(after)]
     usual = statistics.fmean(plain)
@@ -137,5 +142,5 @@ def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence
     ]
     scatter = math.hypot(errors[1], ratio * errors[0] / 2, ratio * errors[2] / 2) / usual
     drift = ratio * abs(plain[0] - plain[1]) / 2 / usual
-    # No profiler makes a step faster: a ratio below 1 shows at least this much noise.
+    # No profiler makes a step faster, so a ratio below 1 shows that the noise is at least 1 - ratio.
     return Overhead(ratio=ratio, noise=max(standard_errors(fewest) * scatter + drift, 1 - ratio))

@@ -34,7 +34,7 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
 
 class LineProfiler:
-    """line_profiler on the hot functions. Create it before the loader, since it replaces the functions' code."""
+    """line_profiler for the hot functions. Create it before the loader, because it replaces the functions' code."""
 
     name = "lines"
 
@@ -43,7 +43,8 @@ class LineProfiler:
         self._samples = session.samples("train")
         loader: Any = session.run.loader
         self._steps = line_profiler.LineProfiler(*map(resolve, functions))
-        #: Profiler of reading; a separate one if the loader's processes read: then this process reads one batch itself.
+        #: Profiler of reading. It is separate from `_steps` if the loader's processes read; then this process reads one
+        #: batch itself.
         self._reads = line_profiler.LineProfiler() if loader.kind == "torch" and loader.workers else self._steps
         _add(self._steps, registry.load(registry.loader(loader.kind)))
         if session.run.compile.mode == "none":
@@ -62,7 +63,7 @@ class LineProfiler:
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write all lines with their times; if the loader's processes read the samples, read one batch here."""
+        """Write all lines with their times; if the loader's processes read samples, read one batch in this process."""
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:
@@ -106,10 +107,12 @@ def short(file: str) -> str:
 
 
 def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> None:
-    """Time all functions of a module, and of the modules that define these functions or classes of objects."""
+    """Time all functions of a module, and of the modules that define `things` or their classes."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
-    with warnings.catch_warnings(action="ignore"):  # ignore: for decorated functions only the decorator is timed
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # a warning says that only the decorator of a decorated function is timed
         for each in {module, *(sys.modules[name] for name in names)}:
             profiler.add_module(each, scoping_policy="children")
 

@@ -24,14 +24,14 @@ REFUSED = (
     "PyTorch's profiler recorded no GPU work: CUPTI is not permitted, or another profiler uses it (see the log). "
     "Set the driver's option NVreg_RestrictProfilingToAdminUsers=0, or in a container --cap-add SYS_ADMIN"
 )
-#: Category in Chrome's trace event format, as Kineto writes it → kind of event.
+#: Category of Kineto in Chrome's trace event format → kind of event.
 KINDS = {
     **{"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"},
     **{"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"},
 }
 #: A row of `COLUMNS`.
 Row = tuple[str, str, int, int, int, int, int, int]
-#: Host names of communication between processes.
+#: Names of ranges for communication between processes.
 COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
 
 
@@ -46,14 +46,14 @@ class TorchProfiler:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Profile the steps in this context, with the ranges of a step as PyTorch's `record_function`."""
+        """Profile the steps in this context; mark the ranges of a step with PyTorch's `record_function`."""
         with self._profiler():  # the first start loads CUPTI, which is slow
             torch.zeros(1, device=self._device)
         with self._profiler() as self._profile, marking(record_function):
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write the trace, and summarise it."""
+        """Write the trace, and return its summary."""
         assert self._profile is not None
         self._profile.export_chrome_trace(str(self._path))
         try:
@@ -82,8 +82,8 @@ class TorchProfiler:
 def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
     """Return Kineto's events as a table with `COLUMNS`.
 
-    A call of CUDA's API and the work that it launches have the same number `correlation`; so do all kernels of a
-    replayed CUDA graph.
+    A call of CUDA's API and the work that the call launches have the same number `correlation`. All kernels of a
+    replayed CUDA graph have the number of the replaying call.
     """
     whole = [e for e in trace if e.get("ph") == "X" and e.get("cat") in KINDS]
     zero = min((e["ts"] for e in whole), default=0.0)
@@ -104,9 +104,10 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _nested(operators: list[Row]) -> list[Row]:
-    """Return the operators with their own time, which excludes operators within them on the same thread.
+    """Return the operators with their own time, without the time of operators within them on the same thread.
 
-    An operator that calls itself counts once: so PyTorch dispatches it from autograd to the kernel.
+    An operator that calls itself counts once, because PyTorch dispatches an operator from autograd to the kernel in
+    this way.
     """
     kept, own = list[Row](), list[int]()
     inside: dict[int, list[int]] = defaultdict(list)

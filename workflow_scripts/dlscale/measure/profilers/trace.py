@@ -1,8 +1,8 @@
 """Summary of profiled events: time by range, device work, waits, idle times and overlaps.
 
-An event belongs to the step in which it began, device work to the step in which the host launched it. Device work
-belongs to the ranges that were open on the launching thread; for autograd's threads, to the ranges that were open on
-the thread that makes the steps.
+An event on the host belongs to the step in which the event began. Work on the device belongs to the step in which the
+host launched the work. Device work also belongs to the ranges that were open on the launching thread. If a thread of
+autograd launched the work, the work belongs to the ranges that were open on the thread that makes the steps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dlscale.measure.profilers import Activity, ProfiledTool, RangeTime, TopEntr
 
 #: Columns of a table of events; times are nanoseconds from an arbitrary zero.
 #:
-#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`:
-#: any number. `correlation`: number that a call and its launched work have in common, or 0. `own`: time of an operator
-#: without the operators within it.
+#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`: any
+#: number. `correlation`: number that a call and its launched work have in common, or 0. `own`: time of an operator
+#: without the time of operators within.
 COLUMNS = ("kind", "name", "begin", "end", "thread", "correlation", "bytes", "own")
 #: Kinds of work on the device.
 DEVICE = ("kernel", "copy", "memset")
@@ -30,12 +30,12 @@ WAIT = re.compile(r"(cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy(?!.
 NCCL = re.compile("nccl", re.IGNORECASE)
 #: Names of copies from the host to the device, and of copies from memory that is not page-locked.
 TO_DEVICE, PAGEABLE = re.compile("HtoD|Host-to-"), re.compile(r"(HtoD|Host-to-\w+) \(pageable", re.IGNORECASE)
-#: Name for idle times during which the host was outside of all ranges.
+#: Name of idle times during which the host was outside of all ranges.
 OUTSIDE = "outside of ranges"
 UNKNOWN = -1
 SECOND = 1e9
 
-#: Begin and end of intervals, float64 [n, 2], unordered; they may overlap.
+#: Begin and end of intervals, float64 [n, 2], unordered. The intervals may overlap.
 Intervals = np.ndarray
 
 
@@ -46,7 +46,7 @@ def union(x: Intervals) -> Intervals:
         return x
     x = x[np.argsort(x[:, 0], kind="stable")]
     ends = np.maximum.accumulate(x[:, 1])
-    first = np.r_[True, x[1:, 0] > ends[:-1]]  # begins after the end of all previous intervals
+    first = np.r_[True, x[1:, 0] > ends[:-1]]  # the interval begins after the end of all previous intervals
     return np.stack([x[first, 0], ends[np.r_[first[1:], True]]], axis=1)
 
 
@@ -56,7 +56,7 @@ def total(x: Intervals) -> float:
 
 
 def overlap(a: Intervals, b: Intervals) -> float | None:
-    """Return the fraction of the time of `a` that `b` covers, too; None if `a` is empty."""
+    """Return the fraction of the time of `a` that `b` also covers; None if `a` is empty."""
     both = total(a) + total(b) - total(np.concatenate([a, b]))
     return both / total(a) if len(union(a)) else None
 
@@ -64,7 +64,7 @@ def overlap(a: Intervals, b: Intervals) -> float | None:
 def index_at(x: Intervals, times: np.ndarray) -> np.ndarray:
     """Return the index of the interval that contains each time [m], int64 [m]; -1 outside.
 
-    The intervals must be disjoint and ordered; begin and end belong to them.
+    The intervals must be disjoint and ordered. Begin and end of an interval belong to the interval.
     """
     if not len(x):
         return np.full(len(times), -1)
@@ -88,7 +88,9 @@ class Trace:
     def __init__(self, events: pd.DataFrame) -> None:
         steps = events[(events.kind == "range") & (events.name == "step")].sort_values("begin")
         if steps.empty:
-            raise ValueError("it contains no step: the profiler did not record the ranges of the process")
+            raise ValueError(
+                "the trace contains no step, because the profiler did not record the ranges of the process"
+            )
         self.starts, self.end, self.main = steps.begin.to_numpy(), int(steps.end.max()), int(steps.thread.iloc[0])
         self.count = len(steps)
         calls = events[(events.kind == "call") & (events.correlation > 0)].sort_values("begin")
@@ -104,7 +106,7 @@ class Trace:
         inside = (number >= 0) & (events.launch <= self.end)
         self.events = events.assign(step=number)[inside]
         self.ranges, self.work, self.operators = self.of("range"), self.of(*DEVICE), self.of("operator")
-        #: Ranges that nest on their thread; ranges of communication overlap other ranges.
+        #: Ranges that nest on their thread. Ranges of communication are left out, because they overlap other ranges.
         self.pushed = self.ranges[self.ranges.name != "comm"]
         self.engine = self._engine()
         #: Begin of the first step, and end of the last step on host and device, ns.
@@ -118,8 +120,8 @@ class Trace:
     def _engine(self) -> set[int]:
         """Return autograd's threads.
 
-        Events of operators name these threads. Without operators, they are the threads without ranges that call the
-        device in every range `backward` of the main thread, and nowhere else.
+        Events of operators name these threads. Without operators, autograd's threads are the threads without ranges
+        that call the device in every range `backward` of the main thread, and at no other time.
         """
         if len(self.operators):
             return set(named(self.operators, re.compile("^autograd::engine")).thread)
@@ -132,7 +134,7 @@ class Trace:
         return found
 
     def device_seconds(self, name: str) -> float | None:
-        """Return the device seconds per step of work launched in a range; None without device work."""
+        """Return the device seconds per step of the work that was launched in a range; None without device work."""
         if self.work.empty:
             return None
         work, ranges = self.work, self.ranges[self.ranges.name == name]
@@ -148,10 +150,10 @@ class Trace:
         busy, rows = spans(self.work), self.pushed[self.pushed.thread == self.main]
         edges = np.unique(np.r_[self.window, rows.begin, rows.end, busy.ravel()]).clip(*self.window)
         begins, ends, names = edges[:-1], edges[1:], np.full(len(edges) - 1, OUTSIDE, object)
-        # Inner ranges begin later or end earlier, so they come last in this order and overwrite outer ranges.
+        # Inner ranges begin later or end earlier, so inner ranges come last in this order and overwrite outer ranges.
         for row in rows.sort_values(["begin", "end"], ascending=[True, False]).itertuples():
             names[(begins >= row.begin) & (begins < row.end)] = row.name
-        # Idle times after the end of the last step count for the last step, whose work may still run.
+        # Idle times after the end of the last step count for the last step, because its work may still run.
         step = np.searchsorted(self.starts, begins, "right") - 1
         pieces = pd.DataFrame({"name": names, "begin": begins, "end": ends, "length": ends - begins, "step": step})
         return pieces[(index_at(busy, (begins + ends) / 2) < 0) & (pieces.length > 0)]
@@ -216,7 +218,7 @@ def _activity(trace: Trace, idle: pd.DataFrame | None) -> Activity:
 def _items(trace: Trace, waits: pd.DataFrame) -> int:
     """Return the number of reads from tensors (`.item()`) that made the host wait.
 
-    Without device work all reads count, except those of the loader and the optimiser.
+    Without device work, all reads count, except reads of the loader and the optimiser.
     """
     reads = trace.operators[trace.operators.name == "aten::_local_scalar_dense"]
     if trace.work.empty:
@@ -233,7 +235,7 @@ def _rows(trace: Trace, tool: str, rank: int, idle: pd.DataFrame | None) -> list
     found, kernels = list[TopEntry](), spans(trace.work[trace.work.kind == "kernel"])
 
     def add(kind: Literal["range", "operator", "kernel", "copy", "gap"], events: pd.DataFrame, times: Any) -> None:
-        """Add a row for each name; `times`: ns by name and step."""
+        """Add a row for each name; `times` are nanoseconds by name and step."""
         if events.empty:
             return
         table = times.unstack(fill_value=0).reindex(columns=range(trace.count), fill_value=0) / SECOND
