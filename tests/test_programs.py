@@ -177,7 +177,7 @@ def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
     until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process)
-    assert code == 75 and "as a signal requested" in said and "Run it again: it resumes from" in said
+    assert code == 75 and "as a signal requested" in said and "Run it again: the program resumes from" in said
     assert not (tmp_path / "program.json").exists() and not (tmp_path / "program.jsonl").exists()
     assert ended(start(tmp_path)) == (0, "")
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
