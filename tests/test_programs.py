@@ -395,7 +395,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
     given = settings(tmp_path, command=[sys.executable, "train.py", "{out}"], losses={}, resume=[])
     file = make_run(tmp_path / "w", "program", given, {"kind": "files"})
     player = turns.Program(turns.TimedRunSettings(str(file), "none", "cpu", 1))
-    with contextlib.closing(player), pytest.raises(turns.TurnFailed, match="known only from its log"):
+    with contextlib.closing(player), pytest.raises(turns.TurnFailed, match="only in its log"):
         player.send("begin")
         player.receive()
 

@@ -37,8 +37,8 @@ MAX_SAMPLES = 10**9
 #: Maximum number of parts of a batch whose length is compared with the loader's batch size.
 MAX_PARTS = 32
 
-#: After MAX_NOTES notes, a process alternately writes notes for NOTED seconds and pauses. A pause is GAP times as long as
-#: the time since the first note, so that the file grows with the logarithm of the time.
+#: After MAX_NOTES notes, a process alternately writes notes for NOTED seconds and pauses. A pause lasts GAP times the
+#: time since the first note, so that the file grows with the logarithm of the time.
 MAX_NOTES, NOTED, GAP = 100_000, 1.0, 0.01
 
 
