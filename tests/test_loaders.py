@@ -598,7 +598,7 @@ def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: 
         path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
     with pytest.raises(
         UserError,
-        match=rf"0.h5: the file next to it is not a mirror of its Nbody: .*0_data.npy has {said}.*loader.reader h5py",
+        match=rf"0.h5: a file next to this one is not a mirror of Nbody: .*0_data.npy has {said}.*loader.reader h5py",
     ):
         prepare.make_mirror(whole_file.input)
 
