@@ -167,12 +167,13 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
     [
         (
             ("p", "nowhere"),
-            "nowhere: expected a run (PLAN.RUN), a plan, or the folder of a run, plan or results; no plan is called 'nowhere'",
+            "nowhere: expected a run (PLAN.RUN), a plan, or the folder of a run, plan or results; "
+            "no plan is called 'nowhere'",
         ),
         (("p.first", "p.frist"), "p.frist: no such run; expected PLAN.RUN, or a run's folder; there are: other.else"),
         (("p.first", "other.empty"), "other.empty: no stage of the run is finished"),
-        (("p", "other"), "no run of one is in the other; name plans with runs in common"),
-        (("results", "elsewhere"), "no run of one is in the other; name plans with runs in common"),
+        (("p", "other"), "these results have no run in common. Name plans"),
+        (("results", "elsewhere"), "these results have no run in common. Name plans"),
         (("p", "./p"), "./p: expected a run (PLAN.RUN), a plan, or the folder of"),
         (("p", "empty"), "empty: expected a run (PLAN.RUN), a plan, or the folder of"),
     ],

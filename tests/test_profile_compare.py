@@ -247,7 +247,7 @@ def test_what_is_no_report_is_one_message(
     for name, expected in {
         none: "it contains no step",
         tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
-        tmp_path / "a.nsys-rep": "Export it on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
+        tmp_path / "a.nsys-rep": "Export the report on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
     }.items():
         assert stage("compare", "--profiles", theirs, name) == 2
         assert expected in capsys.readouterr().err.splitlines()[-1]

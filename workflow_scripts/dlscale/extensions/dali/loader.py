@@ -117,7 +117,7 @@ class Images:
 
 
 def on_volumes(samples: Samples) -> GridSamples:
-    """Return samples that are boxes of volumes; raise `UserError` for other samples, since only volumes have mirrors."""
+    """Return the samples if they are boxes of volumes; otherwise raise `UserError`, since only volumes have mirrors."""
     if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
         return samples
     raise UserError(

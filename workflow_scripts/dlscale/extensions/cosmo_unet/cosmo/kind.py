@@ -155,7 +155,7 @@ class Cosmo(DatasetKind):
         return {**super().part_settings(dataset, part), "gap": gap(dataset)}
 
     def grid(self, dataset: CosmoDataset) -> tuple[int, ...] | None:
-        # The size of files is known only once they are read.
+        # The grid of files is known only after the files have been read.
         source = dataset.source
         return (source.grid // dataset.downsample,) * 3 if isinstance(source, CosmoSimulated) else None
 
