@@ -595,8 +595,8 @@ def test_stores_that_are_none(tmp_path: Path) -> None:
     write(atmosphere(names=("t2m",)), tmp_path / "interrupted", "zarr")
     next(chunk for chunk in (tmp_path / "interrupted/t2m/c/1").rglob("*") if chunk.is_file()).unlink()
     cases = {
-        "none": "there is no Zarr store",
-        "folder": "there is no Zarr store",
+        "none": "the Zarr store cannot be opened",
+        "folder": "the Zarr store cannot be opened",
         "torn": "incomplete or damaged",
         "interrupted": "has no value at .* the copy may be incomplete: copy it again",
     }

@@ -23,7 +23,7 @@ from dlscale.config.dataset import (
 from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
-#: Channels of a simulated state, and hours from one to the next.
+#: Channels of a simulated state, and hours between successive states.
 SIMULATED_CHANNELS, SIMULATED_HOURS = ("u10", "v10", "t2m", "vo", "z"), 6
 
 Year = Annotated[int, Field(ge=1700, le=2200)]
@@ -196,14 +196,14 @@ class Era5(DatasetKind):
         return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
 
     def maker(self, dataset: Era5Dataset) -> str | None:
-        # Edits of the code do not fetch years of a store again, since that can take days.
+        # Changes of the code do not cause years of a store to be fetched again, since fetching can take days.
         return None if isinstance(dataset.source, Era5Zarr) else self.acquirer(dataset)
 
     def origins(self, dataset: Era5Dataset) -> list[str]:
         return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
 
     def prepared_files(self, dataset: Era5Dataset) -> list[str]:
-        """Return the files of a folder's years, and its required statistics."""
+        """Return the files of the years in a prepared folder, and the files of statistics."""
         assert isinstance(dataset.source, Era5Prepared)
         root = pathlib.Path(dataset.source.path)
         files = []
@@ -215,7 +215,7 @@ class Era5(DatasetKind):
         return [str(path) for path in files]
 
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
-        # Only the requested part of a store is fetched.
+        # Only the requested part of a store is fetched, so the content of a raw file depends on these settings.
         keys = ("channels", "step_hours", "crop", "downsample") if raw.period else ()
         return {**super().raw_settings(dataset, raw), **{key: getattr(dataset, key) for key in keys}}
 
@@ -236,7 +236,7 @@ class Era5(DatasetKind):
         return Outline({"fields": (len(dataset.channels or SIMULATED_CHANNELS), grid)}, rows, values)
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        # Upper bound: whether a history is complete depends on times.
+        # This is an upper bound, since pairs with an incomplete history are left out.
         return sum(max(count - samples.dt, 0) for count in rows)
 
 
@@ -247,7 +247,7 @@ def _days(source: Era5Simulated, year: int) -> int:
 
 
 def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:
-    """Cut a period at the ends of calendar years, as the published files are."""
+    """Split a period at the ends of calendar years, like the published files."""
     if period is None:
         return []
     first, last = period
