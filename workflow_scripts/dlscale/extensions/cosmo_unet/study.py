@@ -43,8 +43,8 @@ class UNet3DLoss(Strict):
     kind: Literal["l1"]
     density_weight: NonNegativeFloat = Field(
         0.0,
-        description="Weight (lambda_rho) of the L1 of exp(14 x) of channel 0, which is added to the loss; 0 leaves it "
-        "out.",
+        description="Weight (lambda_rho) of a further term of the loss, the L1 of exp(14 x) of channel 0; 0 leaves "
+        "the term out.",
     )
 
 

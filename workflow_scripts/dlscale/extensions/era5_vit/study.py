@@ -34,7 +34,7 @@ class ViTSettings(Strict):
     residual: bool | Literal["linear"] = Field(
         False,
         description="Predict the change from the input state instead of the state itself; linear: the change from a "
-        "linear combination of all inputs, which is learnt, too, and begins as the input state.",
+        "learnt linear combination of all inputs, which begins as the input state.",
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],

@@ -39,8 +39,9 @@ class Era5Simulated(Strict):
         None,
         ge=17,
         le=511,
-        description="Largest wavenumber of the model; the cost grows as its fourth power, and a smaller one gives "
-        "smoother fields on the same grid. If absent, the largest that the grid resolves, between 21 and 127.",
+        description="Largest wavenumber of the model; the cost grows with its fourth power, and a smaller number "
+        "gives smoother fields on the same grid. If absent, the largest wavenumber that the grid resolves, between "
+        "21 and 127.",
     )
     days: PositiveInt | None = Field(None, le=366, description="Days per year; the full year if absent.")
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
@@ -108,8 +109,8 @@ class Era5Dataset(DatasetSettings):
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
     channels: list[str] = Field(
         [],
-        description="Variables in order, `name` or `name@level`. If absent, those of the simulator, or those that "
-        "prepared files name; 20 channels without names are the published ones: u10, v10, t2m, …",
+        description="Variables in order, `name` or `name@level`. If absent, the channels of the simulator, or the "
+        "channels that prepared files name; 20 channels without names are the published channels: u10, v10, t2m, …",
     )
     split: Periods | None = Field(None, description="Days of each split (files and zarr).")
     step_hours: PositiveInt | None = Field(
@@ -152,8 +153,9 @@ class PairSamples(Strict):
     valid: PositiveInt | None = Field(None, description="Largest number of validation samples; all if absent.")
     subset: Literal["spread", "first"] = Field(
         "spread",
-        description="Choice of these pairs. spread: in training a new random choice each epoch, else evenly spaced. "
-        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training "
+        description="Choice of these pairs. spread: in training a new random choice in each epoch, otherwise evenly "
+        "spaced pairs. first: the first pairs in time, the same in each epoch, as the published `limit_nsamples`; "
+        "training "
         "visits them in random order.",
     )
 

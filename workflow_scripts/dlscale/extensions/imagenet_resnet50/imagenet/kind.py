@@ -78,7 +78,11 @@ class ImageSamples(Strict):
 
     kind: Literal["images"]
     size: Extent = Field(224, description="Edge of the model's input, in pixels.")
-    resize: Extent = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
+    resize: Extent = Field(
+        256,
+        description="Validation: the shorter edge of an image is resized to this number of pixels, then the image is "
+        "cropped.",
+    )
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Smallest and largest fraction of the image's area in a training crop."
     )
