@@ -296,7 +296,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "epochs", "message", "by_torch"),
     [
-        ("Permission Denied: Try running again", 2, "py-spy may not read other processes here", "torch, 10 steps"),
+        ("Permission Denied: Try running again", 2, "py-spy is not allowed to read other processes", "torch, 10 steps"),
         (
             "no such thing",
             1,

@@ -199,7 +199,7 @@ def test_a_series_of_one_time(tmp_path: Path, refused: Check) -> None:
     """A series needs two times in one file, that is in one year: a pair is made of two times."""
     years = write_years(tmp_path / "years", {"train": {2000: 4}, "valid": {2001: 1, 2002: 1}})
     text = refused(*describe(tmp_path, era5(years), *sorted(years.glob("*/*.h5"))))
-    assert "valid: no file (of a year) holds two times, so there is no pair of states" in text
+    assert "valid: each file (of a year) contains fewer than two times, so pairs of states are missing" in text
 
 
 def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -> None:

@@ -132,7 +132,7 @@ def test_runs_of_other_studies_are_refused(machine: Machine, capsys: pytest.Capt
     for names in (("p.a", "q.a"), ("p", "q"), ("results", "elsewhere"), ("p.a", "elsewhere/plans/p/a")):
         assert main(["compare", *names]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"dlscale compare: {' and '.join(names)}: of different studies (forecast and gas)")
+        assert line.startswith(f"dlscale compare: {' and '.join(names)}: the studies differ (forecast and gas)")
         assert "--force" in line
         assert main(["compare", *names, "--force"]) == 0
         assert "study forecast -> gas" in capsys.readouterr().out
@@ -167,14 +167,15 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
     [
         (
             ("p", "nowhere"),
-            "nowhere: not a run (PLAN.RUN), nor a folder of a run, a plan or results; no plan is called 'nowhere'",
+            "nowhere: expected a run (PLAN.RUN), a plan, or the folder of a run, plan or results; "
+            "no plan is called 'nowhere'",
         ),
         (("p.first", "p.frist"), "p.frist: no such run; expected PLAN.RUN, or a run's folder; there are: other.else"),
-        (("p.first", "other.empty"), "other.empty: no stage of it is finished"),
-        (("p", "other"), "no run of one is in the other; name plans with runs in common"),
-        (("results", "elsewhere"), "no run of one is in the other; name plans with runs in common"),
-        (("p", "./p"), "./p: not a run (PLAN.RUN), nor a folder"),
-        (("p", "empty"), "empty: not a run (PLAN.RUN), nor a folder"),
+        (("p.first", "other.empty"), "other.empty: no stage of the run is finished"),
+        (("p", "other"), "these results have no run in common. Name plans"),
+        (("results", "elsewhere"), "these results have no run in common. Name plans"),
+        (("p", "./p"), "./p: expected a run (PLAN.RUN), a plan, or the folder of"),
+        (("p", "empty"), "empty: expected a run (PLAN.RUN), a plan, or the folder of"),
     ],
 )
 def test_what_cannot_be_compared_is_one_message(
@@ -229,7 +230,7 @@ def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture
     for more in ({"device": Device(kind="cuda", name="A100")}, {"compute": "other"}, once):
         machine.measure("after", {name: speed / 2 for name, speed in SPEEDS.items()}, **more)
         assert main(["compare", str(before), str(after), "--gate"]) == 2
-        assert "--gate has nothing to compare" in capsys.readouterr().err
+        assert "--gate cannot compare any run" in capsys.readouterr().err
     assert main(["compare", str(before), str(after), "--gate", "--profiles"]) == 2
     assert "--gate compares speeds" in capsys.readouterr().err
 

@@ -407,8 +407,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "missing": (lambda folder: [folder / "none.nc"], {}, ["none.nc: no such file"]),
     "folder": (lambda folder: [folder], {}, ["cannot be read"]),
     "empty": (raw_bytes(b""), {}, ["is empty"]),
-    "foreign": (raw_bytes(b"PK\x03\x04...."), {}, ["neither GRIB nor NetCDF", "PK", "unpack an archive", "nccopy"]),
-    "variable": (changed(SAME), {"channels": ("t2n",)}, ["no file holds the channel 't2n' (did you mean 't2m'?)"]),
+    "foreign": (raw_bytes(b"PK\x03\x04...."), {}, ["neither GRIB nor NetCDF", "PK", "Unpack an archive", "nccopy"]),
+    "variable": (changed(SAME), {"channels": ("t2n",)}, ["no file contains the channel 't2n' (did you mean 't2m'?)"]),
     "level": (changed(SAME), {"channels": ("z@501",)}, ["channel 'z@501'", "z@850, z@500, z@200"]),
     "which level": (changed(SAME), {"channels": ("z",)}, ["there are: z@850, z@500, z@200"]),
     "before": (changed(SAME), {"of": part("2020-02-26", "2020-03-01")}, ["'t2m' covers 2020-02-27 00:00 to"]),
@@ -427,7 +427,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "no times": (changed(lambda s: s.isel(time=[])), {}, ["'t2m' has the dimensions time (0)"]),
     "no dates": (
         *(changed(lambda s: s.assign_coords(time=np.arange(16))), {}),
-        ["its times cannot be read", "expected dates of the standard calendar"],
+        ["the times cannot be read", "expected dates of the standard calendar"],
     ),
     "points": (
         *(changed(lambda s: s.stack(station=("latitude", "longitude")).reset_index("station")), {}),
@@ -595,8 +595,8 @@ def test_stores_that_are_none(tmp_path: Path) -> None:
     write(atmosphere(names=("t2m",)), tmp_path / "interrupted", "zarr")
     next(chunk for chunk in (tmp_path / "interrupted/t2m/c/1").rglob("*") if chunk.is_file()).unlink()
     cases = {
-        "none": "there is no Zarr store",
-        "folder": "there is no Zarr store",
+        "none": "the Zarr store cannot be opened",
+        "folder": "the Zarr store cannot be opened",
         "torn": "incomplete or damaged",
         "interrupted": "has no value at .* the copy may be incomplete: copy it again",
     }
@@ -680,9 +680,9 @@ def test_no_network_or_no_package_is_one_message(tmp_path: Path, address: str) -
 def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
     west = np.array([*range(352, 360), *range(8)], float)
     assert _regular(np.arange(3.0), west, "f")[1].tolist() == [*range(352, 368)]
-    with pytest.raises(UserError, match="longitudes leap back over the meridian"):
+    with pytest.raises(UserError, match="longitudes jump back at the meridian"):
         _regular(np.arange(3.0), np.array([*range(8), *range(352, 360)], float), "f")
     axes = {"time": [0, 1], "expver": [1, 5], "latitude": [1.0, 0.0], "longitude": [0.0, 1.0]}
     array = xr.DataArray(np.zeros((2, 2, 2, 2)), axes, [*axes], "t2m")
-    with pytest.raises(UserError, match=r"`expver` holds ERA5 and ERA5T.*t2m.max"):
+    with pytest.raises(UserError, match=r"`expver` contains ERA5 and ERA5T.*t2m.max"):
         gridded(array.to_dataset(), "f", {"t2m"})

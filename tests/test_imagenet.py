@@ -165,22 +165,23 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no images": (
         "train/bee",
         emptied,
-        r"train/bee: no images in it \(.jpg, .*\); add images of this class, or remove",
+        r"train/bee: no images in this folder \(.jpg, .*\); add images of this class, or remove",
     ),
     "no known format": (
         "train/bee",
         lambda folder: [path.rename(path.with_suffix(".heic")) for path in folder.iterdir()],
-        "train/bee: no images in it; 5 files skipped: 5 format .heic; add images of this class, or remove its folder",
+        "train/bee: no images in this folder; 5 files skipped: 5 format .heic; add images of this class, or remove "
+        "its folder",
     ),
     "one class": (
         ".",
         lambda folder: [
             shutil.rmtree(folder / split / name) for split in ("train", "valid") for name in ("ape", "bee")
         ],
-        "train: only one folder in it, cat; expected one for each of at least two classes",
+        "train: contains only the folder cat; expected a folder for each class, at least two",
     ),
     "pipe": ("train/bee/x.jpg", os.mkfifo, f"bee/x.jpg: {BAD} .*a pipe or a device; expected an image"),
-    "no classes": ("train", emptied, "train: no folders in it"),
+    "no classes": ("train", emptied, "train: contains no folders"),
     "no folder": ("train", shutil.rmtree, "train: cannot read this folder"),
 }
 
@@ -281,7 +282,7 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
     assert changed() == {"valid-0000"}
     (tmp_path / "valid/cat/new.jpeg").unlink()
     (link := tmp_path / "train/bee/x.jpg").symlink_to("nowhere")
-    with pytest.raises(UserError, match=f"{link}: cannot look at this file .No such file"):
+    with pytest.raises(UserError, match=f"{link}: cannot read this file's size and time .No such file"):
         changed()
     link.unlink()
     for split in ("train", "valid"):
@@ -322,7 +323,7 @@ def test_bad_datasets_are_one_message(changes: dict[str, Any], words: str) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"samples": {"size": 32}}, "samples.size 32: five halvings"),
+        ({"samples": {"size": 32}}, "samples.size 32: the network halves images five times"),
         ({"samples": {"size": 80}}, "resize 72 is less than size 80"),
         ({"samples": {"scale": [0.5, 1.2]}}, r"scale \[0.5, 1.2\]: expected \[smallest, largest\], at most 1"),
         ({"model": {"depth": 42}}, "expected one of: 18, 34, 50, 101|18, 34, 50 or 101"),

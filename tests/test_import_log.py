@@ -112,7 +112,7 @@ def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:
         (
             {"Val": (0, 1, 2), "Train": (0, 1, 2)},
             1,
-            "the log counts epochs from 0: its point 0 is drawn after the first",
+            "the log counts epochs from 0: point 0 is drawn after the first",
         ),
         ({"Val": (0, 1, 2), "Train": ()}, 1, "the log counts epochs from 0"),
         ({"Val": (1, 3), "Train": (0, 1, 2, 3)}, 2, "the log counts epochs from 0"),
@@ -173,17 +173,17 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "a resumed training": (
         {"1": curve(0, 10, 20, 30), "2": curve(20, 30, 40, value=2.0)},
         [1.0, 1.0, 2.0, 2.0, 2.0],
-        "loss/valid: 2 points left out, of a step that is logged again later; the later one counts",
+        "loss/valid: 2 points left out, of a step that is logged again later; the later point counts",
     ),
     "a last point of another writer": (
         {"1": curve(10, 20, 30), "2": curve(0, value=2.0), "3": curve(30, value=3.0)},
         [2.0, 1.0, 1.0, 3.0],
-        "loss/valid: 1 point left out, of a step that is logged again later; the later one counts",
+        "loss/valid: 1 point left out, of a step that is logged again later; the later point counts",
     ),
     "no steps": (
         {"1": curve(*[0] * 11)},
         [1.0],
-        "loss/valid: 10 points left out, because all have the same step; log them with a step: add_scalar(tag",
+        "loss/valid: 10 points left out, because all points have the same step; log values with a step: add_scalar(tag",
     ),
     "bad steps": (
         {"1": [*curve(0, 1), (-1, 1.0, {"Loss/valid": 7.0}), (2, math.nan, {"Loss/valid": 8.0})]},
@@ -235,7 +235,7 @@ def test_validations_by_epoch_among_iterations_are_named(
     rows += [(every * number, 25.0 * number, {"Loss/valid": 1.0}) for number in range(1, 5)]
     write(tmp_path / "log/events.out.tfevents.1", sorted(rows, key=lambda row: row[1]))
     assert bring(tmp_path / "log", "--counts", "step") == 0
-    assert ("loss/valid: its steps end at 4, " in capfd.readouterr().out) == (every == 1)
+    assert ("loss/valid: the last step is 4, " in capfd.readouterr().out) == (every == 1)
 
 
 def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
@@ -312,12 +312,12 @@ def test_folders_below_are_named(results: Path, tmp_path: Path, capfd: pytest.Ca
         unet(tmp_path / "keras" / part / "events.out.tfevents.1")
     assert bring(tmp_path / "keras") == 2
     folders = ", ".join(str(tmp_path / "keras" / part) for part in ("train", "validation"))
-    assert f"keras: no event file in this folder; there are some in {folders}: import each" in error_line(capfd)
+    assert f"keras: no event file in this folder; event files are in {folders}: import each" in error_line(capfd)
     write(tmp_path / "keras/events.out.tfevents.1", [(1, 1.0, {})])
     with (tmp_path / "keras/events.out.tfevents.1").open("wb") as file:
         RecordWriter(file).write(Event(wall_time=1.0, file_version="brain.Event:2").SerializeToString())
     assert bring(tmp_path / "keras") == 2
-    assert f"it has no scalars; there are some in {folders}: import each" in error_line(capfd)
+    assert f"it has no scalars; event files are in {folders}: import each" in error_line(capfd)
     (tmp_path / "empty").mkdir()
     assert bring(tmp_path / "empty") == 2
     assert "empty: no event file in this folder; expected event files of TensorBoard" in error_line(capfd)
@@ -343,7 +343,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "short": (lambda file: file.write_text("{}"), "not an event file of TensorBoard, or cut short (b'{}')"),
     "damaged later": (lambda file: file.write_bytes(flipped(file.read_bytes())), "record 2 is damaged; copy the file"),
     "missing": (lambda file: file.unlink(), "no such file"),
-    "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name these: --tag"),
+    "other tags": (lambda file: write(file, [(1, 1.0, {"accuracy": 1.0})]), "it has accuracy. Name its tags: --tag"),
 }
 
 
@@ -379,10 +379,13 @@ def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) 
     [
         (["--as", "../theirs"], "name: got '../theirs'; expected 1 to 64 letters"),
         (["--study", "cosmo_unit"], "--study: no study is called 'cosmo_unit' (did you mean 'cosmo_unet'?)"),
-        (["--study", "mnist_cnn"], "declares no published tags"),
+        (["--study", "mnist_cnn"], "does not declare the tags of a published program"),
         (["--batch-size", 0], "batch_size: got 0; expected greater than or equal to 1"),
         (["--tag", "Loss"], "--tag: Loss: expected THEIRS=OURS"),
-        (["--tag", "a=loss/valid", "--tag", "b=loss/valid"], "--tag: b=loss/valid: one of the two is also in another"),
+        (
+            ["--tag", "a=loss/valid", "--tag", "b=loss/valid"],
+            "--tag: b=loss/valid: one of the two names is also in another",
+        ),
         (["--tag", "a=loss/vald"], "no quantity is called 'loss/vald' (did you mean 'loss/valid'?)"),
     ],
 )

@@ -467,7 +467,7 @@ def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path
     if fault == "missing":
         (tmp_path / "valid/b").rmdir()
     source = {"kind": "folder", "train": str(tmp_path / "train"), "valid": str(tmp_path / "valid")}
-    words = {"empty": "valid/b: no images in it", "missing": "valid has no b; give each class a folder"}[fault]
+    words = {"empty": "valid/b: no images in this folder", "missing": "valid has no b; give each class a folder"}[fault]
     for keep_going in (False, True):
         found, said = jobs(tmp_path / "results"), list[Finding]()
         found.context.datasets["d"] = validate(

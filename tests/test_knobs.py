@@ -518,7 +518,7 @@ def test_a_tracker_that_is_not_installed(
     era5("plain", training={"epochs": 1})
     capfd.readouterr()
     era5(status=2, training={"epochs": 1, "trackers": ["wandb"]})
-    assert "training.trackers: wandb is not installed; pip install 'dlscale[trackers]'" in error_line(capfd)
+    assert "training.trackers: wandb is not installed. Run pip install 'dlscale[trackers]'" in error_line(capfd)
 
 
 @pytest.fixture

@@ -598,7 +598,7 @@ def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: 
         path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
     with pytest.raises(
         UserError,
-        match=rf"0.h5: the file next to it is not a mirror of its Nbody: .*0_data.npy has {said}.*loader.reader h5py",
+        match=rf"0.h5: a file next to this one is not a mirror of Nbody: .*0_data.npy has {said}.*loader.reader h5py",
     ):
         prepare.make_mirror(whole_file.input)
 
@@ -672,7 +672,9 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     samples = crops(tmp_path, VOLUMES["chunks"])
     with monkeypatch.context() as full:
         full.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(UserError, match=r"takes 71.8 kB, but only 1.00 kB are free; use loader.reader h5py"):
+        with pytest.raises(
+            UserError, match=r"needs 71.8 kB, but only 1.00 kB are free on the disk. .* use loader.reader h5py"
+        ):
             prepare.make_mirror(samples.input)
     monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -697,7 +699,7 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
     """Mirrors exist for volumes only: series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
-    with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .*\(Pairs\); use h5py"):
+    with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .* Pairs. Use h5py"):
         dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 
 

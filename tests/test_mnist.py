@@ -122,7 +122,7 @@ def test_bad_files_are_one_message(
         ten = np.where(np.arange(20) == 3, 10, digits[1]).astype(np.uint8)
         IdxSource(part, images, write_idx(tmp_path / "ten", ten))
     monkeypatch.setattr("dlscale.extensions.mnist_cnn.mnist.source.LARGEST", 100)
-    with pytest.raises(UserError, match=r"larger than 1e-07 GB .*; split the file"):
+    with pytest.raises(UserError, match=r"larger than 1e-07 GB .*. Split the file"):
         IdxSource(part, images, labels)
 
 
@@ -220,7 +220,7 @@ def test_labels_of_qmnist_are_named(tmp_path: Path) -> None:
     """They are 32-bit integers [N, 8]; the message does not call them images."""
     (labels := tmp_path / "labels.idx").write_bytes(struct.pack(">HBBII", 0, 12, 2, 3, 8) + bytes(3 * 8 * 4))
     with pytest.raises(
-        UserError, match=r"IDX file of 32-bit integers with 2 axes, expected .* with 1; QMNIST's extended"
+        UserError, match=r"IDX file of 32-bit integers with 2 axes, expected .* with 1 axes. QMNIST's extended"
     ):
         read_idx(labels, 1)
     with pytest.raises(UserError, match="a folder; expected an IDX file"):

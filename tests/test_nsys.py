@@ -87,7 +87,7 @@ def left(folder: Path) -> list[str]:
 def test_without_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS", str(tmp_path / "nsys"))
     tool, top = profiled(tmp_path)
-    assert tool.problem and "nsys: not found; install" in tool.problem and "set NSYS" in tool.problem and not top
+    assert tool.problem and "nsys: not found. Install" in tool.problem and "set NSYS" in tool.problem and not top
 
 
 def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     [
         ("silent", "nsys made no report: Something else. See the log, and run the stage again"),
         ("fails", "the profiled process ended with status 3: ValueError: no such thing"),
-        ("unread", "nsys.rank0.nsys-rep: nsys 2099.1.2 cannot export the report; see the log"),
+        ("unread", "nsys.rank0.nsys-rep: nsys 2099.1.2 cannot export the report. See the log"),
     ],
 )
 def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, words: str) -> None:

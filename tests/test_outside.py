@@ -522,7 +522,7 @@ def test_a_log_may_count_whole_seconds(tmp_path: Path, in_india: None) -> None:
         ([1e6 * tick for tick in TICKS], "is outside of the run"),
         ([-tick for tick in TICKS], "is outside of the run"),
         ([3600 + tick for tick in TICKS], "`time` 3602.0 is outside of the run, which took 4.5 s"),
-        ([50 + tick for tick in TICKS], "seems to be a step's duration, or of a clock that began before the run"),
+        ([50 + tick for tick in TICKS], "seems to be a step's duration, or counts from a time before the run"),
         ([tick / 60 for tick in TICKS], "seems to be in minutes"),
         ([tick / 3600 for tick in TICKS], "seems to be in hours"),
         ([iso(BEGIN + 9 * 3600)] * 3, "is outside of the run"),
@@ -1369,7 +1369,7 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
     assert ended.returncode == (2 if refused else 0)
     kept = "log of steps" in message or "too few" in message
     assert any((tmp_path / "results/plans" / PLAN).glob("*")) is kept, "only a program with steps keeps its record"
-    assert ("; its record is kept in results/plans/" in line) is kept
+    assert ("; the run's record is kept in results/plans/" in line) is kept
 
 
 # ---- the record of a run -------------------------------------------------------------------------------
@@ -1449,7 +1449,7 @@ def test_the_record_of_a_long_run_without_steps_is_kept(
 ) -> None:
     monkeypatch.setattr(outside_measure, "UNSEEN_SECONDS", 0.0)
     status, folder = measure_here("sys.exit(4)", rate=r"avg (\S+)")
-    assert status == 4 and f"its record is kept in {folder.relative_to(Path.cwd())}" in capfd.readouterr().err
+    assert status == 4 and f"the run's record is kept in {folder.relative_to(Path.cwd())}" in capfd.readouterr().err
     assert read_yaml(folder / "config.yaml")["program"]["status"] == 4
 
 
@@ -1482,7 +1482,7 @@ def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
 ) -> None:
     """The command, its exit status, its steps and its telemetry are kept."""
     status, folder = measure_here("os.mkdir(f'{steps}/../throughput.json')")
-    assert status == 3 and f"; its record is kept in {folder.relative_to(Path.cwd())}\n" in capfd.readouterr().err
+    assert status == 3 and f"; the run's record is kept in {folder.relative_to(Path.cwd())}\n" in capfd.readouterr().err
     kept = read_yaml(folder / "config.yaml")["program"]
     assert kept["status"] == 3 and kept["seconds"] > 0.4 and kept["command"][0] == sys.executable
     assert len(steps.read(folder / "steps")[1][0].steps) == 40 and (folder / "telemetry/throughput.csv").exists()

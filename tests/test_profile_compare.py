@@ -119,9 +119,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "faster and slower" in said and "mm −1.00 ± 0.23 4.00 3.00 1 operator, torch yes" in said
     assert "\x1b[31m" not in said, "a terminal would obey this escape sequence"
     assert stage("compare", "--profiles", a, write(tmp_path / "d", 3e-3, 16, "aten::\x1b[31mmm")) == 0
-    assert words(capsys).startswith(
-        "a process has batches of 4 before and 8 after: all times are per sample faster and"
-    )
+    assert words(capsys).startswith("batch of a process: 4 before, 8 after; so all times are per sample faster and")
     assert stage("compare", "--profiles", b, a, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["per"], found["batches"]) == ("step", [4, 4])
@@ -136,7 +134,7 @@ def test_profiles_of_other_studies_are_refused(tmp_path: Path, capsys: pytest.Ca
     for folder, study in ((a, "cosmo_unet"), (b, "era5_vit")):
         (folder / "config.yaml").write_text(f"study: {study}\n")
     assert stage("compare", "--profiles", a, b) == 2
-    assert "of different studies (cosmo_unet and era5_vit)" in capsys.readouterr().err
+    assert "the studies differ (cosmo_unet and era5_vit)" in capsys.readouterr().err
     assert stage("compare", "--profiles", a, b, "--force") == 0
 
 
@@ -249,7 +247,7 @@ def test_what_is_no_report_is_one_message(
     for name, expected in {
         none: "contains no step",
         tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
-        tmp_path / "a.nsys-rep": "Export it on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
+        tmp_path / "a.nsys-rep": "Export the report on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
     }.items():
         assert stage("compare", "--profiles", theirs, name) == 2
         assert expected in capsys.readouterr().err.splitlines()[-1]

@@ -177,7 +177,7 @@ def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
     until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process)
-    assert code == 75 and "as a signal requested" in said and "Run it again: it resumes from" in said
+    assert code == 75 and "as a signal requested" in said and "Run it again: the program resumes from" in said
     assert not (tmp_path / "program.json").exists() and not (tmp_path / "program.jsonl").exists()
     assert ended(start(tmp_path)) == (0, "")
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
@@ -395,7 +395,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
     given = settings(tmp_path, command=[sys.executable, "train.py", "{out}"], losses={}, resume=[])
     file = make_run(tmp_path / "w", "program", given, {"kind": "files"})
     player = turns.Program(turns.TimedRunSettings(str(file), "none", "cpu", 1))
-    with contextlib.closing(player), pytest.raises(turns.TurnFailed, match="known only from its log"):
+    with contextlib.closing(player), pytest.raises(turns.TurnFailed, match="only in its log"):
         player.send("begin")
         player.receive()
 

@@ -152,7 +152,7 @@ def test_channels_are_named_in_order(tmp_path: Path, years: Path, capfd: pytest.
     other = make_parts(tmp_path / "other", era5(years, channels=names[:3]))
     manifest = ["--manifest", tmp_path / "other" / "manifest.json", "--stats", tmp_path / "other" / "stats"]
     assert stage("describe", "--config", tmp_path / "other" / "config.yaml", "--source", *other, *manifest) == 2
-    assert "files hold 20 channels of 9 x 16 points, the configuration names 3" in capfd.readouterr().err
+    assert "files contain 20 channels of 9 x 16 points, but the configuration names 3" in capfd.readouterr().err
 
 
 SIX = 6.0 * np.arange(TIMES["valid"][2003])
@@ -162,7 +162,7 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (SIX / 6, r"expected 9 times, 6.* h apart, got 9, apart \[1\.\] h; give all files one `step_hours`"),
+        (SIX / 6, r"expected 9 times, 6.* h apart, got 9, apart \[1\.\] h. Use the same `step_hours` in all files"),
         (SIX + 720 * (SIX > 24), r"apart \[  6\. 726\.\] h; .* begin another file after a gap"),
         (SIX[::-1], r"apart \[-6\.\] h"),
         (np.where(SIX == 12, np.nan, SIX), r"apart \[ 6\. nan\] h"),

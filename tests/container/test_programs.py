@@ -126,7 +126,7 @@ def test_signals_reach_it_and_a_later_try_goes_on(
     until("a checkpoint", (tmp_path / "w/out/saved").exists, process)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process, tmp_path)
-    assert code == 75 and "it resumes from" in said and containers(container_engine) == []
+    assert code == 75 and "the program resumes from" in said and containers(container_engine) == []
     code, said = ended(start(again=True), tmp_path)
     assert code == 0, said
     found = [json.loads(line) for line in (tmp_path / "w/program.jsonl").read_text().splitlines()]

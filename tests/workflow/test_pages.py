@@ -170,7 +170,10 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     link.symlink_to("nowhere")
     dry = tree.snakemake("-n", "--", "data_photos")
     assert dry.status == 2 and "Traceback" not in dry.output
-    broken = f"  data photos: {link}: cannot look at this file (No such file or directory); repair or remove it\n"
+    broken = (
+        f"  data photos: {link}: cannot read this file's size and time (No such file or directory). Repair or "
+        "remove the file\n"
+    )
     assert f"\nFAIL{broken}" in dry.output
     # A broken dataset affects only its own targets.
     other = tree.snakemake("--cores", "2", "--keep-going", "--", "data_photos", "data_digits")

@@ -1,1 +1,1 @@
-"""Show the speed of each run at each of its measurements."""
+"""Compare two results, and show the history of all measurements of a run."""

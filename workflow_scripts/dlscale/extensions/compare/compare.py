@@ -1,8 +1,9 @@
 """Compare the speed, loss and settings of two results, or two profiles (`dlscale compare`).
 
-`compare BEFORE AFTER` takes two plans, runs (`PLAN.RUN`), or folders of results, plans or runs (`./NAME` if a plan has
-the same name). With `--gate` it returns 1 if a run became slower beyond noise. `compare --profiles BEFORE AFTER`
-takes the profiles of two runs, or reports of Nsight Systems of any program.
+The arguments of `compare BEFORE AFTER` are two plans, two runs (`PLAN.RUN`), or two folders of results, plans or runs
+(`./NAME` if a plan has the same name). With `--gate` the exit status is 1 if a run became slower by more than the
+noise. The arguments of `compare --profiles BEFORE AFTER` are two runs with profiles, or two reports of Nsight Systems,
+which may be of any program.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from dlscale.config.resolve import Configuration
 
-#: Kinds of rows without a known spread over steps.
+#: Kinds of rows for which the spread over steps is unknown.
 UNKNOWN_SPREAD = ("line", "function", "worker")
 
 
@@ -51,7 +52,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def of_results(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the comparison of the runs that both results have; with `args.gate` return 1 if one became slower."""
+    """Print the comparison of the runs that both results have; return the exit status.
+
+    The exit status is 1 if `args.gate` is set and a run became slower by more than the noise; otherwise 0.
+    """
     before, after = (finished(name, configuration) for name in args.results)
     named_runs = [is_run(name, results_of(configuration)) for name in args.results]
     if all(named_runs):
@@ -62,11 +66,13 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     if before.keys().isdisjoint(after) and len(plans[0]) == len(plans[1]) == 1:
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
-        raise UserError(f"{' and '.join(args.results)}: no run of one is in the other; name plans with runs in common")
+        raise UserError(
+            f"{' and '.join(args.results)}: these results have no run in common. Name plans that have runs in common"
+        )
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:
         raise other_studies(args.results, *apart.pop())
-    # Two figures per run, also if it is in several plans. More comparisons find more losses by chance.
+    # Each run has two figures, also a run of several plans. With more comparisons, more losses are found by chance.
     looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
@@ -75,8 +81,8 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     if args.gate and not any(each["held"] for each in found):
         names = " and ".join(args.results)
         raise UserError(
-            f"{names}: no run was timed at least twice in both, with the same work on the same device; --gate has "
-            "nothing to compare"
+            f"{names}: --gate cannot compare any run. Expected a run that was timed at least twice in both results, "
+            "with the same work on the same device"
         )
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
@@ -127,7 +133,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
-    # A single trial has no interval: its difference may be chance.
+    # A single trial has no interval, so that the difference may be due to chance.
     held = [each for each in speeds.values() if each and before.compute == after.compute and math.isfinite(each.error)]
     losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
@@ -166,13 +172,13 @@ def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:
 def other_studies(names: Sequence[str], *studies: str) -> UserError:
     """Return the error for runs of different studies."""
     return UserError(
-        f"{' and '.join(names)}: of different studies ({' and '.join(studies)}), so speed and loss are not comparable; "
-        "name runs of one study, or add --force"
+        f"{' and '.join(names)}: the studies differ ({' and '.join(studies)}), so speed and loss are not comparable. "
+        "Name runs of the same study, or add --force"
     )
 
 
 def is_run(name: str, results: Path) -> bool:
-    """Return whether a name is a run or its folder, not a plan or a folder of results."""
+    """Return whether `name` names a run or a run's folder, and not a plan or a folder of results."""
     path = Path(name)
     if _plan_files(name, results) or (path / "plans").is_dir():
         return False
@@ -180,24 +186,31 @@ def is_run(name: str, results: Path) -> bool:
 
 
 def _plan_files(name: str, results: Path) -> list[Path]:
-    """Return `plan.yaml` of a plan by its name, else by its folder, else of all plans in a results folder."""
+    """Return the `plan.yaml` of the plan `name`, of the plan in the folder `name`, or of all plans in a results folder.
+
+    A plan's name has precedence over a folder.
+    """
     plan = Path(Results(results).plan(name))
     path = plan.parent if "/" not in name and plan.exists() else Path(name)
     return [path / "plan.yaml"] if (path / "plan.yaml").exists() else sorted(path.glob("plans/[!.]*/plan.yaml"))
 
 
 def finished(name: str, configuration: Configuration | None) -> dict[str, RunResult]:
-    """Return the finished runs, by `PLAN.RUN`, of a run, a plan, a folder of either, or a results folder."""
+    """Return finished runs by `PLAN.RUN`. `name` is a run, a plan, a folder of a run or plan, or a results folder.
+
+    Raise `UserError` if no run is finished.
+    """
     results, lacking = results_of(configuration), list[str]()
     if is_run(name, results):
         run = read_run(folder := run_folder(name, configuration))
         if not any(records.exists() for records in (folder / file for file in RECORDS.values())):
-            raise UserError(f"{name}: no stage of it is finished")
+            raise UserError(f"{name}: no stage of the run is finished. Measure the run first")
         return {name if "/" not in name else run.owner.replace("/", "."): run}
     if not (plans := _plan_files(name, results)):
         known = [file.parent.name for file in results.glob("plans/[!.]*/plan.yaml")]
         raise UserError(
-            f"{name}: not a run (PLAN.RUN), nor a folder of a run, a plan or results; {unknown('plan', name, known)}"
+            f"{name}: expected a run (PLAN.RUN), a plan, or the folder of a run, plan or results; "
+            f"{unknown('plan', name, known)}"
         )
     found = {f"{file.parent.name}.{run.name}": run for file in plans for run in read_plan(file, lacking=lacking).runs}
     if not found:
@@ -212,12 +225,12 @@ def finished(name: str, configuration: Configuration | None) -> dict[str, RunRes
 
 @dataclass(frozen=True)
 class Summary:
-    """The part of a profile that is compared."""
+    """Part of a profile that is compared."""
 
     rows: list[TopEntry]
-    steps: dict[str, int]  #: Steps by profiler.
-    batch: float | None = None  #: Samples per step of one process.
-    study: str | None = None  #: Study of a run; None for a report of another program.
+    steps: dict[str, int]  #: Number of profiled steps, by profiler.
+    batch: float | None = None  #: Samples per step of a process; None if unknown.
+    study: str | None = None  #: Study of the run; None for a report of another program.
 
 
 def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -> int:
@@ -228,14 +241,14 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
-        raise UserError(f"the profiles have no profiler in common ({said}); profile both with the same tools")
+        raise UserError(f"the profiles have no profiler in common ({said}). Profile both runs with the same tools")
     changed, per = extremes(compare(before, after)), unit(before, after)
     if args.json:
         rows = json.loads(changed.to_json(orient="records"))
         print(json.dumps({"per": per, "batches": [before.batch, after.batch], "faster and slower": rows}, indent=2))
         return 0
     if per == "sample":
-        print(f"a process has batches of {before.batch:g} before and {after.batch:g} after: all times are per sample")
+        print(f"batch of a process: {before.batch:g} before, {after.batch:g} after; so all times are per sample")
     show(_table(changed, per))
     return 0
 
@@ -270,7 +283,7 @@ def _unescaped(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rows(file: Path) -> list[TopEntry]:
-    """Read a `profile_summary.csv`."""
+    """Read the rows of a `profile_summary.csv`; raise `UserError` if the file is missing, damaged or empty."""
     no_pipe(file)
     try:
         with file.open(newline="", encoding="utf-8") as lines:
@@ -286,18 +299,20 @@ def read_rows(file: Path) -> list[TopEntry]:
 
 
 def unit(before: Summary, after: Summary) -> str:
-    """Return the unit for comparing two profiles: `step`, or `sample` if their batches differ."""
+    """Return the unit for comparing two profiles: `sample` if both batches are known and differ, otherwise `step`."""
     return "step" if None in (before.batch, after.batch) or before.batch == after.batch else "sample"
 
 
 def compare(before: Summary, after: Summary) -> pd.DataFrame:
     """Return the changes of all rows of two profiles.
 
-    Columns: tool, kind, name, before, after, noise, difference, certain, calls_before, calls_after, per. Times are
-    seconds, calls are per step; both are means over ranks. A row that one profile lacks has time 0 there. The noise is
-    the half-width of the 95 % interval of a difference of means over n steps with standard deviation s: sqrt(s1^2 / n1
-    + s2^2 / n2) times Student's t for the smaller n. It is infinite for one step, and for `UNKNOWN_SPREAD`. Only
-    profilers that both profiles have are compared.
+    Columns: tool, kind, name, before, after, noise, difference, certain, calls_before, calls_after, per. Times are in
+    seconds per step or sample (column `per`), calls are per step; times and calls are means over ranks. If a profile
+    lacks a row, the time of the row is 0. Only profilers that both profiles have are compared.
+
+    The noise is the half-width of the 95 % interval of the difference. For means over n1 and n2 steps with standard
+    deviations s1 and s2, the noise is sqrt(s1^2 / n1 + s2^2 / n2), times Student's t for the smaller of n1 and n2. The
+    noise is infinite if a profile has a single step, and for rows of the kinds `UNKNOWN_SPREAD`.
     """
     per, both = unit(before, after), {"before": before, "after": after}
     parts = [_means(summary, per).add_suffix(f"_{when}") for when, summary in both.items()]
@@ -315,9 +330,9 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
 
 
 def _means(summary: Summary, per: str) -> pd.DataFrame:
-    """Return each row's mean over ranks, its standard error (s per step or sample), and its calls per step.
+    """Return mean and standard error over ranks (seconds per step or sample) and calls per step of each row.
 
-    A rank without the row counts with time 0.
+    If a rank lacks the row, the rank's time is 0.
     """
     import pandas as pd
 
@@ -371,7 +386,10 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _calls(before: float, after: float) -> Cell:
-    """Return calls before and after, as one number if equal; empty if the profiler does not count them."""
+    """Return the calls before and after, or a single number if both are equal.
+
+    The cell is empty if the profiler does not count calls.
+    """
     if not before and not after:
         return Cell()
     words = [f"{round(calls, 2):,.12g}" for calls in (before, after)]

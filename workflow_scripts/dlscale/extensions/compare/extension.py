@@ -17,19 +17,19 @@ COMMANDS = {
                 },
             ),
             option("--profiles", "compare the profiles of two runs, or reports of nsys", False, action="store_true"),
-            option("--force", "compare runs of different studies, too", False, action="store_true"),
+            option("--force", "compare even if the studies differ", False, action="store_true"),
             option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
         ),
     ),
     "history": Query(
         "dlscale.extensions.compare.history",
-        "Show the speed of each run at each of its measurements, over any number of results folders.",
+        "Show all measurements of each run in any number of results folders, in the order of time.",
         (
             (
                 "results",
-                {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders (default: the results folder here)"},
+                {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders (default: the current results folder)"},
             ),
-            option("--since", "first day of the measurements to show", False, metavar="YYYY-MM-DD"),
+            option("--since", "first day of measurements that are shown", False, metavar="YYYY-MM-DD"),
             path("--out", "PNG file to write", required=False),
         ),
     ),

@@ -1,6 +1,7 @@
 """`dlscale history`: show all measurements of any number of results folders in the order of time.
 
-Each one is compared with the previous one of the same run, work and device, with the noise that `compare` allows for.
+Each measurement is compared with the previous measurement of the same run, work and device. The noise is the noise of
+`compare`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
                 ("", "results", [cell(row.results) for row in rows]),
                 ("", "device", [cell(row.device) for row in rows]),
                 ("", "speed", [_speed(row) for row in rows]),
-                ("", "over the previous one", [cell(row.over_before) for row in rows]),
-                ("", "differences to it", [cell(row.differs) for row in rows]),
+                ("", "over the previous", [cell(row.over_before) for row in rows]),
+                ("", "differences to the previous", [cell(row.differs) for row in rows]),
             ]
         )
     )
@@ -57,10 +58,12 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def history(names: list[str], configuration: Configuration | None, since: str = "") -> pd.DataFrame:
-    """Return a row for each measurement since a day, sorted by run and time.
+    """Return a table with a row for each measurement since the day `since`, sorted by run and time.
 
-    Columns: run, time (ISO 8601), results, device, samples_per_second or steps_per_second, interval (half of the 95 %
-    interval, in this unit; NaN if unknown), over_before (in words), ratio, differs (in words).
+    Columns: run, time (ISO 8601), results, device, samples_per_second and steps_per_second (one of them is NaN),
+    interval (half-width of the 95 % interval, in the unit of the speed; NaN if unknown), over_before (comparison with
+    the previous measurement, in words), ratio (the same, as a number), differs (differences of the environment, in
+    words).
     """
     import pandas as pd
 
@@ -74,7 +77,7 @@ def history(names: list[str], configuration: Configuration | None, since: str = 
     for each in sorted(runs, key=lambda each: each[:3]):
         same = by_work.setdefault((each[1], each[3].compute, each[3].device.name), [])
         if not any((each[0], each[3].speed) == (other[0], other[3].speed) for other in same):
-            same.append(each)  # without copies, and runs that several plans name
+            same.append(each)  # skip copies of a run, and a run that is in several plans
     rows = list[dict[str, Any]]()
     for same in by_work.values():
         for before, after in pairwise([None, *same]):
@@ -103,7 +106,7 @@ def _row(measured: tuple[str, str, str, RunResult], before: RunResult | None) ->
 
 
 def _time(run: RunResult) -> str:
-    """Return the time of a run's measurement, ISO 8601; empty if unknown."""
+    """Return the time of a run's measurement in ISO 8601; empty if the time is unknown."""
     if run.environment:
         return run.environment.time
     return (run.provenance.finished or "") if run.provenance else ""
@@ -126,7 +129,10 @@ def _around(interval: float | None) -> str:
 
 
 def draw(found: pd.DataFrame, path: Path) -> None:
-    """Draw each run's speed over time, relative to its first measurement on a device, as a PNG file."""
+    """Draw each run's speed over time into a PNG file.
+
+    A speed is relative to the first measurement of the run on the same device.
+    """
     from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Move space to depth: [B, 8 C, D/2, H/2, W/2], channels in the order (cell of a block, C).
+    """Move space to depth: return [B, 8 C, D/2, H/2, W/2], with channels in the order (cell of a block, C).
 
-    The memory format is kept. A kernel [O, C, 4, 4, 4] may also be given.
+    The memory format is kept. The function also accepts a kernel [O, C, 4, 4, 4].
     """
     if _is_channels_last(x_BCDHW):
         x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
@@ -43,20 +43,24 @@ def _is_channels_last(x_BCDHW: torch.Tensor) -> bool:
 
 
 class _BlockConv(nn.Conv3d):
-    """A convolution of kernel 4, stride 2, padding 1, computed on blocks: kernel 2, stride 1, 8 times the channels.
+    """Convolution with kernel 4, stride 2 and padding 1, computed on blocks of 2^3 cells.
 
-    Along each axis, cell 2 o + k of the padded grid is cell k % 2 of block o + k // 2.
+    On blocks the convolution has kernel 2, stride 1, and 8 times the channels. Along each axis, cell 2 o + k of the
+    padded grid is cell k % 2 of block o + k // 2.
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:
         kind = x_BCDHW.device.type
-        if torch.is_autocast_enabled(kind):  # first, so that half the bytes are padded and moved
+        if torch.is_autocast_enabled(kind):  # convert first, so that only half as many bytes are padded and moved
             x_BCDHW = x_BCDHW.to(torch.get_autocast_dtype(kind))
         return F.conv3d(_blocks(F.pad(x_BCDHW, (1,) * 6)), _blocks(self.weight), self.bias)
 
 
 class _BlockTranspose(nn.ConvTranspose3d):
-    """The transpose of `_BlockConv`: kernel 2, stride 1 to blocks; the outermost cells are cut off."""
+    """Transpose of `_BlockConv`: a transposed convolution with kernel 2 and stride 1 makes blocks.
+
+    The outermost cells are cut off.
+    """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         assert self.bias is not None
@@ -65,10 +69,11 @@ class _BlockTranspose(nn.ConvTranspose3d):
 
 
 class _Transpose(nn.ConvTranspose3d):
-    """A transposed convolution of kernel 4, stride 2, padding 1; for a single cell, a product.
+    """Transposed convolution with kernel 4, stride 2 and padding 1; for a grid of a single cell, a product.
 
-    The product uses the 2^3 of 4^3 weights inside of the grid. A single cell's memory format is ambiguous: PyTorch's
-    compiler expects channels last for the weights' gradient, cuDNN returns it contiguous (pytorch/pytorch#171622).
+    The product uses the 2^3 of the 4^3 weights whose results are inside the grid. A convolution would fail, since the
+    memory format of a single cell is ambiguous: PyTorch's compiler expects the weights' gradient in channels last, but
+    cuDNN returns a contiguous gradient (pytorch/pytorch#171622).
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -86,11 +91,11 @@ def _join(level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
 
 
 class UNet3D(nn.Module):
-    """Stride-2 convolutions down, transposed convolutions up, each level's skip concatenated.
+    """U-Net: convolutions of stride 2 down, transposed convolutions up, with concatenated skip connections.
 
-    The published six levels with 4 channels in and 5 out have 116,977,029 parameters. `widths` are the channels after
-    each level down. With `space_to_depth` the first and the last layer are computed on blocks of 2^3 cells; with
-    `checkpointing` the backward pass computes levels again.
+    The published network, with six levels, 4 input channels and 5 output channels, has 116,977,029 parameters. `widths`
+    are the numbers of channels after each level down. With `space_to_depth` the first and the last layer are computed
+    on blocks of 2^3 cells. With `checkpointing` the backward pass repeats the forward pass of each level.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class UNet3D(nn.Module):
             nn.Sequential((nn.Conv3d if level else first)(a, b, **conv), nn.LeakyReLU(0.01, inplace=True))
             for level, (a, b) in enumerate(itertools.pairwise(sizes))
         )
-        # From the bottom up: each level ends with the width of the level above, then is joined with its skip.
+        # From the bottom up: the output of a level has the width of the level above, and is joined with the skip.
         self.up = nn.ModuleList()
         width = widths[-1]
         for above in reversed(widths[:-1]):
@@ -135,7 +140,7 @@ class UNet3D(nn.Module):
         return torch.tanh(x[0])
 
     def _run(self, level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
-        """Apply a level to its inputs, joined inside so that checkpointing drops the copy."""
+        """Apply a level to its inputs, which are joined inside the checkpoint, so that the joined copy is not kept."""
         if self.checkpointing and torch.is_grad_enabled():
             y_BCDHW: torch.Tensor = checkpoint(_join, level, *x_BCDHW, use_reentrant=False, preserve_rng_state=False)
             return y_BCDHW

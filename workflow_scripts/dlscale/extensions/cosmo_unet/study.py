@@ -1,4 +1,4 @@
-"""`cosmo_unet`: gas from dark matter with a 3D U-Net."""
+"""The study `cosmo_unet`: predict gas from dark matter with a 3D U-Net."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class UNet3DLoss(Strict):
     kind: Literal["l1"]
     density_weight: NonNegativeFloat = Field(
         0.0,
-        description="Weight (lambda_rho) of the L1 of exp(14 x) of channel 0, which is added to the loss; 0 leaves it "
-        "out.",
+        description="Weight (lambda_rho) of a further term of the loss, the L1 of exp(14 x) of channel 0; 0 leaves "
+        "the term out.",
     )
 
 
@@ -69,7 +69,7 @@ class CosmoMetrics(Metrics):
         error = "mean absolute error over all validation samples and points, in physical units"
         l1, strongest = "mean absolute error in model units", "the best baseline without learning"
         skill = f"1 - L1 / L1 of {strongest}; 1 is perfect"
-        least = f"the smaller error on the validation data: of {' or '.join(self.ANSWERS.values())}"
+        least = f"the smaller of two errors on the validation data: the error of {' or '.join(self.ANSWERS.values())}"
         metrics = [Metric(name="l1", title="L1", meaning=l1, naive="naive_l1", answer=strongest)]
         metrics.append(Metric(name="naive_l1", title=f"L1 of {strongest}", meaning=least))
         metrics += [
@@ -164,8 +164,8 @@ class CosmoUNet(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of a crop (Harrington et al. 2021).
 
-        Convolutions take 2 x 4^3 C_in C_out per cell of the coarser grid. A transposed convolution of a single cell
-        only computes the 2^3 values inside of the grid.
+        A convolution takes 2 x 4^3 C_in C_out FLOPs per cell of the coarser grid. A transposed convolution of a single
+        cell computes only the 2^3 values inside the grid.
         """
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         widths, total = run.model.widths, 0

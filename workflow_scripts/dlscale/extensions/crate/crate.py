@@ -1,4 +1,4 @@
-"""`dlscale crate PLAN`: pack a plan's results and their provenance as a Workflow Run RO-Crate; docs/crate.md."""
+"""`dlscale crate PLAN`: pack a plan's results and their provenance as a Workflow Run RO-Crate (docs/crate.md)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Newest versions that roc-validator 0.13 checks. Version 0.6 of the profiles, for RO-Crate 1.3, renames terms.
+#: Versions of RO-Crate and of the profiles: the newest that roc-validator 0.13 can check. Version 0.6 of the profiles
+#: is for RO-Crate 1.3, and renames terms.
 RO_CRATE, PROFILE_VERSION = "1.1", "0.5"
 PROFILES = {
     f"https://w3id.org/ro/wfrun/process/{PROFILE_VERSION}": "Process Run Crate",
@@ -53,13 +54,14 @@ TERMS = "https://w3id.org/ro/terms/workflow-run"
 CROISSANT = "http://mlcommons.org/croissant/1.1"
 HDF5 = ["application/x-hdf5"]
 
-#: Size of the largest file that is copied, bytes; the crate has name, size and digest of larger files.
+#: Maximum size of a file that is copied, bytes. For a larger file the crate has only name, size and digest.
 COPIED = 10_000_000
 
-#: Keys of a record that describe the machine of its stage; `Environment` has more about it, and the software.
+#: Keys of a record that describe the machine of the record's stage. `Environment` describes further properties of the
+#: machine, and the software.
 MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
 
-#: Begin of the preview's head; its policy forbids scripts and loading.
+#: Begin of the HTML head of the preview; the security policy forbids scripts, and loading of other files.
 PREVIEW = (
     '<head><meta charset="utf-8">'
     """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
@@ -81,7 +83,7 @@ class _Cff(BaseModel):
 
 
 class Author(_Cff):
-    """A person or, by `name`, an organisation."""
+    """Author: an organisation if `name` is set, otherwise a person."""
 
     name: str = ""
     given_names: str = ""
@@ -92,7 +94,7 @@ class Author(_Cff):
 
 
 class Citation(_Cff):
-    """Keys of a CITATION.cff that are used (https://citation-file-format.github.io)."""
+    """Keys of a CITATION.cff that the crate uses (https://citation-file-format.github.io)."""
 
     authors: list[Author] = Field(min_length=1)
     license: str  #: SPDX identifier.
@@ -108,13 +110,14 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
     if not args.citation:
         raise UserError(
-            "--citation: missing; the records do not have the authors and the licence of the results. Write a "
-            "CITATION.cff with your `authors` and `license` (docs/crate.md has an example), and name it with --citation"
+            "--citation: missing. The records do not contain the authors and the licence of the results. Write a "
+            "CITATION.cff with your `authors` and `license` (docs/crate.md has an example), and name the file with "
+            "--citation"
         )
     (name,), results = check_plans([args.plan], configuration), results_of(configuration)
     record = Path(Results(results).plan(name))
     if not record.exists():
-        raise UserError(f"{name} has no results yet: snakemake plan_{name}")
+        raise UserError(f"{name} has no results yet. Run snakemake plan_{name}")
     made = Crate(results, read_plan(record), Path(args.citation))
     made.fill()
     if args.zip:
@@ -129,10 +132,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 class Crate:
-    """Crate of a plan, with the files of the results in the same folders, and the files of the workflow."""
+    """Crate of a plan: the plan's results, in the same folders as in the results folder, and the workflow's files."""
 
     def __init__(self, results: Path, plan: PlanResult, citation: Path) -> None:
-        """Begin a crate; `citation` is the CITATION.cff with the authors and the licence of the results."""
+        """Begin a crate; `citation` is the path of the CITATION.cff with the authors and the licence of the results."""
         from rocrate.rocrate import ROCrate
 
         self.results, self.plan = results, plan
@@ -141,16 +144,16 @@ class Crate:
         self.software = _read_citation(WORKFLOW / "CITATION.cff")
         self.citation = _read_citation(citation)
         self.authors = self._authors(self.citation)
-        self.times = list[tuple[str, str]]()  #: Begin and end of the stages, if their records have them.
+        self.times = list[tuple[str, str]]()  #: Begin and end of each stage for which both times are known.
         self.actions, self.controls = list[Any](), list[Any]()
         self.tools, self.steps = dict[str, Any](), dict[str, Any]()
 
     def write(self, folder: Path) -> None:
-        """Write the files; raise `UserError` if one of them contains a secret."""
+        """Write the crate's files; raise `UserError` if a file contains a secret."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about entities without a file
+            warnings.simplefilter("ignore")  # rocrate warns about entities without a file
             self.crate.write(folder)
-        preview = folder / "ro-crate-preview.html"  # with unescaped titles and names
+        preview = folder / "ro-crate-preview.html"  # titles and names in the preview are not escaped
         preview.write_text(preview.read_text(encoding="utf-8").replace("<head>", PREVIEW, 1), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix in (".png", ".pt"):
@@ -159,20 +162,24 @@ class Crate:
             if has_secret(path.read_text(encoding="utf-8", errors="replace")) or redact_programs(record) != record:
                 raise UserError(
                     f"{path.relative_to(folder)}: contains an address with a login or a signature, or a program's "
-                    "secret, which a crate would publish. Make the results again with the workflow, which redacts them"
+                    "secret, which a crate would publish. Make the results again with the workflow, which redacts "
+                    "secrets"
                 )
 
     # ---- entities ------------------------------------------------------------------------------------
 
     def add(self, identifier: str, type: str, **properties: Any) -> Any:
-        """Add an entity without a file; skip empty properties, and unwrap lists of one value."""
+        """Add an entity without a file; skip empty properties, and replace a list of a single value by the value."""
         from rocrate.model.contextentity import ContextEntity
 
         known = {key: _one(value) for key, value in properties.items() if value not in (None, "", [])}
         return self.crate.add(ContextEntity(self.crate, identifier, properties={"@type": type, **known}))
 
     def file(self, path: Path) -> Any:
-        """Add a file of the results; a file that is too large to copy gets its digest as its name (RFC 6920)."""
+        """Add a file of the results.
+
+        A file larger than `COPIED` is not copied: its identifier is made from its digest (RFC 6920).
+        """
         place, digest = path.relative_to(self.results).as_posix(), sha256(path)
         known = {
             "name": place,
@@ -187,7 +194,7 @@ class Crate:
         return self.crate.add_file(f"ni:///sha-256;{named}", properties=known)
 
     def files(self, folder: Path, names: Iterable[str]) -> list[Any]:
-        """Add the files of a folder that exist."""
+        """Add those of the named files that exist in a folder."""
         return [self.file(folder / name) for name in names if (folder / name).is_file()]
 
     def _authors(self, citation: Citation) -> list[Any]:
@@ -217,7 +224,10 @@ class Crate:
         times: tuple[str, str] | None = None,
         met: Environment | None = None,
     ) -> None:
-        """Add the execution of a stage, with its step of the workflow, and the facts in its records."""
+        """Add the execution of a stage, with the step of the workflow and the facts from the stage's records.
+
+        A stage without results is skipped.
+        """
         if not results:
             return
         told = record.model_dump(mode="json") if record else {}
@@ -265,7 +275,7 @@ class Crate:
             return None
         known, digest = image["name"], image["identity"].removeprefix("sha256:")
         file, (host, _, rest) = image["engine"] == "apptainer", known.partition("/")
-        # The first word of a name is a registry if it can be a host, as in Docker.
+        # As in Docker, the first part of an image's name is a registry if the part can be the name of a host.
         registry = host if rest and not file and (host == "localhost" or set(host) & set(".:")) else ""
         name, _, tag = (known, "", "") if file else known.removeprefix(f"{registry}/").partition("@")[0].partition(":")
         return self.add(
@@ -281,7 +291,7 @@ class Crate:
     # ---- the plan ------------------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Add the workflow, its data, its runs and their results."""
+        """Add the workflow, the data, the runs and the results of the plan."""
         plan, folder = self.plan, Path(Results(self.results).plan(self.plan.name)).parent
         rungs = sorted(path.name for path in folder.glob("rung*.json"))
         lists = self.files(folder, ["plan.yaml", *rungs])
@@ -319,8 +329,9 @@ class Crate:
             properties={
                 "name": name,
                 "description": "; ".join([f"Data of kind {manifest.kind}", *manifest.facts])
-                + ". The crate has its description, not its files: manifest.json has path, size and digest of each.",
-                "identifier": f"sha256:{manifest.own}",  # of the manifest's content
+                + ". The crate has a description of the data, not the data's files: manifest.json has the path, size "
+                "and digest of each file.",
+                "identifier": f"sha256:{manifest.own}",  # digest of the manifest's content
                 "contentSize": str(size),
                 "hasPart": parts,
             },
@@ -334,15 +345,15 @@ class Crate:
             dataset.append_to("hasPart", described)
             dataset["subjectOf"] = described
         own = [part for part in parts if part.id.endswith("config.yaml")]
-        for stage in DATA_STAGES:  # data stages have no record of their time; a log shows that a stage ran here
+        for stage in DATA_STAGES:  # data stages do not record their time; a log shows that a stage ran
             if stage == "describe" or (self.results / "logs" / stage / name).exists():
                 self.action(stage, name, own, [dataset])
         return dataset
 
     def _workflow(self, objects: list[Any], results: list[Any]) -> None:
-        """Add the workflow with its execution, and the properties of the crate itself."""
+        """Add the workflow and its execution, and set the properties of the crate itself."""
         if not self.times:
-            raise UserError(f"{self.plan.name}: no record has the time of a stage. Run the plan again")
+            raise UserError(f"{self.plan.name}: the records do not contain the time of any stage. Run the plan again")
         begun, ended = min(first for first, _ in self.times), max(last for _, last in self.times)
         for path in sorted(WORKFLOW.glob("rules/*.smk")):
             place = str(path.relative_to(WORKFLOW))
@@ -384,7 +395,7 @@ class Crate:
         root["name"] = self.plan.title
         root["description"] = (
             f"{many(len(self.plan.runs), 'run')} of plan {self.plan.name}, study {self.plan.record.study}: settings, "
-            "records and tables, and the data that they are made from."
+            "records and tables, and the data from which the results were made."
         )
         root["datePublished"], root["license"] = ended, self._licence(self.citation)
         root["author"] = _one(self.authors)
@@ -396,7 +407,7 @@ class Crate:
 
 
 def _one(value: Any) -> Any:
-    """Unwrap a list of one value, as RO-Crate 1.1 requires."""
+    """Return the value of a list of a single value, as RO-Crate 1.1 requires; return other values unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -420,7 +431,7 @@ def _records(run: RunResult) -> dict[str, Record]:
 
 def _dataset_of(run: RunResult) -> str:
     name = str(run.settings.get("dataset"))
-    if not re.fullmatch(NAME, name):  # the name of a folder, here and in the crate
+    if not re.fullmatch(NAME, name):  # the name is also the name of a folder in the results and in the crate
         raise UserError(f"{run.folder / 'config.yaml'}: dataset: {name}: expected {NAME_IN_WORDS}; run the plan again")
     return name
 
@@ -432,7 +443,10 @@ def _environment(told: Raw, met: Environment | None) -> Raw:
 
 
 def _times(run: RunResult, stage: str) -> tuple[str, str] | None:
-    """Return the begin and the end of a run's stage, from its record, or from its telemetry."""
+    """Return the begin and the end of a run's stage; None if unknown.
+
+    The times are from the provenance of the training, or from the stage's telemetry.
+    """
     made = run.provenance if stage == "train" else None
     if made and made.started and made.finished:
         return made.started, made.finished
@@ -445,7 +459,7 @@ def _utc(seconds: float) -> str:
 
 
 def _pack(folder: Path, file: Path) -> None:
-    """Write the files of a folder as a ZIP archive, with the same bytes each time."""
+    """Write the files of a folder as a ZIP archive; the same files always give the same bytes."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # the default time stamp, in 1980
@@ -457,15 +471,15 @@ def _pack(folder: Path, file: Path) -> None:
 
 
 def _fits(manifest: Manifest) -> bool:
-    """Return whether Croissant can describe a dataset: it needs the SHA-256 of each file's bytes."""
+    """Return whether Croissant can describe a dataset, which requires the SHA-256 of the bytes of each file."""
     return all(file.verifiable for files in manifest.splits.values() for file in files)
 
 
 def _croissant(name: str, manifest: Manifest) -> Raw:
     """Return the Croissant description of a dataset.
 
-    It has a file object per file, and a record set per split with the manifest's fields. Addresses of files are as in
-    the manifest: absolute, or relative to the dataset's folder.
+    The description has a file object for each file, and a record set with the manifest's fields for each split. A
+    file's address is the path in the manifest: absolute, or relative to the dataset's folder.
     """
     import mlcroissant as mlc
 
@@ -473,7 +487,7 @@ def _croissant(name: str, manifest: Manifest) -> Raw:
     for split, files in manifest.splits.items():
         if not files:
             continue
-        # Identifiers are numbered, since a path may have spaces, which are invalid in them.
+        # Identifiers have numbers in place of paths, since a path may have spaces, which are invalid in identifiers.
         objects = [
             mlc.FileObject(
                 id=f"{split}-file-{number}",
@@ -517,6 +531,6 @@ def _croissant(name: str, manifest: Manifest) -> Raw:
 
 
 def _shape(info: FieldInfo) -> Raw:
-    """Return the shape of a record's values; the grid of volumes, which differs between files, is -1."""
+    """Return the shape of a record's values; the sizes of a volume's grid are -1, since they differ between files."""
     shape = (len(info.channels), *(-1 for _ in info.grid)) if info.channel_axis == 0 else info.row_shape
     return {"is_array": True, "array_shape": ",".join(map(str, shape))} if shape else {}

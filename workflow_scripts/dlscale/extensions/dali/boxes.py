@@ -1,7 +1,7 @@
-"""Read boxes for DALI's operators, by processes with h5py, or by DALI's threads from `.npy` mirrors.
+"""Read boxes for DALI's operators: processes read with h5py, or DALI's threads read from `.npy` mirrors.
 
 The published programs use both ways. The processes import this module and the modules of samples, but not torch, so
-that they start quickly.
+that the processes start quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class NativeField:
-    """Boxes of one field as inputs of DALI's operators; boxes of mirrors have their channels `last`.
+    """Boxes of a field as inputs of DALI's operators.
+
+    `last` is whether the channels are the last axis of the boxes, as in mirrors.
 
     Attributes
     ----------
@@ -37,26 +39,26 @@ class NativeField:
         self._numbers = np.stack([field.decoding(file) for file in range(len(field.readers))])  # [files, 3, C]
         self._turns = turns = None if turns is None or len(turns.axes) == 1 else turns
         plain = [[0, 1, 2]]
-        #: Possible transpositions of boxes, three axes each; just [0, 1, 2] without symmetries.
+        #: Possible transpositions of boxes, each a permutation of three axes; only [0, 1, 2] without symmetries.
         self._axes: list[list[int]] = plain if turns is None else np.unique(turns.axes, axis=0).tolist()
         self._mixed = turns is not None and bool((turns.source != np.arange(field.shape[0])).any())
         signed = turns is not None and bool((turns.sign != 1).any())
         neutral = self._numbers == np.array([[0], [1], [0]])
-        #: Numbers that change any sample: shift (0), factor (1), offset (2).
+        #: Indices of the numbers that change at least some samples: shift (0), factor (1), offset (2).
         self._parts = [part for part in range(3) if (signed and part == 1) or not neutral[:, part].all()]
         self.inputs = (len(self._axes) > 1) + (turns is not None) + self._mixed + len(self._parts)
 
     def read(self, file: int, start: np.ndarray, symmetry: int) -> list[np.ndarray]:
-        """Return the values [C, a, b, c] of the box at `start` [3], and its `numbers`."""
+        """Return the values [C, a, b, c] of the box at `start` [3], and the box's `numbers`."""
         values = np.ascontiguousarray(self._field.stored(file, start), self._field.dtype)
         return [values, *(np.asarray(each[0]) for each in self.numbers(np.array([file]), np.array([symmetry])))]
 
     def numbers(self, file: np.ndarray, symmetry: np.ndarray) -> list[np.ndarray]:
-        """Return the operators' other inputs for n boxes; `file` and `symmetry` [n] are as in `BoxIndex`.
+        """Return the inputs of the operators for n boxes, in addition to the values.
 
-        Only inputs in which boxes can differ are returned: the number of the transposition, int32 [n]; whether axes are
-        reversed, int32 [n, 3]; the source of each channel, int32 [n, C]; shift, factor and offset, float32
-        [n, C, 1, 1, 1] each.
+        `file` and `symmetry` [n] have the meaning of `BoxIndex`. Only inputs that can differ between boxes, or change
+        values, are returned: the number of the transposition, int32 [n]; whether each axis is reversed, int32 [n, 3];
+        the source of each channel, int32 [n, C]; shift, factor and offset, each float32 [n, C, 1, 1, 1].
         """
         found, numbers = list[np.ndarray](), self._numbers[file]
         if (turns := self._turns) is not None:
@@ -71,7 +73,7 @@ class NativeField:
         return found + [np.ascontiguousarray(numbers[:, part, :, None, None, None]) for part in self._parts]
 
     def decoded(self, fn: Any, types: Any, x: Any, numbers: list[Any], gpu: bool) -> Any:
-        """Return the graph that turns stored values and `numbers` into the model's values, one operator per pass."""
+        """Return the graph of operators that turns stored values and `numbers` into the values for the model."""
         x, rest = x.gpu() if gpu else x, numbers
         ways = [[3, *axes] if self._last else [0, *(1 + axis for axis in axes)] for axes in self._axes]
         if len(ways) > 1:
@@ -95,7 +97,10 @@ class NativeField:
 
 
 def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -> Any:
-    """Transpose each box by its number; DALI's own transpose has one permutation for all boxes of a batch."""
+    """Transpose each box with the permutation that has the box's number in `choices`.
+
+    DALI's operator `transpose` applies the same permutation to all boxes of a batch.
+    """
     (first, perm), others = choices[0], choices[1:]
     if not others:
         return fn.transpose(x, perm=perm)
@@ -114,10 +119,10 @@ def _end_with_training() -> None:
 
 
 class Boxes:
-    """Inputs and operators of a pipeline of boxes; DALI calls it for every sample, in separate processes.
+    """Inputs and operators of a pipeline of boxes; DALI calls an instance for every sample, in separate processes.
 
-    The processes read the epoch from shared memory: DALI only passes them the number of requested batches, and discards
-    prefetched batches when the epoch changes. `indices` are this rank's samples of each step.
+    The processes read the epoch from shared memory, because DALI passes only the number of requested batches. DALI
+    discards prefetched batches when the epoch changes. `indices` are this rank's samples of each step.
     """
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
@@ -125,11 +130,11 @@ class Boxes:
         self._prefetch, self._gpu = settings.prefetch, gpu
         self._fields = [NativeField(field) for field in (samples.input, samples.target)]
         self._memory = SharedMemory(create=True, size=16)
-        #: Options of the pipeline. Processes are spawned, since CUDA does not work in forked ones.
+        #: Options of the pipeline. Processes are spawned, since CUDA does not work in forked processes.
         self.options = {"enable_conditionals": True, "py_num_workers": settings.workers, "py_start_method": "spawn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set up a process of DALI: unpickling is the only hook for code that must run first."""
+        """Set up a process of DALI; only unpickling can run code before DALI's first request."""
         outlive_signals()
         threading.Thread(target=_end_with_training, daemon=True).start()
         self.__dict__ = state
@@ -142,7 +147,10 @@ class Boxes:
         self._place[:] = epoch, start
 
     def outputs(self, fn: Any, types: Any) -> list[Any]:
-        """Return the graph that makes input and target of a full batch; a smaller batch repeats its last sample."""
+        """Return the graph that makes input and target of a full batch.
+
+        A batch with fewer samples repeats its last sample.
+        """
         x, y = self._fields
         given = fn.external_source(
             self, num_outputs=2 + x.inputs + y.inputs, batch=False, parallel=True, prefetch_queue_depth=self._prefetch
@@ -169,7 +177,10 @@ class Boxes:
         return (*x, *y)
 
     def explain(self, error: Exception) -> str | None:
-        """Return the message of a `UserError` in a process, or None; DALI passes on its text, but not its type."""
+        """Return the message of a `UserError` in a process; None for other errors.
+
+        DALI passes on the text of an error, but not its type.
+        """
         name = f"{UserError.__module__}.{UserError.__name__}: "
         return str(error.__cause__) if name in str(error) else None
 
@@ -179,7 +190,7 @@ class Boxes:
 
 
 class Regions:
-    """Inputs and operators of a pipeline in which DALI reads boxes from mirrors; Python only gives their positions."""
+    """Inputs and operators of a pipeline in which DALI reads boxes from mirrors; Python gives only the positions."""
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples, self._indices, self._gpu = samples, indices, gpu
@@ -212,7 +223,10 @@ class Regions:
         return fn.readers.numpy(files=[self._paths[number]], cache_header_information=True, **box)
 
     def _source(self) -> list[np.ndarray]:
-        """Return first cell and `numbers` of both boxes of the next batch; a small batch repeats its last sample."""
+        """Return first cell and `numbers` of the input boxes, then of the target boxes, of the next batch.
+
+        A batch with fewer samples than a full batch repeats its last sample.
+        """
         epoch, indices = next(self._batches)
         boxes = self._samples.boxes(epoch)
         some = np.minimum(np.arange(indices.start, indices.start + self._size), indices.stop - 1)
@@ -224,8 +238,8 @@ class Regions:
         return found
 
     def explain(self, error: Exception) -> str | None:
-        """Return None: this pipeline has no messages of dlscale."""
+        """Return None, because errors of this pipeline contain no messages of dlscale."""
         return None
 
     def close(self) -> None:
-        """Do nothing: this pipeline has nothing to free."""
+        """Do nothing, because this pipeline has no resources to free."""

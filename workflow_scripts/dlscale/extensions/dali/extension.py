@@ -1,4 +1,4 @@
-"""Loader of this extension: `dali`."""
+"""The loader `dali` of this extension."""
 
 from dlscale.core.registry import LoaderPlace
 

@@ -1,7 +1,7 @@
 """Loader `dali`: NVIDIA DALI's executor, threads, prefetching and operators around dlscale's sample stream.
 
-DALI decodes, resizes and flips the windows of images that the stream names (on the GPU if the device is one), and
-delivers bytes. They differ from Pillow's by rounding (docs/ladder.md). Boxes on grids: see `boxes`.
+DALI decodes, resizes and flips the windows of images that the sample stream names, on the GPU if the device is a GPU,
+and delivers bytes. The bytes differ from Pillow's bytes by rounding (docs/ladder.md). For boxes on grids see `boxes`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class Pace:
-    """Keep the memory of batches while the device may read it, for at most `ahead` batches before the present one.
+    """Keep the memory of batches as long as the device may read the memory.
 
-    `record` returns an event after all work that the device has been given so far.
+    At most `ahead` batches before the present batch are kept. `record` returns an event that occurs when the device has
+    done all work launched so far.
     """
 
     def __init__(self, ahead: int, record: Callable[[], Any]) -> None:
         self._ahead, self._record = ahead, record
         self._held: deque[Any] = deque()
-        self._events: deque[Any] = deque()  # after the work on each kept batch except the last
+        self._events: deque[Any] = deque()  # events after the work on each kept batch, except the last batch
 
     def hold(self, what: Any) -> None:
         """Keep data that the device reads in work launched from now until the next call."""
@@ -40,7 +41,7 @@ class Pace:
         self._held.append(what)
         while len(self._events) > self._ahead:
             self._events.popleft().synchronize()
-            self._held.popleft()  # only after its event
+            self._held.popleft()  # only after the batch's event
 
     def close(self) -> None:
         """Wait until the device has done all work, then release the memory."""
@@ -56,7 +57,7 @@ class Images:
         self._samples: Any = samples
         self._indices, self._gpu = indices, gpu
         self._batches: Iterator[tuple[int, range]] = iter(())
-        #: Epoch, samples and inputs of prefetched batches, which DALI reads without a copy.
+        #: Epoch, samples and inputs of prefetched batches; DALI reads the inputs without a copy.
         self._kept: deque[tuple[int, range, Any]] = deque(maxlen=settings.prefetch + 2)
         self.options: dict[str, Any] = {}
 
@@ -75,7 +76,7 @@ class Images:
                 **window,
                 device="mixed" if self._gpu else "cpu",
                 output_type=types.RGB,
-                adjust_orientation=False,  # as torchvision, which does not turn images
+                adjust_orientation=False,  # torchvision does not rotate images either
                 jpeg_fancy_upsampling=True,  # gives the same colours on GPU and CPU
             )
         else:
@@ -87,7 +88,10 @@ class Images:
         return [images, labels]
 
     def _source(self) -> Any:
-        """Return the inputs of the next batch; positions of squares are fractions of the room for them."""
+        """Return the inputs of the next batch.
+
+        The position of a square is a fraction of the distance by which the square can move in the resized image.
+        """
         epoch, indices = next(self._batches)
         windows = self._samples.windows(epoch, indices)
         room = np.maximum(windows.resized - self._samples.input_spec.shape[-1], 1)
@@ -99,22 +103,25 @@ class Images:
         return inputs
 
     def explain(self, error: Exception) -> str | None:
-        """Return the user's message for an error; an image that Pillow cannot decode either raises Pillow's error."""
+        """Return the message for an error of DALI.
+
+        All images in question are read again with Pillow: an image that Pillow cannot decode raises Pillow's error.
+        """
         for epoch, indices, _ in self._kept:
             for index in indices:
                 self._samples.read(epoch, index)
-        return f"loader.kind: dali cannot decode an image that Pillow can; use torch or direct ({error})"
+        return f"loader.kind: dali cannot decode an image that Pillow can decode. Use torch or direct ({error})"
 
     def close(self) -> None:
-        """Do nothing: this pipeline has nothing to free."""
+        """Do nothing, because this pipeline has no resources to free."""
 
 
 def on_volumes(samples: Samples) -> GridSamples:
-    """Return samples if they are boxes of volumes; raise `UserError` otherwise, since only these have mirrors."""
+    """Return the samples if they are boxes of volumes; otherwise raise `UserError`, since only volumes have mirrors."""
     if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
         return samples
     raise UserError(
-        f"loader.reader: numpy reads only boxes of volumes, not these samples ({type(samples).__name__}); use h5py"
+        f"loader.reader: numpy reads only boxes of volumes, but the samples are {type(samples).__name__}. Use h5py"
     )
 
 
@@ -178,7 +185,7 @@ class DaliLoader(Loader):
         return x, y
 
     def _run(self) -> Any:
-        # With the model's stream outputs are ready on that stream; without it the host would wait for each batch.
+        # With the model's stream as argument, the host does not wait for each batch: outputs are ready on that stream.
         stream = torch.cuda.current_stream(self._device) if self._pace else None
         try:
             return self._pipeline.run(stream)
@@ -186,7 +193,8 @@ class DaliLoader(Loader):
             self._failed = True
             if (message := self._feed.explain(error)) is None:
                 raise
-        raise UserError(message)  # outside `except`: it would keep DALI's error, the pipeline and its processes alive
+        # Raised outside `except`, because otherwise DALI's error would keep the pipeline and its processes alive.
+        raise UserError(message)
 
     def _drain(self) -> None:
         """Discard prefetched batches, and prepare the pipeline for another epoch."""

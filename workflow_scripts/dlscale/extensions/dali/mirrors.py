@@ -1,7 +1,7 @@
-"""Mirrors of volumes: copies of their values in a `.npy` file [D, H, W, C], from which DALI reads boxes.
+"""Mirrors of volumes: `.npy` files [D, H, W, C] with copies of the volumes' values, from which DALI reads boxes.
 
-Mirrors of the published program are next to its HDF5 files, and are used if they exist. Mirrors of dlscale have all
-volumes of a split, one after another, and are next to the manifest; `prepare.py` makes them before a stage begins.
+If the published program's mirrors exist next to its HDF5 files, they are used. Otherwise dlscale makes a mirror with
+all volumes of a split, one after another, next to the manifest; `prepare.py` makes it before a stage begins.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from dlscale.core.errors import UserError, brief
 from dlscale.data.samples import BoxField
 
-#: Bytes written at a time, and number of cells compared in a mirror that dlscale has not made.
+#: Maximum number of bytes written at a time, and number of cells compared in a mirror that dlscale has not made.
 SLAB, CELLS = 64_000_000, 64
-#: Names of inputs and targets in files of the published program's converter.
+#: Names of inputs and targets in the mirrors that the published program's converter makes.
 NAMES = ("data", "label")
 INSTEAD = "use loader.reader h5py"
-#: Difference between a field and the mirror of another field.
+#: Text of `difference` for the mirror of another field.
 OTHER = "other channels"
 
 
 @dataclass(frozen=True)
 class NpyMirror:
-    """Mirror of all volumes of a field in a split; smaller volumes are padded along H and W."""
+    """Mirror of all volumes of a field in a split; smaller volumes are padded with zeros along H and W."""
 
     path: Path
     edges: np.ndarray  #: size of each volume, int64 [files, 3]
@@ -43,7 +43,8 @@ class NpyMirror:
 def locate(field: BoxField) -> NpyMirror:
     """Return a field's mirror, which may not exist yet.
 
-    Raise `UserError` if a file next to the field's file has the name of its mirror, but other contents.
+    Raise `UserError` if a file next to the field's file has the name of a mirror, but other contents. The mirror of
+    another field is allowed.
     """
     edges = np.array([field.shape_of(file)[1:] for file in range(len(field.readers))])
     original = Path(field.readers[0].path)
@@ -54,8 +55,8 @@ def locate(field: BoxField) -> NpyMirror:
             return NpyMirror(path, edges, own=False)
     if told := [f"{path.name} has {what}" for path, what in wrong.items() if what != OTHER]:
         raise UserError(
-            f"{original}: the file next to it is not a mirror of its {field.readers[0].name}: {'; '.join(told)}; "
-            f"expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, and a mirror is "
+            f"{original}: a file next to this one is not a mirror of {field.readers[0].name}: {'; '.join(told)}; "
+            f"expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, so that a mirror is "
             f"made; or {INSTEAD}"
         )
     content = hashlib.sha256(" ".join([*field.digests, str(field.dtype)]).encode()).hexdigest()[:16]
@@ -66,21 +67,23 @@ def mirror(field: BoxField) -> NpyMirror:
     """Return the mirror of a field; raise `UserError` if it does not exist."""
     found = locate(field)
     if not found.path.exists():
-        raise UserError(f"{found.path}: no such mirror. The workflow's stages make it before they begin; or {INSTEAD}")
+        raise UserError(
+            f"{found.path}: no such mirror. Run the stage by the workflow, which first makes the mirror; or {INSTEAD}"
+        )
     return found
 
 
 def difference(path: Path, field: BoxField) -> str:
-    """Compare a file with a field's mirror, by shape, type and some cells.
+    """Compare the shape, the type and some cells of a file with the values of a field, which has a single file.
 
-    Return the difference, or an empty text. The field has a single file.
+    Return the difference in words; an empty text if the file is a mirror of the field.
     """
     expected = (*field.shape_of(0)[1:], field.shape[0])
     if not path.is_file():
         return "no such values (not a file)"
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # for a damaged header Python's tokenizer raises its own errors
+    except Exception as error:  # a damaged header may also raise errors of Python's tokenizer
         return f"no such values ({brief(error)})"
     if values.shape[:-1] == expected[:-1] and values.shape != expected:
         return OTHER
@@ -97,7 +100,7 @@ def difference(path: Path, field: BoxField) -> str:
 
 
 def compare(found: NpyMirror, field: BoxField) -> str:
-    """Compare all values of a published mirror with its HDF5 file; return the difference, or an empty text."""
+    """Compare all values of a published mirror with its HDF5 file; return the difference, or an empty text if equal."""
     values = np.load(found.path, mmap_mode="r", allow_pickle=False)
     for file, start, stop in slabs(found, field):
         if values[start:stop].tobytes() != _slab(found, field, file, start, stop).tobytes():
@@ -106,7 +109,7 @@ def compare(found: NpyMirror, field: BoxField) -> str:
 
 
 def bytes_of(found: NpyMirror, field: BoxField) -> int:
-    """Return the size of a mirror's values."""
+    """Return the size of a mirror's values, bytes."""
     return int(np.prod(_shape(found, field))) * field.dtype.itemsize
 
 
@@ -115,7 +118,7 @@ def _shape(found: NpyMirror, field: BoxField) -> tuple[int, ...]:
 
 
 def slabs(found: NpyMirror, field: BoxField) -> list[tuple[int, int, int]]:
-    """Return the parts that are written at a time: file, first row, and row after the last."""
+    """Return the parts in which a mirror is written, each as file, first row, and row after the last row."""
     _, *row = _shape(found, field)
     rows = max(1, SLAB // (int(np.prod(row)) * field.dtype.itemsize))
     return [

@@ -19,7 +19,7 @@ from dlscale.extensions.dali import mirrors
 
 
 def make_mirrors(manifest: str | Path) -> None:
-    """Make the missing mirrors of all volumes of a dataset; other processes wait for the first one."""
+    """Make the missing mirrors of all volumes of a dataset; parallel processes wait for the process that makes them."""
     found = Manifest.read(manifest)
     for split in (split for split, files in found.splits.items() if files):
         for name, info in found.fields.items():
@@ -28,9 +28,10 @@ def make_mirrors(manifest: str | Path) -> None:
 
 
 def make_mirror(field: BoxField) -> None:
-    """Make the mirror of a field by an atomic write if it is missing; verify it if it has changed since then.
+    """Make the mirror of a field if it is missing; verify the mirror if its file has changed since the last call.
 
-    A damaged mirror is made again. A mirror that dlscale has not made is compared with the field's file.
+    A damaged mirror of dlscale is made again. A mirror that dlscale has not made is compared with the field's file; if
+    the values differ, raise `UserError`.
     """
     made, record = mirrors.locate(field), field.stem.parent / RECORD
     if _is_known(made.path, record):
@@ -48,8 +49,8 @@ def make_mirror(field: BoxField) -> None:
                     digest = sha256(made.path)
             elif what := mirrors.compare(made, field):
                 raise UserError(
-                    f"{made.path}: damaged: {what} than {field.readers[0].path}. Remove it, and a mirror is made; or "
-                    f"{mirrors.INSTEAD}"
+                    f"{made.path}: damaged: {what} than {field.readers[0].path}. Remove this file, so that a mirror is "
+                    f"made; or {mirrors.INSTEAD}"
                 )
             with contextlib.suppress(UserError):
                 write_json(record, read_record(record) | {str(made.path): file_state(made.path, digest)})
@@ -64,13 +65,13 @@ def _is_known(path: Path, record: Path) -> bool:
 
 
 def _write_mirror(made: mirrors.NpyMirror, field: BoxField) -> None:
-    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # of other content
+    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # mirrors of other contents
         remove(former)
     needed, free = mirrors.bytes_of(made, field), free_bytes(made.path.parent)
     if needed > free:
         raise UserError(
-            f"loader.reader: numpy: the mirror {made.path} takes {size(needed, ' ')}, but only "
-            f"{size(free, ' ')} are free; {mirrors.INSTEAD}"
+            f"loader.reader: numpy: the mirror {made.path} needs {size(needed, ' ')}, but only "
+            f"{size(free, ' ')} are free on the disk. Free space, or {mirrors.INSTEAD}"
         )
     parts = mirrors.slabs(made, field)
     with atomic_write(made.path) as temporary, open(temporary, "wb") as out:
@@ -79,6 +80,6 @@ def _write_mirror(made: mirrors.NpyMirror, field: BoxField) -> None:
 
 
 def prepare(loader: dict[str, Any], manifest: str) -> None:
-    """Make the mirrors that a loader with these settings reads, before its stage begins."""
+    """Make the mirrors that a loader with these settings reads; called before the loader's stage begins."""
     if loader.get("reader") == "numpy":
         make_mirrors(manifest)

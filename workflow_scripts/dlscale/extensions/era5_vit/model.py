@@ -1,4 +1,4 @@
-"""A vision transformer from field to field (Dosovitskiy et al. 2021, arXiv:2010.11929).
+"""Vision transformer that maps fields to fields (Dosovitskiy et al. 2021, arXiv:2010.11929).
 
 Shape suffixes: B batch, C channels, H W the grid, N tokens, E embedding, A heads, K head dimension.
 """
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Attend(nn.Module):
-    """Scaled dot-product attention as a module, so that context parallelism can hook it."""
+    """Scaled dot-product attention; a module, so that context parallelism can register hooks on it."""
 
     def forward(self, q_BANK: torch.Tensor, k_BANK: torch.Tensor, v_BANK: torch.Tensor) -> torch.Tensor:
         """Return [B, A, N, K] for queries of N tokens; keys and values may have more tokens."""
@@ -24,7 +24,7 @@ class Attend(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention; with tensor parallelism a device has only some of the heads.
 
-    The projections are three layers, as published, but computed as one product.
+    Queries, keys and values have three layers, as published, but are computed as a single matrix product.
     """
 
     def __init__(self, embed_dim: int, heads: int, dropout: float) -> None:
@@ -65,9 +65,10 @@ class Block(nn.Module):
 
 
 class _Patches(nn.Conv2d):
-    """A convolution with a stride of its kernel size; on a CPU in 16 bits, a matrix product.
+    """Convolution whose stride is the kernel size; on a CPU in 16 bits, computed as a matrix product.
 
-    With Intel's AMX, oneDNN 3.12 computes such convolutions wrong in bf16 if channels are few.
+    The matrix product avoids an error: with Intel's AMX, oneDNN 3.12 computes such convolutions wrong in bf16 if there
+    are few channels.
     """
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
@@ -80,20 +81,22 @@ class _Patches(nn.Conv2d):
 
 
 class ViT(nn.Module):
-    """Patches to tokens, transformer blocks, a linear head back to patches.
+    """Vision transformer: patches become tokens, blocks transform tokens, a linear head makes patches.
 
-    The published base (360 x 720, patch 8, 20 channels, embed_dim 384, depth 12) has 23,832,960 parameters.
+    The published base model (360 x 720 points, patch 8, 20 channels, embed_dim 384, depth 12) has 23,832,960
+    parameters.
 
     Parameters
     ----------
     image_size, patch
-        (H, W) in points, and (rows, columns) of a patch, which divide them.
+        Size of the image (H, W), and size of a patch (rows, columns), points. H is a multiple of rows, W of columns.
     residual
-        Add the input's first out_channels to the output; "linear": add a learnt linear combination of all channels.
+        If True, add the input's first out_channels channels to the output. If "linear", add a learnt linear combination
+        of all input channels.
     static
-        Further channels, the same for all inputs, [S, H, W].
+        Further input channels, [S, H, W], which are the same for all inputs.
     checkpointing
-        Compute blocks again in the backward pass.
+        Whether the backward pass repeats the forward pass of each block, which saves memory.
     """
 
     static: torch.Tensor | None
@@ -147,7 +150,7 @@ class ViT(nn.Module):
         x_BNE = self.dropout(x_BNE + self.position)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                # The recomputation must drop the same values.
+                # With drop-out, the repeated forward pass must drop the same values.
                 x_BNE = checkpoint(block, x_BNE, use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
             else:
                 x_BNE = block(x_BNE)

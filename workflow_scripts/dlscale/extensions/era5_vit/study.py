@@ -1,4 +1,4 @@
-"""`era5_vit`: the next state of the atmosphere with a vision transformer."""
+"""The study `era5_vit`: predict the next state of the atmosphere with a vision transformer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ViTSettings(Strict):
     residual: bool | Literal["linear"] = Field(
         False,
         description="Predict the change from the input state instead of the state itself; linear: the change from a "
-        "linear combination of all inputs, which is learnt, too, and begins as the input state.",
+        "learnt linear combination of all inputs, which begins as the input state.",
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
@@ -61,7 +61,10 @@ class ViTLoss(Strict):
 
 
 class Era5Metrics(Metrics):
-    """Latitude-weighted scores by channel, also of baselines without learning; `acc` needs a climatology."""
+    """Latitude-weighted scores by channel, of the model and of baselines without learning.
+
+    The score `acc` is computed only if the dataset has a climatology.
+    """
 
     def __init__(self, run: Any, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -181,13 +184,13 @@ class Era5ViT(Study):
     def check(self, run: Any) -> None:
         if run.model.heads % run.geometry.tp:
             raise Refused(
-                f"geometry.tp {run.geometry.tp} does not divide model.heads = {run.model.heads}, which devices share; "
-                "choose a divisor"
+                f"geometry.tp {run.geometry.tp} does not divide model.heads = {run.model.heads}. Choose a divisor, "
+                "since the heads are divided among the devices"
             )
         if run.cuda_graph and run.activation_checkpointing and self.draws(run):
             raise Refused(
                 "cuda_graph and activation_checkpointing: a graph cannot record the random state that drop-out keeps "
-                "for the recomputation; leave one of the three out"
+                "for the recomputation. Switch off cuda_graph, activation_checkpointing or model.dropout"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
@@ -229,8 +232,8 @@ class Era5ViT(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of a sample.
 
-        For N tokens of width E, each attention takes 4 N^2 E and each output of a linear layer 2 N E: a third of the
-        training FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        For N tokens of width E, each attention takes 4 N^2 E FLOPs, and each output of a linear layer takes 2 N E
+        FLOPs. The sum is a third of the training FLOPs in Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
         """
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
@@ -253,7 +256,7 @@ class Era5ViT(Study):
         return Era5Metrics(run, manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw at most four channels on the map."""
+        """Draw input, truth and prediction of the first four channels as maps."""
         from dlscale.extensions.era5_vit.era5.extra import Extra
         from dlscale.studies.figures import comparison
 
@@ -271,7 +274,7 @@ class Era5ViT(Study):
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
-        """Return t2m, as in the published program, or else the first channel."""
+        """Return a picture of t2m, as in the published program; of the first channel if there is no t2m."""
         from dlscale.studies.figures import side_by_side
 
         names = manifest.fields["fields"].channels
@@ -281,7 +284,7 @@ class Era5ViT(Study):
 
 
 def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
-    """Return the standardised static fields [S, H, W], or None."""
+    """Return the standardised static fields [S, H, W]; None if `fields` is empty."""
     import numpy as np
     import torch
 
@@ -296,7 +299,9 @@ def _static(fields: Sequence[str], manifest: Manifest) -> torch.Tensor | None:
     if extra.climatology:
         known["mean"] = extra.means(manifest, "climatology")[0, :, :rows, :columns]
     if missing := [field for field in fields if field not in known]:
-        raise UserError(f"{manifest.folder}: model.static: {missing[0]} is unknown for this dataset; leave it out")
+        raise UserError(
+            f"{manifest.folder}: model.static: {missing[0]} is unknown for this dataset. Remove it from the list"
+        )
     maps = np.concatenate([known[field] for field in fields]).astype(np.float64)
     mean, std = (f(maps, axis=(1, 2), keepdims=True) for f in (np.mean, np.std))
     return torch.tensor((maps - mean) / np.maximum(std, 1e-12), dtype=torch.float32, device="cpu")

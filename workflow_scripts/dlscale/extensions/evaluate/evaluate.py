@@ -1,4 +1,4 @@
-"""`dlscale evaluate RUN`: compute loss and metrics of a run's weights on its validation or test data."""
+"""`dlscale evaluate RUN`: compute the loss and metrics of a run's weights on the run's validation or test data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dlscale.train.weight_files import load_weights
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Names that `--weights` accepts → file in the run's folder.
+#: Files of weights in the run's folder, by the names that `--weights` accepts.
 KEPT = {"last": "model.pt", "best": "model_best.pt"}
 
 
@@ -34,14 +34,14 @@ class Evaluation(Record):
     weights: str  #: File of the weights.
     split: str
     samples: int
-    loss: Number  #: Mean over the samples, as are the metrics.
-    metrics: dict[str, Number] = {}
+    loss: Number  #: Mean over the samples.
+    metrics: dict[str, Number] = {}  #: Means over the samples.
     loss_info: LossInfo = LossInfo()
     described: list[Metric] = []
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the scores of the runs `args.runs` (PLAN.RUN or folders), and write them to `args.out` if given."""
+    """Print the scores of the runs `args.runs` (PLAN.RUN or folders); if given, also write the file `args.out`."""
     found = [
         evaluate(run_folder(name, configuration), args.weights, args.split, args.device, args.threads, args.manifest)
         for name in args.runs
@@ -61,9 +61,9 @@ def evaluate(
     threads: int | None = None,
     manifest: str | Path | None = None,
 ) -> Evaluation:
-    """Compute the scores of the run in a folder on one device.
+    """Compute the scores of the run in the folder `path` on a single device.
 
-    For `valid` they equal the scores of the training after the epoch of the weights.
+    For the split `valid` the scores equal the scores that the training computed after the epoch of the weights.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def evaluate(
     split
         `valid` or `test`. The number of test samples is the run's number of validation samples.
     threads
-        CPU threads (default: those of the training).
+        CPU threads (default: the threads of the training, if recorded).
     manifest
         Manifest of the dataset (default: data/DATASET/manifest.json in the run's results folder).
     """
@@ -107,11 +107,10 @@ def evaluate(
 
 
 def single_device_run(run: RunCore) -> RunCore:
-    """Return the run for one device, with the batch of one device, without compilation and CUDA graphs.
+    """Return the settings of the run on a single device, with the batch of a single device.
 
-    These would take longer than they save here.
-
-    FSDP with `param_dtype` bf16 casts weights and inputs, as precision bf16_pure does.
+    Compilation and CUDA graphs are off, because in an evaluation they take more time than they save. FSDP with
+    `param_dtype` bf16 becomes precision bf16_pure, since both cast weights and inputs.
     """
     precision = "bf16_pure" if getattr(run.parallel, "param_dtype", "fp32") == "bf16" else run.precision
     changes = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}
@@ -119,7 +118,10 @@ def single_device_run(run: RunCore) -> RunCore:
 
 
 def lines(name: str, found: Evaluation) -> list[str]:
-    """Return the scores as lines of text, with the score of the best baseline without learning where it is known."""
+    """Return the scores as lines of text.
+
+    If the score of the best baseline without learning is known, it follows in parentheses.
+    """
     text = [f"{name}: {found.weights}, {found.samples} samples of {found.split}"]
     described = {metric.name: metric for metric in found.described}
     naive = {metric.naive for metric in found.described}

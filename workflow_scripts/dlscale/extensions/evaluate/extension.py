@@ -13,7 +13,11 @@ COMMANDS = {
             option("--split", "split of the run's dataset", False, default="valid", choices=("valid", "test")),
             option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
             option("--threads", "CPU threads (default: as in training)", False, type=int, metavar="N"),
-            path("--manifest", "manifest.json of the dataset, if it is not in the results folder", required=False),
+            path(
+                "--manifest",
+                "manifest.json of the dataset (default: the manifest in the results folder)",
+                required=False,
+            ),
             path("--out", "JSON file to write", required=False),
         ),
     ),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 #: Mean and standard deviation of red, green and blue in ImageNet's training images, in units of 255.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-#: By number of layers: blocks of the four stages, and whether they are bottlenecks.
+#: Number of blocks in each of the four stages, and whether the blocks are bottlenecks, by number of layers.
 DEPTHS = {
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),
@@ -45,7 +45,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1; the second has the stride ("ResNet v1.5"), as in torchvision."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, and a shortcut, which is a convolution if the shape changes.
+
+    The second convolution has the stride ("ResNet v1.5"), as in torchvision.
+    """
 
     expansion = 4
 
@@ -76,9 +79,10 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 
 
 class ResNet(nn.Module):
-    """A residual network of `depth` 18, 34, 50 or 101; stages have 1, 2, 4 and 8 times `width` channels.
+    """Residual network with `depth` 18, 34, 50 or 101; the four stages have 1, 2, 4 and 8 times `width` channels.
 
-    `mean` and `std`, in units of 255, normalise images with values 0 to 255; None if images are already normalised.
+    `mean` and `std`, in units of 255, normalise images with values 0 to 255; they are None if images are already
+    normalised. With bottlenecks the outputs of the stages have four times as many channels.
     """
 
     mean: torch.Tensor

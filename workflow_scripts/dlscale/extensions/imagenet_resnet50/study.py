@@ -1,4 +1,4 @@
-"""`imagenet_resnet50`: which class an image belongs to, with a residual network."""
+"""The study `imagenet_resnet50`: classify images with a residual network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dlscale.data.manifest import Manifest
 
-BEST = 5  # most probable classes that top-5 accuracy counts and the figure shows
+BEST = 5  # number of most probable classes that top-5 accuracy counts and the figure shows
 
 
 def _number(value: Any) -> Any:
@@ -42,7 +42,10 @@ class CrossEntropy(Strict):
 
 
 class ImagenetMetrics(Metrics):
-    """Top-1 and top-5 accuracy of the model, and of always answering the most frequent training classes."""
+    """Top-1 and top-5 accuracy of the model, and of a baseline that always answers the most frequent classes.
+
+    The most frequent classes are counted in the training data.
+    """
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np
@@ -111,8 +114,8 @@ class ImagenetResNet50(Study):
     def check(self, run: Any) -> None:
         if run.samples.size <= 32:
             raise Refused(
-                f"samples.size {run.samples.size}: five halvings leave one pixel, and a single sample then has no "
-                "variance; use at least 33"
+                f"samples.size {run.samples.size}: the network halves images five times, which leaves one pixel, and a "
+                "batch of a single sample then has no variance. Use at least 33"
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
@@ -127,7 +130,7 @@ class ImagenetResNet50(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of an image.
 
-        2 x k^2 C_in C_out per output pixel of each convolution, 2 C_in K for the linear layer.
+        A convolution takes 2 x k^2 C_in C_out FLOPs per output pixel; the linear layer takes 2 C_in K FLOPs.
         """
         from dlscale.extensions.imagenet_resnet50.model import DEPTHS
 

@@ -6,7 +6,7 @@ from dlscale.core.stage import option
 COMMANDS = {
     "import": Query(
         "dlscale.extensions.logs.imports",
-        "Import a TensorBoard log of an external program; the page draws it with the runs.",
+        "Import a TensorBoard log of an external program, which the page then draws with the runs.",
         (
             ("events", {"metavar": "EVENTS", "help": "event file, or folder of event files"}),
             option("--as", "name of the reference", metavar="NAME", dest="name"),
@@ -25,13 +25,13 @@ COMMANDS = {
             option("--epoch-samples", "training samples per epoch of the log", False, type=int, metavar="N"),
             option(
                 "--counts",
-                "unit of the log's steps (default: that of the study's published program)",
+                "unit of the log's steps (default: unit of the study's published program)",
                 False,
                 choices=("step", "epoch"),
             ),
             option(
                 "--tag",
-                "tag of the log = dlscale's name, as 'Val Loss=loss/valid' (default: the published program's)",
+                "tag of the log = dlscale's name, as 'Val Loss=loss/valid' (default: tags of the published program)",
                 False,
                 action="append",
                 default=[],

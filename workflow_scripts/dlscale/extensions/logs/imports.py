@@ -1,4 +1,4 @@
-"""`dlscale import`: import a TensorBoard log of an external program as `references/NAME`."""
+"""`dlscale import`: import a TensorBoard log of an external program into the folder `references/NAME`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from dlscale.report.curves import Reference
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Minimum number of points to which a longer curve is thinned; the maximum is twice as many.
+#: Half of the maximum number of points of an imported curve. A longer curve is thinned, but keeps at least POINTS
+#: points.
 POINTS = 2000
 
-#: Maximum number of points of a log, which are all in memory.
+#: Maximum number of points of a log, since all points are kept in memory.
 MAX_LOG_POINTS = 1_000_000
 
 #: Maximum distance of an event's time from 1970, seconds; other events are left out.
 FARTHEST = 1e15
 
-#: Quantities of every run, as named by `dlscale.train.logs`; metrics are `valid/NAME`.
+#: Names that `dlscale.train.logs` uses for the quantities of every run; the name of a metric is `valid/NAME`.
 QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
 
-#: Reasons for leaving out points of a log.
-REPEATED = "of a step that is logged again later; the later one counts"
+#: Reasons for leaving out points of a log; they complete messages such as `3 points left out, REASON`.
+REPEATED = "of a step that is logged again later; the later point counts"
 RESTARTED = "of an earlier training, or another process, in the same folder; import that file separately"
 ABANDONED = "of an abandoned try: the program resumed from an earlier step (purge_step)"
-STEPLESS = "because all have the same step; log them with a step: add_scalar(tag, value, global_step)"
+STEPLESS = "because all points have the same step; log values with a step: add_scalar(tag, value, global_step)"
 UNDATED = "with a negative step or an impossible time"
 NO_NUMBER = "that are not a number"
-THINNED = f"of a curve of more than {2 * POINTS} points, thinned out evenly"
+THINNED = f"evenly, since the curve has more than {2 * POINTS} points"
 
-#: Points left out, by reason, for each curve.
+#: Number of points left out, by curve and reason.
 Dropped = dict[str, Counter[str]]
 
-#: Prefixes of the quantities that programs may also log before training.
+#: Prefixes of the quantities that a program may also log before its training.
 VALIDATION = ("loss/valid", "valid/")
 
 #: A point: step, seconds since 1970-01-01 UTC, value.
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     tags, counts = _given(args.tag) or log.tags, args.counts or log.over
     if not tags:
         raise UserError(
-            f"study {args.reference_study} declares no published tags; name the log's tags: "
+            f"study {args.reference_study} does not declare the tags of a published program. Name the log's tags: "
             "--tag 'Loss/valid=loss/valid'"
         )
     files = _files(Path(args.events))
@@ -102,38 +103,39 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         for reason, count in reasons.items():
             print(f"{name}: {many(count, 'point')} left out, {reason}")
     if from_zero:
-        print("the log counts epochs from 0: its point 0 is drawn after the first epoch, not as the untrained model")
+        print("the log counts epochs from 0: point 0 is drawn after the first epoch, not as the untrained model")
     elif counts == "epoch" and any(curve[0][0] == 0 for curve in curves.values()):
-        remedy = "" if args.counts else "; if it belongs to the first epoch, add --counts epoch"
+        remedy = "" if args.counts else "; if point 0 belongs to the first epoch, add --counts epoch"
         print(f"point 0 is drawn as the untrained model{remedy}")
     for name in _too_short(curves):
         print(
-            f"{name}: its steps end at {curves[name][-1][0]}, but those of training in the same time much later. If it "
-            "counts epochs, import it separately: --counts epoch --tag"
+            f"{name}: the last step is {curves[name][-1][0]}, but in the same time the training has many more steps. "
+            "If this curve counts epochs, import it separately: --counts epoch --tag"
         )
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
         print(f"not drawn over {' and '.join(missing)}: give {needed}")
-    print("the next `snakemake` shows it")
+    print("the next `snakemake` adds the log to the page")
     return 0
 
 
 def read(
     files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str], epochs: bool = False
 ) -> tuple[dict[str, list[Point]], Dropped, bool]:
-    """Return curves by dlscale's names, the number of dropped points, and whether epochs are counted from 0.
+    """Return curves by dlscale's names, the number of dropped points, and whether the log counts epochs from 0.
 
-    `tags` maps the log's tags to dlscale's names. Points have seconds since training began: at step 0, or with the
-    first file that has a point. Values of tags in `percent` become fractions. Of a repeated step the later value
-    counts; a file that starts at the first step again replaces the earlier files. A restart event of TensorBoard
-    (`purge_step`) drops earlier points from its step on. Epochs from 0 become epochs from 1, unless only validation
-    has a point 0.
+    `tags` maps the log's tags to dlscale's names. The time of a point is in seconds since the begin of training, which
+    is the time of step 0, or the begin of the first file with a point. Values of tags in `percent` become fractions. If
+    a step is repeated, the later value counts. A file with at least two points of a curve, which starts again at the
+    curve's first step, replaces the curve's points in earlier files. A restart event of TensorBoard (`purge_step`)
+    drops earlier points from the event's step on. If `epochs` is true, epochs counted from 0 become epochs counted from
+    1, unless only validation has a point 0.
     """
     found: dict[str, dict[int, tuple[float, float]]] = {}
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
-    begins, count = dict[str, list[float]](), 0  # by tag, of the files with a point that counts
+    begins, count = dict[str, list[float]](), 0  # begin of each file with a point that counts, by tag
     for file in files:
         begin = math.inf
         new: dict[str, dict[int, tuple[float, float]]] = {}
@@ -161,11 +163,11 @@ def read(
                 count += 1
             if count > MAX_LOG_POINTS:
                 raise UserError(
-                    f"{files[0]}: a log of more than {MAX_LOG_POINTS} points; name fewer tags: --tag 'THEIRS=OURS'"
+                    f"{files[0]}: the log has more than {MAX_LOG_POINTS} points. Name fewer tags: --tag 'THEIRS=OURS'"
                 )
         for tag, points in new.items():
             earlier = found.setdefault(tag, {})
-            # A single point is from a second writer, for example of a last evaluation.
+            # A single point is not a new training: another writer has logged it, for example in a final evaluation.
             if earlier and len(points) > 1 and next(iter(points)) <= min(earlier):
                 dropped[tags[tag]][RESTARTED] += len(earlier)
                 earlier.clear()
@@ -174,11 +176,11 @@ def read(
             dropped[tags[tag]][REPEATED] += len(points.keys() & earlier.keys())
             earlier.update(points)
     if found and not any(found.values()):
-        raise UserError(f"{files[-1]}: all points are {ABANDONED}, and logged no point since")
+        raise UserError(f"{files[-1]}: all points are {ABANDONED}, and did not log any point afterwards")
     if not found:
-        there = f"it has {', '.join(others)}. Name these: --tag 'THEIRS=OURS'" if others else "it has no scalars"
+        there = f"it has {', '.join(others)}. Name its tags: --tag 'THEIRS=OURS'" if others else "it has no scalars"
         below = "" if others else _below(files[0].parent)
-        raise UserError(f"{files[0]}: it does not have the tags {', '.join(tags)}; {there}{below}")
+        raise UserError(f"{files[0]}: the log does not have the tags {', '.join(tags)}; {there}{below}")
     found = {tag: points for tag, points in found.items() if points}
     begun = min(itertools.chain.from_iterable(begins.values()))
     training = [tag for tag in found if not tags[tag].startswith(VALIDATION)]
@@ -198,7 +200,10 @@ def read(
 
 
 def _too_short(curves: Mapping[str, Sequence[Point]]) -> list[str]:
-    """Return the validation curves that cover the time of training with less than a third of its steps."""
+    """Return the names of validation curves whose steps seem to be epochs.
+
+    Such a curve covers most of the training's time, but less than a third of the training's steps.
+    """
     training = [points for name, points in curves.items() if not name.startswith(VALIDATION)]
     steps, seconds = (max((points[-1][column] for points in training), default=0) for column in (0, 1))
     return [
@@ -209,7 +214,10 @@ def _too_short(curves: Mapping[str, Sequence[Point]]) -> list[str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return an event file, or all event files of a folder: a restarted program writes another file."""
+    """Return the event file `path`, or all event files in the folder `path`.
+
+    A folder may have several event files, since a restarted program writes another file.
+    """
     if path.is_dir():
         files = [file for file in sorted(path.glob("*.tfevents.*")) if file.is_file()]
         if not files:
@@ -223,10 +231,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> str:
-    """Return a remedy that names the subfolders with event files, or an empty text."""
+    """Return a remedy that names the subfolders with event files; an empty text without such subfolders."""
     found = sorted({str(file.parent) for file in itertools.islice(folder.glob("*/**/*.tfevents.*"), 1000)})
     more = f" and {len(found) - 10} more" if len(found) > 10 else ""
-    return f"; there are some in {', '.join(found[:10])}{more}: import each separately" if found else ""
+    return f"; event files are in {', '.join(found[:10])}{more}: import each folder separately" if found else ""
 
 
 def _given(texts: Sequence[str]) -> dict[str, str]:
@@ -238,6 +246,6 @@ def _given(texts: Sequence[str]) -> dict[str, str]:
         if ours not in QUANTITIES and not (ours.startswith("valid/") and len(ours) > len("valid/")):
             raise UserError(f"--tag: {unknown('quantity', ours, (*QUANTITIES, 'valid/METRIC'))}")
         if theirs in tags or ours in tags.values():
-            raise UserError(f"--tag: {text}: one of the two is also in another --tag; give each once")
+            raise UserError(f"--tag: {text}: one of the two names is also in another --tag. Give each name once")
         tags[theirs] = ours
     return tags

@@ -14,7 +14,7 @@ MEAN, STD = 0.1307, 0.3081
 
 
 class MnistCNN(nn.Module):
-    """Two convolutions of 3 x 3, max-pooling, two linear layers; returns log-probabilities."""
+    """Network with two convolutions of 3 x 3, max-pooling and two linear layers; returns log-probabilities."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MnistCNN(nn.Module):
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities [B, K] of images with values 0 to 255."""
         x_BCHW = (x_BCHW / 255 - MEAN) / STD
-        # The published order is ReLU, then pooling: the same result, but ReLU gets four times as many values.
+        # The published order, ReLU before pooling, has the same result, but ReLU then gets four times as many values.
         x_BCHW = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(x_BCHW))), 2))
         x_BC = self.dropout1(x_BCHW).flatten(1)
         x_BC = self.dropout2(F.relu(self.fc1(x_BC)))

@@ -1,4 +1,4 @@
-"""`mnist_cnn`: which digit an image shows, with a small convolutional network."""
+"""The study `mnist_cnn`: classify images of digits with a small convolutional network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MnistLoss(Strict):
 
 
 class MnistMetrics(Metrics):
-    """Accuracy of the model, and of always answering the training data's most frequent digit."""
+    """Accuracy of the model, and of a baseline that always answers the most frequent digit of the training data."""
 
     def __init__(self, manifest: Manifest, field: str) -> None:
         import numpy as np
@@ -82,7 +82,7 @@ class MnistCNNStudy(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of an image.
 
-        2 x 3^2 C_in C_out per output pixel of each convolution, 2 C_in C_out per linear layer.
+        A convolution takes 2 x 3^2 C_in C_out FLOPs per output pixel, a linear layer 2 C_in C_out FLOPs.
         """
         m, images = run.model, manifest.fields[run.samples.input]
         rows, columns = images.grid

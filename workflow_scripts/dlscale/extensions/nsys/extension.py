@@ -1,3 +1,3 @@
-"""Profiler of this extension: `nsys`."""
+"""The profiler `nsys` of this extension."""
 
 PROFILERS = {"nsys": "dlscale.extensions.nsys.nsys"}

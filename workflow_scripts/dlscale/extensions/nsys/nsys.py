@@ -1,8 +1,8 @@
 """Profiler `nsys`: profile some steps of a run with NVIDIA Nsight Systems, and read its report.
 
-Every rank starts a child process in its own container; children of profiled ranks run under `nsys profile`. NVIDIA
-documents the exported database in "SQLite Schema Reference" and "SQLite Schema Event Values" of its Analysis Guide
-(https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html).
+Every rank starts a child process in the rank's container; children of profiled ranks run under `nsys profile`. NVIDIA
+documents the exported database in the sections "SQLite Schema Reference" and "SQLite Schema Event Values" of the
+Analysis Guide (https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html).
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 
 NOT_FOUND = (
-    "nsys: not found; install NVIDIA Nsight Systems where the stage runs, or set NSYS to its command line tool. Or "
-    "remove nsys from profile.tools"
+    "nsys: not found. Install NVIDIA Nsight Systems on the machine that runs the stage, set NSYS to the path of nsys, "
+    "or remove nsys from profile.tools"
 )
-#: NVTX range in which nsys records a run without CUDA.
+#: Name of the NVTX range during which nsys records a run without CUDA.
 CAPTURE = "dlscale capture"
 
 
 def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank calls this, and gets the findings of its own report.
+    """Profile a run; every rank must call this function, and gets the findings of the rank's report.
 
-    The children need the device's memory.
+    The child processes need the device's memory, which the caller must have released.
 
     Parameters
     ----------
     run_json
-        The run's settings as JSON, or their file.
+        The run's settings as JSON, or a file with the settings.
     threads
-        CPU threads of a node.
+        CPU threads per node.
     device
-        As on the command line: `auto`, `cpu`, `cuda`.
+        Device as on the command line: `auto`, `cpu` or `cuda`.
     folder
         Folder for the reports.
     """
@@ -83,7 +83,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
             words = [*recording(tool, kept, world.device.type == "cuda"), *words]
         status, said = _run(words, world)
         failed = f"the profiled process ended with status {status}: {_last(said)}"
-        # Only the failed process has a message; the other processes were ended because they waited for it.
+        # Only the failed process has a message. The other processes were ended because they waited for that process.
         problem = next(filter(None, world.gather("" if status in (0, None) else failed)), None)
         if problem or not profiled or not tool:
             return ProfiledTool(name="nsys", problem=problem), []
@@ -97,7 +97,7 @@ def profile(run_json: str, manifest: str, world: World, threads: int | None, dev
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the words before a command with which nsys records it while its window is open."""
+    """Return the words that, before a command, make nsys record the command while its window is open."""
     traces = "cuda,nvtx" if cuda else "nvtx"  # traces of system calls would slow steps down
     window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
@@ -111,10 +111,10 @@ def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
 
 
 def main() -> None:
-    """Make the steps that the only argument on the command line describes, as JSON."""
+    """Make the steps described by the only argument on the command line, which is JSON."""
     let_threads_wait()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    exit_with_stdin()  # end when the stage does, which has the other end of standard input
+    exit_with_stdin()  # the stage has the other end of standard input, so this process ends when the stage ends
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     profiled(**json.loads(sys.argv[1]))
 
@@ -122,12 +122,12 @@ def main() -> None:
 def profiled(
     config: str, manifest: str, device: str, threads: int | None, studies: list[tuple[str, str]], times: str | None
 ) -> None:
-    """Warm up; then make steps without recording, with recording, and without it again.
+    """Warm up; then make steps without recording, with recording, and again without recording.
 
     Parameters
     ----------
     studies
-        Names and files of studies that dlscale does not ship.
+        Names and files of studies that are not part of dlscale.
     times
         File for the seconds of the steps before, during and after the recording; None if the process is not recorded.
     """
@@ -136,7 +136,7 @@ def profiled(
     run = load_run(config, "profile")
     with join(run.processes, device) as world:
         session = open_session(run, manifest, world, threads)
-        if times and not run.cuda_graph:  # a graph would replay the sum of gradients, but not the range
+        if times and not run.cuda_graph:  # a graph replays the sum of gradients, but not the NVTX range
             session.step.strategy.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
             window.run(run.profile.skip)
@@ -151,7 +151,7 @@ def profiled(
 
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
-    """Open the window of this block, in which nsys records (see `recording`)."""
+    """Open the window in which nsys records for the duration of the block (see `recording`)."""
     with marking(nvtx.annotate), contextlib.ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.profiler.start()
@@ -162,20 +162,21 @@ def recorded(device: torch.device) -> Iterator[None]:
 
 
 def averaged(hook: CommHook) -> CommHook:
-    """Wrap `hook`, which averages a bucket of gradients, in a range `comm`.
+    """Wrap `hook`, which averages a bucket of gradients, in an NVTX range `comm`.
 
-    The range lasts from the launch until the sum is available; with NCCL until the sum is enqueued on the device.
+    The range lasts from the launch until the sum is available. With NCCL the range ends when the sum has been enqueued
+    on the device.
     """
 
     def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        opened = nvtx.start_range("comm")  # it may end in another thread
+        opened = nvtx.start_range("comm")  # the range may end in another thread
 
         def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             nvtx.end_range(opened)
             return done.value()
 
-        # DDP waits for this future, and so for the range's end. A plain callback would only get Python's lock after the
-        # training thread, which continues meanwhile, has released it.
+        # DDP waits for this future, and so for the end of the range. A plain callback would end the range too late: the
+        # training thread continues meanwhile, and may hold Python's lock for a long time.
         return hook(group, bucket).then(ended)
 
     return within
@@ -185,17 +186,18 @@ def averaged(hook: CommHook) -> CommHook:
 
 
 def _run(words: list[str], world: World) -> tuple[int | None, str]:
-    """Run this rank's child to its end, together with the other ranks' children; return its status and its output.
+    """Run this rank's child to its end, together with the children of the other ranks.
 
-    If a child fails, the other children, which would wait for it, are ended: their status is None.
+    Return the status and the output of this rank's child. If a child fails, the other children are ended, because they
+    would wait for the failed child; the status of an ended child is None.
     """
-    # The children get their ranks from RANK or Slurm's variables, as their parents do; they meet at another port.
+    # The children get their ranks from RANK or Slurm's variables, like their parents, but meet at another port.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    # Without this nsys starts recording only at registered names of ranges, and PyTorch registers none.
+    # By default nsys starts recording only at ranges with registered names, but PyTorch does not register names.
     environment["NSYS_NVTX_PROFILER_REGISTER_ONLY"] = "0"
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, sys.path)
-    )  # with the site's further packages last, as here
+    )  # keep the order of this process: the site's further packages are last
     with socket.create_server(("", 0)) as free:
         number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
@@ -229,7 +231,7 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes that it started."""
+    """End a process and all processes in its session."""
     for number, seconds in [(signal.SIGTERM, 10.0), (signal.SIGKILL, None)]:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -241,8 +243,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last(said: str) -> str:
-    """Return the last line of a traceback, after which nsys prints more; without one, the last line."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line.rpartition("\r")[2].strip()) for line in said.split("\n")]  # PyTorch's
+    """Return the last line of the last traceback in an output, or the last line if there is no traceback.
+
+    nsys prints further lines after a traceback.
+    """
+    lines = [
+        re.sub(r"^\[rank\d+\]: ", "", line.rpartition("\r")[2].strip()) for line in said.split("\n")
+    ]  # PyTorch prints the rank
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return next((line for line in reversed(raised or lines) if line), "no message was printed").removeprefix(
         f"{UserError.__module__}.{UserError.__name__}: "
@@ -253,9 +260,9 @@ def _last(said: str) -> str:
 
 
 def of_report(path: Path) -> Found:
-    """Read a report of any program: `.nsys-rep`, or `.sqlite` as nsys exports it.
+    """Read a report of any program: a `.nsys-rep`, or a `.sqlite` that nsys has exported.
 
-    Raise `UserError` if it cannot be read.
+    Raise `UserError` if the report cannot be read, or has no steps.
     """
     if path.suffix == ".sqlite":
         found = _summary(path, 0, path)
@@ -263,7 +270,8 @@ def of_report(path: Path) -> Found:
         if not (tool := shutil.which(os.environ.get("NSYS") or "nsys")):
             there = f"nsys export --type=sqlite {path.name}"
             raise UserError(
-                f"{path}: nsys, which reads it, is not installed here. Export it on a machine with nsys: {there}"
+                f"{path}: the report cannot be read, because nsys is not installed. Export the report on a machine "
+                f"with nsys: {there}"
             )
         with tempfile.TemporaryDirectory() as scratch:
             database = Path(scratch) / "database.sqlite"
@@ -271,7 +279,7 @@ def of_report(path: Path) -> Found:
                 raise UserError(f"{path}: {problem}")
             found = _summary(database, 0, path)
     if found[0].problem:
-        raise UserError(f"{path}: {found[0].problem}; expected NVTX ranges called step, or step 1, step 2")
+        raise UserError(f"{path}: {found[0].problem}; expected NVTX ranges with the name step, or step 1, step 2")
     return found
 
 
@@ -282,7 +290,7 @@ def _read(tool: str, rank: int, kept: Path, database: Path) -> Found:
 
 
 def _export(tool: str, kept: Path, database: Path) -> str:
-    """Export a report into a database; return the reason of a failure, or an empty text."""
+    """Export a report into a database; return the reason of a failure, or an empty text after a success."""
     words = [tool, "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(kept)]
     done = subprocess.run(words, capture_output=True, text=True)
     if not done.returncode and database.exists():
@@ -290,13 +298,13 @@ def _export(tool: str, kept: Path, database: Path) -> str:
     text = done.stdout + done.stderr
     version = f"nsys {nsys_version(tool)}".rstrip()
     if OLDER.search(text):
-        return f"this {version} is older than the report. Use the nsys that recorded it, or a later one"
+        return f"this {version} is older than the report. Use the nsys that recorded the report, or a later version"
     logging.warning("nsys export: status %d\n%s", done.returncode, text[-2000:])
-    return f"{version} cannot export the report; see the log. Nsight's own window may open it"
+    return f"{version} cannot export the report. See the log, or try to open the report in the Nsight Systems GUI"
 
 
 def nsys_version(tool: str) -> str:
-    """Return the version of an nsys, such as 2025.3.1; empty if it prints none."""
+    """Return the version of the nsys `tool`, such as 2025.3.1; empty if the version is unknown."""
     version = re.search(r"\d+(\.\d+)+", command_output([tool, "--version"]) or "")
     return version.group() if version else ""
 
@@ -308,7 +316,7 @@ def _summary(database: Path, rank: int, kept: Path) -> Found:
         return ProfiledTool(name="nsys", problem=str(error).replace(str(database), kept.name)), []
 
 
-#: Messages of an old nsys (2022.4) about a report of a later version, which has other fields.
+#: Pattern of the messages that an old nsys (2022.4) prints for a report of a later version.
 OLDER = re.compile(r"Can't parse message|ProtobufParseException|newer version|unsupported.*version", re.IGNORECASE)
 
 
@@ -324,8 +332,9 @@ PLACES = [_case(column, MEMORIES, "'unknown'") for column in ("srcKind", "dstKin
 COPY = f"{_case('copyKind', COPIES, 'copyKind')} || ' (' || {PLACES[0]} || ' to ' || {PLACES[1]} || ')'"
 STRING = "(SELECT value FROM StringIds WHERE id = {})".format
 CALLED = STRING("nameId")
-#: SQL by table: kind, name, bytes, thread and correlation of its events, and the condition for an event to count. NVTX
-#: ranges that count are pushed and popped by one thread (59), or started and ended, maybe by another thread (60).
+#: SQL expressions by table: kind, name, bytes, thread and correlation of the table's events, and the condition under
+#: which an event counts. NVTX ranges count if a thread pushes and pops them (type 59), or if they are started and
+#: ended, possibly by different threads (type 60).
 TABLES = {
     "NVTX_EVENTS": ("'range'", f"COALESCE(text, {STRING('textId')})", "0", "globalTid", "0", "eventType IN (59, 60)"),
     "CUPTI_ACTIVITY_KIND_RUNTIME": ("'call'", CALLED, "0", "globalTid", "correlationId", "1"),
@@ -335,14 +344,14 @@ TABLES = {
 }
 
 
-#: Range name in the published programs, without step number → dlscale's name.
+#: dlscale's names of ranges, by the name in the published programs without the step number.
 THEIRS = {"data copy in": "copy"}
 
 
 def events(path: Path) -> pd.DataFrame:
-    """Return the events of a database as a table of `dlscale.measure.profilers.trace`.
+    """Return the events in a database of nsys, as a table for `dlscale.measure.profilers.trace`.
 
-    Raise `UserError` if the file is not a database of Nsight Systems.
+    Only ranges with dlscale's names are returned. Raise `UserError` if the file is not a database of Nsight Systems.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:

@@ -6,7 +6,7 @@ from dlscale.core.stage import option
 COMMANDS = {
     "predict": Query(
         "dlscale.extensions.predict.predict",
-        "Predict speed, memory, time and cost of measured runs on other devices, and recommend some.",
+        "Predict speed, memory, time and cost of measured runs on other devices; name the fastest and the cheapest.",
         (
             ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(
@@ -19,20 +19,32 @@ COMMANDS = {
                 metavar="N",
             ),
             option(
-                "--tp", "devices that share a model's weights", False, type=int, nargs="+", default=[1], metavar="N"
+                "--tp",
+                "devices that share the weights of a model",
+                False,
+                type=int,
+                nargs="+",
+                default=[1],
+                metavar="N",
             ),
             option(
-                "--cp", "devices that share a sample's tokens", False, type=int, nargs="+", default=[1], metavar="N"
+                "--cp",
+                "devices that share the tokens of a sample",
+                False,
+                type=int,
+                nargs="+",
+                default=[1],
+                metavar="N",
             ),
             option(
                 "--batch-size",
-                "samples per step over all devices (default: each device keeps its measured number)",
+                "samples per step over all devices (default: each device gets as many as in the measurement)",
                 False,
                 type=int,
             ),
             option(
                 "--machine",
-                "name of a machine, or YAML file with its levels (default: machine of the measured device)",
+                "name of a machine, or YAML file with the machine's levels (default: machine of the measured device)",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),

@@ -1,6 +1,7 @@
-"""Fit the costs of the scaling model to a few measurements and log-normal priors: the maximum of the posterior.
+"""Fit the costs of the scaling model to a few measurements and to log-normal priors.
 
-Near it the logarithms of costs and predictions are assumed to be normal (Laplace's approximation). Bands contain 90 %.
+The fitted costs maximise the posterior probability. Near this maximum the logarithms of costs and predictions are
+assumed to be normally distributed (Laplace's approximation). A band contains 90 % of the distribution.
 """
 
 from __future__ import annotations
@@ -41,50 +42,53 @@ class Prior:
     """Log-normal prior of a cost."""
 
     middle: float  #: Median.
-    factor: float  #: Factor of one standard deviation.
+    factor: float  #: Factor by which the cost changes for one standard deviation of its logarithm.
     source: str
 
 
-#: Priors by cost. `fixed` is in multiples of the measured time of a step on the fewest devices; `load`, and `sample`,
-#: which the measurements decide, are in multiples of its time per sample.
+#: Priors by cost. The median of `fixed` is a multiple of the measured time of a step on the fewest devices. The median
+#: of `sample`, which the measurements decide, is a multiple of this step's time per sample. The median of `load` is a
+#: multiple of the loader's known time per sample, or of this step's time per sample if the loader's is unknown.
 PRIORS = {
     "fixed": Prior(
-        0.05, 3, "judgement: an update reads and writes 28 bytes a parameter, launches take the host's time"
+        0.05, 3, "judgement: an update reads and writes 28 bytes per parameter, and launches take time of the host"
     ),
     "sample": Prior(1.0, 10, "the measurements"),
-    "load": Prior(0.5, 2, "judgement: a loader that keeps up can be twice as fast as it was seen to be"),
-    "blend": Prior(1.5, 2.5, "IO, SYNTHETIC and FULL of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
-    "start": Prior(0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s of 20 workers"),
-    "spread": Prior(
-        0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 %, whisker to whisker"
+    "load": Prior(0.5, 2, "judgement: a loader that keeps up may be able to load twice as fast as measured"),
+    "blend": Prior(1.5, 2.5, "loading, computing and training of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
+    "start": Prior(
+        0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s with 20 workers"
     ),
-    "host": Prior(0.01, 2.7, "judgement: some per cent on a full node"),
-    "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link, as Calculon's systems have it"),
-    "far": Prior(1.0, 2, "judgement: networks are shared, and not all drivers are in place"),
-    "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing beside collectives, mean 18.9 %"),
-    "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient with 8-way sharing"),
+    "spread": Prior(0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 % (whiskers)"),
+    "host": Prior(0.01, 2.7, "judgement: a few per cent on a full node"),
+    "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link's bandwidth, as in Calculon's systems"),
+    "far": Prior(1.0, 2, "judgement: networks are shared, and some drivers may be missing"),
+    "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing during collectives, mean 18.9 %"),
+    "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient on 8 devices"),
 }
-#: Priors if devices are processes on a node's processors.
+#: Priors that differ if the devices are processes on a node's processors, by cost.
 PROCESSES = {
-    "host": Prior(0.3, 3, "judgement: processes share the memory, and cores if these are fewer"),
-    "near": Prior(1.0, 4, "judgement: they also copy with these cores"),
+    "host": Prior(0.3, 3, "judgement: processes share the memory, and the cores if there are fewer cores than threads"),
+    "near": Prior(1.0, 4, "judgement: processes copy messages with the cores that compute"),
 }
-#: Relative error of a throughput: two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
+#: Relative error of a throughput. Two tables of the same tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
 NOISE = 0.03
-#: Relative error of a validation's rate, which is short: six validations on 4 GPUs took 2.60 to 4.26 s (SC22, logs).
+#: Relative error of the rate of a validation. A validation is short: six of them took 2.60 to 4.26 s on 4 GPUs (SC22,
+#: logs).
 VALIDATION_NOISE = 0.2
-#: The model's own error: relative standard deviation for one doubling of the devices, or of the devices that share a
-#: model; it grows with the root of the number of doublings. From the published series (`tests/test_scaling_model.py`).
+#: Error of the scaling model itself: relative standard deviation of a prediction for one doubling of the devices, or of
+#: the devices that share a model. The deviation grows with the square root of the number of doublings. Source: the
+#: published series (`tests/test_scaling_model.py`).
 MISFIT = 0.053
-#: Step of the logarithms of costs, to compute slopes.
+#: Change of a cost's logarithm with which slopes are computed.
 STEP = 1e-4
-#: Number of standard deviations on either side that contain 90 % of a normal distribution.
+#: Half-width of the interval that contains 90 % of a normal distribution, standard deviations.
 BAND = 1.645
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measurement: samples/s over all devices."""
+    """Measured rate of a job, samples/s over all devices."""
 
     job: Job
     rate: float
@@ -98,7 +102,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Median of a quantity, and its 5 % and 95 % quantiles."""
+    """Predicted quantity: median, 5 % quantile and 95 % quantile."""
 
     value: float
     low: float
@@ -112,7 +116,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Fit:
-    """Most probable costs, and their uncertainty."""
+    """Most probable costs of a workload on a machine, and the uncertainty of the costs."""
 
     machine: Machine
     work: Workload
@@ -121,9 +125,10 @@ class Fit:
     points: tuple[Point, ...]
 
     def doublings(self, job: Job) -> float:
-        """Return the doublings from the measured points to a job.
+        """Return the number of doublings from the largest measured points to a job.
 
-        They are the doublings of all devices, plus the doublings of the devices that share a model.
+        Doublings of all devices and doublings of the devices that share a model are added. A job with fewer devices
+        than the measured points has 0 doublings.
         """
         devices, shared = (
             max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)
@@ -140,18 +145,19 @@ class Fit:
         return Prediction(value, value, value).widened(math.sqrt(slopes @ self.covariance @ slopes))
 
     def rate(self, job: Job, of: Measure = STEPS, misfit: float = MISFIT) -> Prediction:
-        """Predict samples/s over all devices, as they would be measured."""
+        """Predict the samples/s over all devices; the band includes errors of the measurement and of the model."""
         found = self.predict(lambda costs: rate(self.machine, self.work, costs, job, of))
         return found.widened(math.hypot(Point(job, found.value, of).noise, misfit * math.sqrt(self.doublings(job))))
 
 
 def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
-    """Return the most probable costs, given the points and the priors."""
+    """Return the most probable costs, given the points and the priors.
+
+    Raise `UserError` if no point measures training or computing.
+    """
     computing = [point for point in points if point.of.mode not in ("IO", "VALIDATION")]
     if not computing:
-        raise UserError(
-            "predict: no throughput to start from; expected at least one measurement of training or computing"
-        )
+        raise UserError("predict: a throughput is missing. Expected at least one measurement of training or computing")
     first = min(computing, key=lambda point: (point.job.devices, point.of.mode != "SYNTHETIC"))
     own = first.job.devices * first.job.batch / first.job.shared / first.rate  # seconds per step of a device
     unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
@@ -161,7 +167,7 @@ def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
     factors = np.log([priors[name].factor for name in NAMES])
 
     def residuals(logs: np.ndarray) -> np.ndarray:
-        """Return the errors of points and priors."""
+        """Return the deviations from points and priors, in standard deviations."""
         costs = _costs(logs)
         errors = [math.log(rate(machine, work, costs, each.job, each.of) / each.rate) / each.noise for each in points]
         return np.concatenate([errors, (logs - middles) / factors])
@@ -179,22 +185,22 @@ def _costs(logs: np.ndarray) -> Costs:
 
 @dataclass(frozen=True)
 class Check:
-    """Published figure that the fit did not use, and its prediction.
+    """Published figure that the fit did not use, and the prediction of the figure.
 
-    The figure is in samples/s, an efficiency, or a fraction of time.
+    The figure is a rate (samples/s), an efficiency, or a fraction of time.
     """
 
     series: str
     figure: Published
     fitted: tuple[int, ...]  #: Devices of the points that were fitted.
     published: float
-    ours: Prediction  #: Prediction of the model; the band does not include its own misfit.
-    doublings: float
+    ours: Prediction  #: Prediction of the model; the band does not include the misfit of the model.
+    doublings: float  #: Number of doublings from the fitted points to the figure.
     amdahl: float | None  #: Prediction by Amdahl's law; None if the law does not apply.
 
     @property
     def band(self) -> Prediction:
-        """Prediction of the model, with its own misfit in the band."""
+        """Prediction of the model; the band includes the misfit of the model."""
         return self.ours.widened(MISFIT * math.sqrt(self.doublings))
 
     @property
@@ -204,7 +210,7 @@ class Check:
 
 
 def check(name: str, series: Series, figures: Iterable[Published]) -> list[Check]:
-    """Fit the model to a series' figures on few devices; return its predictions of the other figures."""
+    """Fit the model to a series' figures on few devices; return the predictions of figures on more devices."""
     own = [figure for figure in figures if name in figure.series]
     seen = [figure for figure in own if figure.gpus <= series.fit]
     points = [Point(_job(figure), _rate(figure), _measure(series, figure)) for figure in seen]
@@ -234,7 +240,7 @@ def _measure(series: Series, figure: Published) -> Measure:
 
 
 def _rate(figure: Published) -> float:
-    """Return a figure as samples/s."""
+    """Return a figure as samples/s; a figure in seconds is the time of an epoch or of a training."""
     value = figure.samples_per_second or figure.value or math.nan
     return (figure.samples or 0) * (figure.epochs or 1) / value if figure.unit == "s" else value
 
@@ -251,13 +257,13 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
         published = 1 - published
         ours = fitted.predict(lambda costs: speed(costs, of=together) / speed(costs, of=alone)).widened(NOISE)
     elif figure.metric == "scaling_efficiency":
-        one, law = replace(job, devices=1), 1.0  # fitted on one device, the law predicts no loss
+        one, law = replace(job, devices=1), 1.0  # Amdahl's law fitted on one device predicts an efficiency of 1
         ours = fitted.predict(lambda costs: speed(costs) / speed(costs, one) / job.devices).widened(NOISE)
     else:
         published, ours = _rate(figure), fitted.rate(job, of, misfit=0)
         known: dict[int, list[float]] = defaultdict(list)
         for each in seen:
-            # Amdahl's law has no devices that share a model: they count as separate devices.
+            # Amdahl's law cannot describe devices that share a model, so each of them counts as a separate device.
             if _measure(series, each).mode == of.mode and (_job(each).batch == job.batch or job.shared > 1):
                 known[each.gpus].append(_rate(each))
         points = {gpus: statistics.fmean(rates) for gpus, rates in known.items()}
@@ -268,7 +274,8 @@ def _checked(series: Series, fitted: Fit, seen: Sequence[Published], figure: Pub
 def amdahl(points: Mapping[int, float], devices: int) -> float:
     """Return samples/s by Amdahl's law (1967): seconds per sample = serial + parallel / devices.
 
-    Both parts are at least 0, and minimise the squares of relative errors. With a single point the serial part is 0.
+    The serial and the parallel part are at least 0, and minimise the squares of relative errors. With a single point
+    the serial part is 0.
     """
     n, rates = np.array(list(points), float), np.array(list(points.values()))
     if len(n) < 2:
@@ -278,7 +285,7 @@ def amdahl(points: Mapping[int, float], devices: int) -> float:
 
 
 def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
-    """Return the rows of the table; the first one has the column heads."""
+    """Return the rows of the table of checks; the first row has the column heads."""
     rows: list[tuple[str, ...]] = [
         ("series", "fitted on", "predicted", "published", "the model", "90 % band", "error", "Amdahl")
     ]
@@ -293,7 +300,10 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
 
 
 def summary(checks: Sequence[Check]) -> list[str]:
-    """Return lines with the errors of the model and of Amdahl's law, over the figures that both predict."""
+    """Return lines with the errors of the model and of Amdahl's law.
+
+    Medians are over the figures that both predict. The last line counts all published figures.
+    """
     errors = pd.DataFrame([(each.series, *each.errors) for each in checks], columns=["series", "model", "Amdahl"])
     known = errors.dropna().set_index("series").astype(float).abs()
     means = {"error": known, "of the series' medians": known.groupby("series").median()}

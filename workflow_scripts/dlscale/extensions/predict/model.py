@@ -1,12 +1,12 @@
-"""Scaling model: compute time of a step, an epoch and a training on any number of devices, and memory, from `Costs`.
+"""Scaling model: predict the duration of a step, an epoch and a training on any number of devices, and the memory.
 
-A message of n bytes takes alpha + n beta seconds (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). Collectives
-follow Thakur, Rabenseifner and Gropp 2005 (doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce
-between nodes, all-gather in a node. All levels work at once, so the slowest one counts, as in AMD's Primus and in
-ASTRA-sim.
+The model computes these quantities from `Costs`. A message of n bytes takes alpha + n beta seconds (Hockney 1994,
+doi:10.1016/S0167-8191(06)80021-9). Collectives follow Thakur, Rabenseifner and Gropp 2005
+(doi:10.1177/1094342005051521): reduce-scatter in a node, all-reduce between nodes, all-gather in a node. All levels
+transfer data at the same time, so the slowest level determines the time, as in AMD's Primus and in ASTRA-sim.
 
-A step takes the time of the slowest device, plus the communication that the backward pass does not hide. Loading bounds
-both.
+A step takes the time of the slowest device, plus the communication that the computing does not hide. Loading overlaps
+with both; a step takes at least as long as the loading of its samples.
 """
 
 from __future__ import annotations
@@ -33,30 +33,32 @@ ANY = 2**31
 
 @dataclass(frozen=True)
 class Level:
-    """Links of one kind: between devices of a node, between nodes of a switch group, or between groups."""
+    """Links of the same kind: between devices of a node, between nodes of a switch group, or between groups."""
 
     name: str
-    size: int  #: Units that the level joins: devices of a node, nodes of a group. The last level may join any number.
+    size: int  #: Number of units that the level joins, such as devices of a node; `ANY` if the number is unlimited.
     latency: float  #: alpha, seconds per message.
-    #: beta of one device while all devices send; in a network 1 / (bandwidth of a node / devices of a node).
+    #: beta: time per byte that a device sends while all devices send. In a network, where the devices of a node share
+    #: the node's bandwidth, beta is (devices per node) / (bandwidth of the node).
     seconds_per_byte: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Levels of topology, the nearest first; the last one joins any number of units."""
+    """Levels of a machine's topology, beginning with the nearest; the last level joins any number of units."""
 
     levels: tuple[Level, ...]
 
     @property
     def per_node(self) -> int:
-        """Devices of a node."""
+        """Number of devices per node."""
         return self.levels[0].size
 
     def used(self, per_node: int | None = None, near: float = 1.0, far: float = 1.0) -> Machine:
-        """Return the machine with `per_node` devices of a node in use (None: all), each with its own links.
+        """Return the machine if a job uses only `per_node` devices of each node (None: all devices).
 
-        `near` and `far` multiply the time per byte within a node and between nodes.
+        A device's bandwidth does not depend on `per_node`. The time per byte is multiplied by `near` within a node, and
+        by `far` between nodes.
         """
         first, *others = self.levels
         levels = [replace(first, size=per_node or first.size, seconds_per_byte=first.seconds_per_byte * near)]
@@ -64,7 +66,10 @@ class Machine:
         return Machine(tuple(levels))
 
     def measured(self, links: Links) -> Machine:
-        """Return the machine with the levels that a run's self-test measured."""
+        """Return the machine with the latencies and bandwidths that a run's self-test measured.
+
+        Levels that were not measured are unchanged.
+        """
         found: dict[str, LinkLevel] = {level.name: level for level in links.levels}
         return Machine(
             tuple(
@@ -76,10 +81,10 @@ class Machine:
         )
 
     def members(self, ranks: int, stride: int = 1) -> list[int]:
-        """Return a group's number of units on each level; their product is at least `ranks`.
+        """Return the number of units that a group of `ranks` devices has on each level.
 
-        `stride` is the distance between its ranks: 1 for devices that share a model; for copies of the model the number
-        of devices of a copy.
+        The product of the numbers is at least `ranks`. `stride` is the distance between two devices of the group: 1 for
+        tensor-parallel devices; otherwise the number of tensor-parallel devices.
         """
         found, reach = list[int](), 1
         for level in self.levels[:-1]:
@@ -91,15 +96,16 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        Rings take 2 (n - 1) (alpha + size / n beta) on each level. At the top a double binary tree is used if it is
-        faster (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001): 2 ceil(log2 n) alpha + 2 size beta.
+        A ring takes 2 (n - 1) (alpha + size / n beta) on each level. On the highest level a double binary tree
+        (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001) replaces the ring if the tree is faster; a
+        tree takes 2 ceil(log2 n) alpha + 2 size beta.
         """
         return self._time(size, ranks, stride, sweeps=2)
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes as long.
+        """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes the same time.
 
-        Rings take (n - 1) (alpha + size / n beta) on each level.
+        A ring takes (n - 1) (alpha + size / n beta) on each level.
         """
         return self._time(size, ranks, stride, sweeps=1)
 
@@ -123,28 +129,32 @@ class Machine:
 
 
 class LevelSettings(Strict):
-    """Settings of a level in a file."""
+    """Settings of a level of a machine, in a YAML file."""
 
     name: str
     size: PositiveInt = Field(
-        ANY, description="Units of the level before that this level joins; any number on the last level."
+        ANY, description="Number of units of the level before that this level joins (default: any number)."
     )
     latency: NonNegativeFloat = Field(description="Seconds per message.")
     bandwidth: PositiveFloat = Field(
-        description="Bytes/s that a device sends while all devices send: the bus bandwidth of nccl-tests."
+        description="Bytes/s that a device sends while all devices send (bus bandwidth of nccl-tests)."
     )
-    efficiency: float = Field(1.0, gt=0, le=1, description="Fraction of the bandwidth that is reached; 1 if measured.")
+    efficiency: float = Field(
+        1.0, gt=0, le=1, description="Fraction of the bandwidth that is reached; 1 for a measured bandwidth."
+    )
 
 
 class MachineSettings(Strict):
-    """Settings of a machine, in `machines.yaml` or in a file of the user."""
+    """Settings of a machine, in `machines.yaml` or in another YAML file."""
 
     source: str = Field(description="Source of the figures.")
-    devices: list[str] = Field([], description="Parts of the names of devices that are assumed to be in such machines.")
-    levels: list[LevelSettings] = Field(min_length=1, description="Levels, the nearest first.")
+    devices: list[str] = Field(
+        [], description="Parts of device names; devices with such names are assumed to be in this machine."
+    )
+    levels: list[LevelSettings] = Field(min_length=1, description="Levels, beginning with the nearest level.")
 
     def has(self, device: str) -> bool:
-        """Return whether a device of this name is assumed to be in such a machine."""
+        """Return whether a device with the name `device` is assumed to be in this machine."""
         return any(part in device for part in self.devices)
 
     @property
@@ -158,69 +168,72 @@ class MachineSettings(Strict):
 
 
 def shipped() -> dict[str, MachineSettings]:
-    """Return the machines of `machines.yaml` by name."""
+    """Return the machines in `machines.yaml`, by name."""
     path = Path(__file__).with_name("machines.yaml")
     return validate(dict[str, MachineSettings], read_yaml(path), str(path))
 
 
 def named(name: str) -> MachineSettings:
-    """Return a shipped machine, or the machine of a YAML file."""
+    """Return the shipped machine with this name, or read the machine from the YAML file `name`."""
     if name.endswith((".yaml", ".yml")):
         return validate(MachineSettings, read_yaml(name), name)
     machines = shipped()
     if name not in machines:
-        raise UserError(f"--machine: {unknown('machine', name, machines)}; or give a YAML file with its levels")
+        raise UserError(
+            f"--machine: {unknown('machine', name, machines)}; or give a YAML file with the machine's levels"
+        )
     return machines[name]
 
 
 def for_device(device: str) -> str | None:
-    """Return the name of the first shipped machine with such devices, or None."""
+    """Return the name of the first shipped machine that has the device; None if there is no such machine."""
     return next((name for name, each in shipped().items() if each.has(device)), None)
 
 
 # ---- workloads and devices -----------------------------------------------------------------------------
 
-#: Fraction of a step's computing that the forward pass takes: a backward pass takes twice as long (Kaplan et al. 2020,
-#: arXiv:2001.08361, section 2.1).
+#: Fraction of a step's computing time that the forward pass takes. The backward pass takes twice as long as the forward
+#: pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
 FORWARD = 1 / 3
-#: Measured quantity: the three modes of `dlscale.measure.records.MODES`; ALONE: SYNTHETIC without averaging over copies
-#: of the model; EPOCH: an epoch of training with the wait for its first batch; VALIDATION; BOTH, one after the other.
+#: Measured quantity. IO, SYNTHETIC and FULL are the modes of `dlscale.measure.records.MODES`. ALONE is SYNTHETIC
+#: without averaging gradients over the copies of the model. EPOCH is an epoch of training, including the wait for the
+#: first batch. VALIDATION is a validation. BOTH is an epoch, followed by a validation.
 Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs found by a fit; all are positive."""
+    """Costs that a fit finds; all costs are positive."""
 
     fixed: float  #: Fixed computing time of a device, seconds per step: launches and the update.
     sample: float  #: Remaining computing time of a device, seconds per sample.
     load: float  #: Loading time of a device, seconds per sample.
     blend: float  #: Overlap of loading and computing: step^p = loading^p + computing^p with p = 1 + blend.
-    start: float  #: Start of one worker of a loader, seconds; workers start one after the other.
+    start: float  #: Start time of a loader's worker, seconds; workers start one after the other.
     spread: float  #: Relative standard deviation of the step times of the devices.
-    #: Relative slowdown of loading by each further device of a node, since they share its processors. If the devices
-    #: are processes on these, computing slows down as well.
+    #: Relative slowdown of loading for each further device of a node, since the loaders share the node's processors. If
+    #: the devices are processes on these processors, computing slows down as well.
     host: float
-    near: float  #: Time per byte within a node, as a multiple of the machine's.
-    far: float  #: Time per byte between nodes, as a multiple of the machine's.
+    near: float  #: Time per byte within a node, as a multiple of the machine's time per byte.
+    far: float  #: Time per byte between nodes, as a multiple of the machine's time per byte.
     slowdown: float  #: Seconds that computing loses per second of simultaneous communication.
-    split: float  #: Relative increase of computing per doubling of the devices that share a model.
+    split: float  #: Relative increase of the computing time per doubling of the devices that share a model.
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Model of tokens that devices can share."""
+    """Tokens and blocks of a model that devices can share."""
 
     count: int  #: Tokens per sample.
     width: int
     depth: int  #: Number of blocks.
-    bytes: int = 2  #: Bytes per number sent.
-    again: bool = False  #: Whether the backward pass computes the blocks again (activation checkpointing).
+    bytes: int = 2  #: Bytes of each number that is sent.
+    again: bool = False  #: Whether the backward pass repeats the forward pass of the blocks (activation checkpointing).
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one device that has a complete model, bytes."""
+    """Memory of a device with a complete model, bytes."""
 
     state: float  #: Weights, gradients and optimiser state.
     activations: float  #: Activations per sample.
@@ -228,28 +241,29 @@ class Memory:
 
 @dataclass(frozen=True)
 class Workload:
-    """Bytes that a training sends and keeps on any machine."""
+    """Properties of a training that do not depend on the machine."""
 
     gradients: float  #: Bytes of gradients that are averaged.
-    buckets: tuple[float, ...]  #: Fraction of these bytes in each bucket, in the order in which buckets are ready.
+    buckets: tuple[float, ...]  #: Fraction of the gradients in each bucket, in the order in which buckets are ready.
     tokens: Tokens | None = None  #: None if devices cannot share the model.
     processes: bool = False  #: Whether devices are processes on a node's processors.
-    #: Bytes of weights that FSDP gathers before the forward pass, and before the backward pass. None: each device has
+    #: Bytes of weights that FSDP gathers before the forward pass, and before the backward pass. None if each device has
     #: all weights.
     gathered: tuple[float, float] | None = None
     workers: int = (
-        1  #: Workers of a device's loader that make their own batches; threads that share a batch count as 1.
+        1  #: Workers of a device's loader, each of which makes batches; threads that make a batch together count as 1.
     )
-    loaded: float | None = None  #: Samples/s that a device's loader has delivered to another model.
+    loaded: float | None = None  #: Samples/s that a device's loader has delivered to another model; None if unknown.
     storage: float = math.inf  #: Samples/s that the storage serves to all devices together.
     memory: Memory | None = None
 
 
 def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2**20) -> tuple[float, ...]:
-    """Return the fraction of the gradients in each bucket of DistributedDataParallel, a small bucket first.
+    """Return the fraction of the gradients in each bucket of DistributedDataParallel.
 
-    The tensor that reaches a bucket's size is the last one in it (torch/csrc/distributed/c10d/reducer.cpp,
-    compute_bucket_assignment_by_size). `tensors` are the bytes of gradients in the order of readiness.
+    `tensors` are the bytes of gradients, in the order in which gradients are ready. A bucket is full when its tensors
+    have at least `first` bytes (first bucket) or `cap` bytes (later buckets); see compute_bucket_assignment_by_size in
+    torch/csrc/distributed/c10d/reducer.cpp.
     """
     parts, filling, limit = list[float](), 0.0, first
     for size in tensors:
@@ -262,29 +276,29 @@ def buckets(tensors: Sequence[float], cap: float = 25 * 2**20, first: float = 2*
 
 
 def evenly(size: float) -> list[float]:
-    """Split `size` bytes of gradients into parts of about a mebibyte, for a model with unknown tensors."""
+    """Split `size` bytes of gradients into equal parts of about a mebibyte, for a model with unknown tensors."""
     count = max(1, round(size / 2**20))
     return [size / count] * count
 
 
 @dataclass(frozen=True)
 class Job:
-    """Devices of a training, and its samples per step."""
+    """Devices of a training, and samples per step."""
 
     devices: int
     batch: float  #: Samples per step of each device, or of each group of devices that share a model.
-    tp: int = 1
-    cp: int = 1
-    per_node: int | None = None  #: Devices used per node; None: all.
+    tp: int = 1  #: Number of tensor-parallel devices.
+    cp: int = 1  #: Number of context-parallel devices.
+    per_node: int | None = None  #: Number of devices used per node; None if all are used.
 
     @property
     def shared(self) -> int:
-        """Number of devices that share one copy of the model."""
+        """Number of devices that share a copy of the model."""
         return self.tp * self.cp
 
     @property
     def dp(self) -> int:
-        """Number of groups of devices that get different samples."""
+        """Number of groups of devices, each of which gets different samples."""
         return self.devices // self.shared
 
     @property
@@ -299,7 +313,7 @@ class Measure:
 
     mode: Mode = "FULL"
     samples: float = 0.0  #: Samples of an epoch or a validation.
-    validated: float = 0.0  #: Samples of the validation, in mode BOTH.
+    validated: float = 0.0  #: Samples of the validation, if `mode` is BOTH.
 
 
 STEPS = Measure()
@@ -307,9 +321,9 @@ STEPS = Measure()
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Parts of a step, seconds."""
+    """Durations of the parts of a step, seconds."""
 
-    compute: float  #: Computing of the mean device.
+    compute: float  #: Computing of an average device.
     waiting: float  #: Waiting for the slowest device.
     slowed: float  #: Slowdown of computing by simultaneous communication.
     exposed: float  #: Communication that computing does not hide.
@@ -326,16 +340,19 @@ class StepTimes:
 
 @functools.cache
 def expected_maximum(count: int) -> float:
-    """Return the mean of the greatest of `count` standard normal numbers: the integral of x d(Phi(x)^n).
+    """Return the expected maximum of `count` standard normal numbers, which is the integral of x d(Phi(x)^count).
 
-    Source: David and Nagaraja 2003, Order Statistics, section 3.1. Accurate to 1e-6 for counts up to 1e9.
+    Source: David and Nagaraja 2003, Order Statistics, section 3.1. The result is accurate to 1e-6 for counts up to 1e9.
     """
     x = np.linspace(-9, 9, 18001)
     return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
 
 
 def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
-    """Return when the last bucket is sent; each one is sent when it is ready and the previous one is sent."""
+    """Return the time at which the last bucket has been sent.
+
+    Sending a bucket begins when the bucket is ready and the previous bucket has been sent.
+    """
     now = 0.0
     for begin, cost in zip(ready, costs, strict=True):
         now = max(now, begin) + cost
@@ -343,7 +360,7 @@ def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
 
 
 def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> StepTimes:
-    """Return the parts of a step."""
+    """Return the durations of the parts of a step."""
     compute, links = _compute(machine, work, costs, job), machine.used(job.per_node, costs.near, costs.far)
     exposed, hidden = _gradients(links, work, job, compute)
     exposed += _model(links, work, job)
@@ -368,12 +385,15 @@ def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    """Return the seconds to the first batch: all workers start, and a single one makes the batch."""
+    """Return the seconds until the first batch: all workers start, and a single worker makes the batch."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
 def _blended(first: float, second: float, blend: float) -> float:
-    """Return the time of two overlapping parts: from their sum (blend 0) to the longer one (blend infinite)."""
+    """Return the duration of two overlapping parts.
+
+    The duration is the sum of both parts for a blend of 0, and approaches the longer part for a large blend.
+    """
     most, power = max(first, second), 1 + blend
     return most * ((first / most) ** power + (second / most) ** power) ** (1 / power)
 
@@ -381,9 +401,9 @@ def _blended(first: float, second: float, blend: float) -> float:
 def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tuple[float, float]:
     """Return the exposed and the hidden seconds of communication between the copies of a model.
 
-    A fraction of the gradients' bytes is ready after the same fraction of the backward pass. With FSDP each unit's
-    weights are gathered before its forward pass and, unless they were kept, before its backward pass; its gradients are
-    reduced after it.
+    The model assumes that a fraction of the gradients' bytes is ready after the same fraction of the backward pass.
+    With FSDP the weights of a unit are gathered before the unit's forward pass, and again before its backward pass
+    unless the weights were kept. The unit's gradients are reduced after its backward pass.
     """
     ranks, stride, size = job.dp * job.cp, job.tp, work.gradients / job.tp
     if ranks == 1:
@@ -397,7 +417,7 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tu
         [machine.all_gather(share * bytes_ / job.tp, ranks, stride) for share in work.buckets]
         for bytes_ in (*work.gathered, work.gradients)
     )
-    # Backwards in time, a gather before a unit's forward pass is like a bucket that is sent after its backward pass.
+    # In reversed time, a gather before a unit's forward pass is like a bucket that is sent after a backward pass.
     exposed = _exposed(FORWARD * compute, ends, forward)
     exposed += _exposed((1 - FORWARD) * compute, ends, [sum(both) for both in zip(again, reduced, strict=True)])
     return exposed, sum(forward) + sum(again) + sum(reduced) - exposed
@@ -408,11 +428,12 @@ def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
 
 
 def _model(machine: Machine, work: Workload, job: Job) -> float:
-    """Return the seconds of communication between devices that share a model; computing does not hide them.
+    """Return the seconds of communication between devices that share a model.
 
-    Tensor-parallel devices sum the tokens twice in each half of a block (Shoeybi et al. 2019, arXiv:1909.08053,
-    figure 3); sequence parallelism takes as long. Context-parallel devices gather keys and values, and reduce their
-    gradients. Blocks that are computed again gather their inputs again.
+    Computing does not hide this communication. Tensor-parallel devices sum the tokens twice in each half of a block
+    (Shoeybi et al. 2019, arXiv:1909.08053, figure 3); sequence parallelism takes the same time. Context-parallel
+    devices gather keys and values, and reduce the gradients of keys and values. With activation checkpointing the
+    inputs of a block are gathered again.
     """
     if work.tokens is None or job.shared == 1:
         return 0.0
@@ -425,7 +446,7 @@ def _model(machine: Machine, work: Workload, job: Job) -> float:
 
 
 def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
-    """Return the seconds of a step in a mode, of an epoch, a validation, or both."""
+    """Return the seconds of the measured quantity `of`: a step in a mode, an epoch, a validation, or both."""
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":
@@ -445,16 +466,16 @@ def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measur
 
 
 def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
-    """Return samples/s over all devices; of an epoch or a validation with its `samples`."""
+    """Return the samples/s over all devices; the rate of an epoch or a validation counts the samples in `of`."""
     done = of.samples if of.mode in ("EPOCH", "VALIDATION", "BOTH") else job.samples
     return done / seconds(machine, work, costs, job, of)
 
 
 def memory(work: Workload, job: Job) -> float | None:
-    """Return the bytes that a device needs, or None if unknown; gathers and libraries' own memory are not included.
+    """Return the bytes that a device needs; None if unknown.
 
-    Tensor-parallel devices divide the weights; with FSDP all devices do. Devices that share a model divide its
-    activations.
+    Memory for gathered weights and for libraries is not included. Tensor-parallel devices share the weights, gradients
+    and optimiser state; with FSDP all devices share them. Devices that share a model share the model's activations.
     """
     if work.memory is None:
         return None

@@ -1,6 +1,6 @@
-"""`dlscale predict RUN …`: predict a run on other devices, and find the fastest and the cheapest.
+"""`dlscale predict RUN …`: predict a run on other devices, and name the fastest and the cheapest configuration.
 
-The model of `dlscale.extensions.predict` is fitted to the measurements of the runs (docs/planning.md).
+The scaling model (`dlscale.extensions.predict.model`) is fitted to the measurements of the runs (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
 from dlscale.train.provenance import Provenance
 
-#: Numeric options, and their greatest value.
+#: Numeric options, and the upper bound of their values.
 NUMBERS = "devices", "tp", "cp", "batch_size", "per_node", "storage", "memory", "price", "epochs", "target_samples"
 MAX_VALUE = 1e15
-#: Settings in which runs that are fitted together may differ.
+#: Settings that may differ between runs which are fitted together.
 FREE = "geometry", "batch_size"
 
 
@@ -62,27 +62,27 @@ FREE = "geometry", "batch_size"
 
 @dataclass(frozen=True)
 class MeasuredRuns:
-    """Measurements of runs, and the model fitted to them."""
+    """Measurements of runs, and the scaling model fitted to the measurements."""
 
     run: Any  #: Settings of the first run, for the stage `train`.
     fit: Fit
-    device: str
-    machine: str  #: Name or file of the machine, which decides the links.
-    batch: float  #: Samples per step of a group of devices that share a model, as measured on the fewest devices.
-    epoch: tuple[int | None, int | None]  #: Samples of training and validation.
-    links: Links | None  #: Links measured by a self-test, unless a machine was named.
+    device: str  #: Name of the measured devices.
+    machine: str  #: Name of the machine, or its YAML file; the machine determines the links.
+    batch: float  #: Samples per step of each group of devices that share a model, in the run on the fewest devices.
+    epoch: tuple[int | None, int | None]  #: Number of samples in a training epoch, and in a validation.
+    links: Links | None  #: Links measured by a self-test; None if they were not measured, or if a machine was named.
 
 
 def read(folders: Sequence[Path], machine: str | None, storage: float) -> MeasuredRuns:
-    """Return the model fitted to the runs in these folders.
+    """Read the runs in these folders, and fit the scaling model to their measurements.
 
     Parameters
     ----------
     machine
-        Name or file of a machine. None: the machine of the device, with the links that the largest run's self-test
-        measured.
+        Name or YAML file of a machine. If None, the machine is chosen by the measured device, and has the links that
+        the self-test with the most processes measured.
     storage
-        Samples/s that the storage serves.
+        Samples/s that the storage delivers to all devices.
     """
     folders = list({each.resolve(): each for each in folders}.values())
     above = folders[0].resolve().parents
@@ -93,13 +93,15 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     for path in folders:
         here = load_run(path / "config.yaml", "train")
         if not getattr(here.parallel, "sync", True):
-            raise UserError(f"{path}: parallel.sync is false, so the run averages no gradients. Name a run that does")
+            raise UserError(
+                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run with parallel.sync"
+            )
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
-                f"{path}: neither throughput nor training was measured. Add throughput to the plan's measure"
+                f"{path}: neither a throughput nor a training was measured. Add throughput to the plan's measure"
             )
         if measured and measured.unit != SAMPLE_RATE:
             raise UserError(
@@ -119,14 +121,14 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
             _check_alike(own)
         if measured and measured.compute != compute_digest(raw):
             raise UserError(
-                f"{path / 'throughput.json'}: measured with other settings than those in config.yaml next to it. Run "
-                "the throughput stage again"
+                f"{path / 'throughput.json'}: measured with other settings than those in config.yaml next to this "
+                "file. Run the throughput stage again"
             )
         points += _points(here, path, measured, results)
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
-            f"{', '.join(map(str, folders))}: no throughput to start from; expected SYNTHETIC or FULL in "
-            "throughput.json, or a second epoch in metrics.jsonl. Run these stages"
+            f"{', '.join(map(str, folders))}: no throughput to start from. Expected SYNTHETIC or FULL in "
+            "throughput.json, or a second epoch in metrics.jsonl. Run the throughput stage, or train longer"
         )
     device_name = next((each.device.name for each in records if each.device.kind == "cuda"), "")
     on_device = device_name or "CPU"
@@ -134,12 +136,12 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     links = max(tested, key=lambda each: each.processes, default=None)
     whose = machine or for_device(on_device) or ("processes" if links else "")
     if not whose:
-        raise UserError(f"--machine: no shipped machine has {on_device}; give a YAML file with its levels")
+        raise UserError(f"--machine: no shipped machine has {on_device}; give a YAML file with the machine's levels")
     described = named(whose)
     if machine and described.devices and not described.has(on_device):
         raise UserError(
-            f"--machine {machine}: has {', '.join(described.devices)}, but the runs were measured on {on_device}; "
-            f"measure them on such a device, or name a machine with {on_device}"
+            f"--machine {machine}: has {', '.join(described.devices)}, but the runs were measured on {on_device}. "
+            f"Name a machine with {on_device}, or measure the runs on a device of this machine"
         )
     on = described.machine.measured(links) if links else described.machine
     work = replace(workload(run, results, records[0]), processes=not device_name, storage=storage)
@@ -149,7 +151,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
 
 
 def _follows(key: str) -> bool:
-    """Return whether a program's setting depends only on devices and batch size."""
+    """Return whether a program's setting follows from devices and batch size, so that it may differ between runs."""
     own = key.removeprefix("program.values.")
     return own == key or own.split(".")[0] in (*FREE, *MADE, "nodes", "gpus_per_node")
 
@@ -161,15 +163,17 @@ def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
     for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):
         if found.get(key) != expected.get(key):
             raise UserError(
-                f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)}; runs that are "
-                "fitted together may differ only in devices and batch size. Predict them one by one"
+                f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)} "
+                "(None: not set). Runs that are fitted together may differ only in devices and batch "
+                "size. Predict the runs one by one"
             )
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
-    """Yield the measured modes of a run, and its epochs after the first, which is warm-up.
+    """Yield the measured modes of a run, its training epochs, and its validations.
 
-    If the run was resumed with another geometry or loader, only epochs with the last one count.
+    The first epoch is skipped as warm-up. If the run was resumed with another geometry or loader, only epochs with the
+    last geometry and loader count.
     """
     at = run.geometry
     job = Job(at.world_size, run.batch_size * at.model_size / at.world_size, at.tp, at.cp, at.gpus_per_node)
@@ -186,22 +190,22 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
     rates = [epoch.samples_per_second for epoch in epochs if epoch.samples_per_second is not None]
     if rates and training:
         yield Point(job, statistics.median(rates), Measure("EPOCH", training))
-    # An epoch that diverged was not validated.
+    # If an epoch diverged, the validation was left out.
     taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds and math.isfinite(epoch.train_loss)]
     if taken and validating:
         yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))
 
 
 def workload(run: Any, results: Path, measured: Throughput | Provenance | None = None) -> Workload:
-    """Return the workload of a run, from its model on the meta device.
+    """Return the workload of a run, computed from the run's model on the meta device.
 
-    The workload of an external program is computed from the gradients that its hook has seen.
+    The workload of an external program is computed from the size of the gradients, which the hook has seen.
     """
     if run.program:
         outside = measured.outside if isinstance(measured, Throughput) else None
         if not (outside and outside.gradient_bytes):
             raise UserError(
-                "the program's optimiser was not seen, so the size of its gradients is unknown: it cannot be predicted"
+                "the program cannot be predicted: its optimiser was not seen, so the size of the gradients is unknown"
             )
         return Workload(float(outside.gradient_bytes), buckets(evenly(float(outside.gradient_bytes))))
     import torch
@@ -219,7 +223,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     convert(model, run.precision)
     sharing, parallel = study.sharding(model), run.parallel
     pair = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2)}
-    # FSDP within groups counts as FSDP over all devices; DataParallel as DistributedDataParallel.
+    # FSDP within groups is predicted as FSDP over all devices, and DataParallel as DistributedDataParallel.
     kind = parallel.model_copy(update={"shard": None}) if isinstance(parallel, FSDP) else parallel
     kind = DDP() if isinstance(kind, DP) else kind
     sent = averaged(run.model_copy(update=pair | {"parallel": kind}), model, sharing)
@@ -257,26 +261,29 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
 
 @dataclass(frozen=True)
 class Row:
-    """Prediction of a job."""
+    """Prediction of a job: a row of the printed table."""
 
     job: Job
     nodes: int
     rate: Prediction  #: Samples/s over all devices.
-    efficiency: float  #: Rate as a fraction of `devices` times the rate of one device.
-    memory: float | None  #: Bytes per device.
-    seconds: float | None  #: Duration of the training, seconds.
-    node_hours: float | None
+    efficiency: float  #: Rate, divided by the number of devices and by the rate of one device.
+    memory: float | None  #: Bytes per device; None if unknown.
+    seconds: float | None  #: Duration of the training, seconds; None if the number of samples is unknown.
+    node_hours: float | None  #: Node-hours of the training; None if `seconds` is None.
     parts: StepTimes
     measured: float | None  #: Measured samples/s of this job, or None.
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print predictions of the runs `args.runs` on other devices, or of published figures; return the exit status."""
+    """Print predictions of the runs `args.runs` on other devices; return the exit status 0.
+
+    With `args.validate` print predictions of published figures instead.
+    """
     if args.validate:
         print("\n".join(validated()))
         return 0
     if not args.runs:
-        raise UserError("RUN: expected measured runs, as PLAN.RUN or their folders; or --validate")
+        raise UserError("RUN: expected measured runs (PLAN.RUN, or the folder of a run), or the option --validate")
     for flag in NUMBERS:
         given = getattr(args, flag)
         for value in given if isinstance(given, list) else [given]:
@@ -286,7 +293,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(measured, args)
     if not rows:
-        raise UserError(f"--devices: nothing is left to predict: {'; '.join(left_out)}")
+        raise UserError(f"--devices: all configurations are left out: {'; '.join(left_out)}")
     if args.json:
         print(json.dumps([_json(row) for row in rows], indent=2))
     else:
@@ -296,7 +303,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def validated() -> list[str]:
-    """Return the table of published figures and their predictions, in Markdown, and its summary."""
+    """Return the table of published figures and their predictions in Markdown, and a summary of the table."""
     checks = [
         check
         for file in study_files().values()
@@ -308,7 +315,7 @@ def validated() -> list[str]:
 
 
 def table(measured: MeasuredRuns, args: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Return predictions of the requested jobs, and the reasons for the jobs left out."""
+    """Return predictions of the requested jobs, and the reasons why other jobs are left out."""
     rows, left_out = list[Row](), list[str]()
     limit = args.memory * 1e9 if args.memory else math.inf
     for devices, tp, cp in itertools.product(args.devices, args.tp, args.cp):
@@ -330,11 +337,13 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
     if devices > here and devices % here:
         raise UserError(f"not a multiple of the {here} devices per node")
     if (tp > 1 or cp > 1) and fitted.work.tokens is None:
-        raise UserError(f"study {measured.run.study} does not support tp or cp: its devices cannot share a model")
+        raise UserError(f"study {measured.run.study} supports neither tp nor cp: devices cannot share its model")
     dp = devices // (tp * cp)
     batch = args.batch_size / dp if args.batch_size else measured.batch
     if batch < 1:
-        raise UserError(f"--batch-size {args.batch_size}: less than one sample for each of {dp} groups of devices")
+        raise UserError(
+            f"--batch-size {args.batch_size}: less than one sample per step for each of the {dp} groups of devices"
+        )
     job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, measured.batch)
     rate, nodes = fitted.rate(job), math.ceil(devices / here)
     total = _seconds(measured, args, job, rate.value)
@@ -352,7 +361,10 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
 
 
 def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: float) -> float | None:
-    """Return the duration of the training in seconds: its epochs with validations, or only `target_samples`."""
+    """Return the duration of the training in seconds; None if the numbers of samples or epochs are unknown.
+
+    The training has `target_samples` samples without validations, or otherwise the epochs and their validations.
+    """
     if args.target_samples:
         return float(args.target_samples / rate)
     training, validating = measured.epoch
@@ -367,20 +379,21 @@ def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: f
 
 
 def head(measured: MeasuredRuns) -> list[str]:
-    """Return lines with the measurements on which the predictions are based."""
+    """Return lines that describe the measurements on which the predictions are based."""
     most = max(point.job.devices for point in measured.fit.points)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
     links = measured.links
     return [
         f"{measured.run.study}, {kind}: {fitted}",
-        *([f"Links as {links.processes} processes measured them: {links.line()}"] if links else []),
-        f"Efficiency: rate over that of one device times the number of devices, with a batch of {measured.batch:g}.",
+        *([f"Links, measured by {links.processes} processes: {links.line()}"] if links else []),
+        f"Efficiency: rate divided by the number of devices, and by the rate of one device with a batch of "
+        f"{measured.batch:g}.",
     ]
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as aligned text."""
+    """Return the rows as lines of an aligned table."""
     cells = [
         {
             "devices": f"{row.job.devices:,}",
@@ -401,7 +414,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def words(measured: MeasuredRuns, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
-    """Return lines that name the fastest and the cheapest job, with warnings."""
+    """Return lines that name the fastest and the cheapest job, followed by warnings.
+
+    Jobs whose step needs more samples than the training data have are excluded, unless all jobs do.
+    """
     training = None if args.target_samples else measured.epoch[0]
     large = [row for row in rows if training and row.job.samples > training]
     possible = [row for row in rows if row not in large] or rows
@@ -412,12 +428,13 @@ def words(measured: MeasuredRuns, rows: Sequence[Row], args: argparse.Namespace)
     if large:
         counts = ", ".join(f"{devices:,}" for devices in dict.fromkeys(row.job.devices for row in large))
         text.append(
-            f"{counts} devices: a step has more samples than the {training:,} of the training data. Give a smaller "
-            "--batch-size, or --target-samples for other data."
+            f"{counts} devices: a step has more samples than the training data, which have {training:,}. Give a "
+            "smaller --batch-size, or --target-samples for other data."
         )
     if any(row.job.shared > 1 for row in rows):
         text.append(
-            "The memory of devices that share a model is a rough estimate; the page of such a run has a better one."
+            "The memory of devices that share a model is a rough estimate; the page of such a run has a better "
+            "estimate."
         )
     return text
 

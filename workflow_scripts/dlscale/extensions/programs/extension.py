@@ -1,4 +1,4 @@
-"""Command, stages and modules of this extension: external programs, measured alone or in plans."""
+"""Command, stages and modules that measure external programs, alone or in plans."""
 
 from dlscale.core.commands import Query
 from dlscale.core.stage import START, Stage, option, path, training_work
@@ -25,7 +25,7 @@ COMMANDS = {
             ),
             option(
                 "--rate",
-                "pattern of the rate that the program prints: regular expression with one group, or nersc",
+                "pattern of the rate that the program prints: a regular expression with one group, or the name nersc",
                 False,
                 metavar="PATTERN",
             ),
@@ -52,10 +52,10 @@ STAGES = {
         "Run an external program to its end, in place of `train`.",
         "run",
         (
-            path("--keep", "folder for the program's files, kept for a later try"),
+            path("--keep", "folder for the program's files, which a later try can use"),
             option(
                 "--sources",
-                "digest of the program's files; if it has changed, the program starts afresh",
+                "digest of the program's files; if the digest has changed, the program starts afresh",
                 False,
                 metavar="SHA256",
             ),
@@ -72,7 +72,7 @@ STAGES = {
     ),
 }
 
-#: Modules of a run's stages if an external program runs in place of dlscale's training.
+#: Modules that implement a run's stages if an external program replaces dlscale's training, by stage.
 PROGRAM_STAGES = {
     "throughput": "dlscale.extensions.programs.throughput",
     "tune": "dlscale.extensions.programs.tune",

@@ -1,6 +1,6 @@
 """Keeper process between dlscale and a program.
 
-It reaps the program's orphans, and ends all of the program's processes if dlscale is killed.
+The keeper reaps the program's orphans. If dlscale is killed, the keeper ends all of the program's processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlscale.core import machine
 #: Seconds between SIGTERM to a program's processes and SIGKILL.
 GRACE = 5.0
 
-#: Seconds between the keeper's checks, without a signal, that dlscale still runs.
+#: Longest interval between the keeper's checks that dlscale still runs, seconds; a signal causes an earlier check.
 LOOK = 1.0
 
 
@@ -50,7 +50,7 @@ class KeptProgram:
         out, stdin
             Target of the output and errors, and source of the input, as in `subprocess.Popen`.
         session
-            Whether the program gets its own session; all its processes then end with it.
+            Whether the program gets a session of its own. All descendants are then killed when the program ends.
         """
         parent, (read, write) = os.getpid(), os.pipe()
         try:
@@ -65,7 +65,7 @@ class KeptProgram:
                 preexec_fn=lambda: _keep(parent, write, all_end=session),
             )
             self.pid = int(os.read(read, 32))  #: Process id of the program.
-        except subprocess.SubprocessError as error:  # the keeper could not fork
+        except subprocess.SubprocessError as error:  # the new process could not fork the program
             raise OSError(errno.EAGAIN, "no more processes can be started here") from error
         finally:
             os.close(read)
@@ -73,11 +73,14 @@ class KeptProgram:
 
     @property
     def streams(self) -> tuple[IO[bytes] | None, IO[bytes] | None]:
-        """Output and error stream of the program, if they are pipes."""
+        """Output and error stream of the program; None for a stream that is not a pipe."""
         return self._keeper.stdout, self._keeper.stderr
 
     def wait(self, seconds: float | None = None) -> int:
-        """Return the exit status, as a shell does; raise `subprocess.TimeoutExpired` if the program still runs."""
+        """Wait at most `seconds` (None: no limit) for the program, and return its exit status as a shell does.
+
+        Raise `subprocess.TimeoutExpired` if the program still runs.
+        """
         return self._keeper.wait(seconds)
 
     def poll(self) -> int | None:
@@ -85,7 +88,7 @@ class KeptProgram:
         return self._keeper.poll()
 
     def signal(self, number: int, descendants: bool = False) -> None:
-        """Send a signal to the program, or also to all its descendants."""
+        """Send a signal to the program, and with `descendants` also to all its descendants."""
         if self.poll() is not None:
             return
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -98,17 +101,17 @@ class KeptProgram:
 
 
 def _keep(parent: int, write: int, all_end: bool) -> None:
-    """Fork before a program is executed: return in the child, which executes it; the parent becomes the keeper.
+    """Fork before a program is executed: the parent becomes the keeper, and the child returns to execute the program.
 
-    The keeper does not return: it exits with the program's status.
+    In the keeper this function does not return: the keeper exits with the program's status.
     """
-    # The keeper blocks signals: a terminal, Slurm and dlscale signal the program directly.
+    # The keeper blocks signals, because a terminal, Slurm and dlscale send them to the program directly.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     machine.with_parent(parent, signal.SIGCHLD)
     machine.adopt_orphans()
     keeper = os.getpid()
     if not (program := os.fork()):
-        for each in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale's command line ignores them
+        for each in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale's command line ignores these signals
             signal.signal(each, signal.SIG_DFL)
         machine.with_parent(keeper, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -123,7 +126,10 @@ def _keep(parent: int, write: int, all_end: bool) -> None:
 
 
 def _kept(program: int, parent: int, all_end: bool) -> int:
-    """Reap processes until the program or dlscale ends; return the program's status."""
+    """Reap processes until the program or dlscale ends; return the program's status.
+
+    The status is 1 if dlscale ends first.
+    """
     while True:
         signal.sigtimedwait(signal.valid_signals(), LOOK)
         status = _reaped().get(program)
@@ -137,7 +143,7 @@ def _kept(program: int, parent: int, all_end: bool) -> int:
 
 
 def _reaped() -> dict[int, int]:
-    """Reap all ended children; return their exit statuses, as a shell does, by process id."""
+    """Reap all ended children; return their exit statuses by process id: 128 + N after signal N, as in a shell."""
     found = dict[int, int]()
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -147,9 +153,9 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_all(grace: float) -> None:
-    """End all descendants, including stopped ones; kill those that still run after `grace` seconds."""
+    """End all descendants, including stopped processes; kill descendants that still run after `grace` seconds."""
     end, asked = time.monotonic() + grace, set[Any]()
-    # The wait is limited, since another user's process cannot be ended.
+    # The wait is limited, because a process of another user cannot be ended.
     while (rest := psutil.Process().children(recursive=True)) and (now := time.monotonic()) < end + GRACE:
         late = now >= end
         for each in rest:

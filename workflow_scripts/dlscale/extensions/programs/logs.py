@@ -1,4 +1,4 @@
-"""Steps and values in a program's own log: TensorBoard's files, or JSON lines."""
+"""Read steps and values from a program's own log: TensorBoard files, or a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dlscale.core.files import irregular, open_regular
 from dlscale.core.text import shorten
 from dlscale.extensions.programs.printed import plain
 
-#: Bytes at the end of a log by which it is recognised after it has grown.
+#: Number of bytes at the end of a log that identify the log after new lines were added.
 TAIL = 4096
 
 #: Upper bound of step numbers: larger ones are not exact as floats.
@@ -36,16 +36,16 @@ UNITS = (1.0, 1e-3, 1e-6, 1e-9)
 #: Earliest accepted time of day in a log, seconds since 1970-01-01 UTC.
 OLDEST = 1e9
 
-#: Maximum fraction of steps at which a log's times may go back.
+#: Maximum fraction of a log's points, in the order of time, at which the step number may decrease.
 MAX_BACKWARD = 0.1
 
-#: Minimum fraction of a run that times since its start must cover.
+#: Minimum fraction of the run's duration that a log's times must cover if they count from the start.
 MIN_GROWTH = 0.05
 
-#: Longer units, by their seconds, that are recognised and refused; minimum fraction of a run that such times cover.
+#: Units that are recognised and refused, by their seconds; minimum fraction of the run that times in such a unit cover.
 REFUSED_UNITS, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
 
-#: Keys of the step number in JSON lines; the first that exists counts.
+#: Keys of the step number in JSON lines; if a line has several of these keys, the first key counts.
 STEP_KEYS = ("step", "global_step", "iteration", "iter", "current_steps")
 
 EXPECTED = (
@@ -65,11 +65,14 @@ class Start:
 
     begin: float  #: Seconds since 1970-01-01 UTC.
     size: int = 0  #: Bytes that earlier runs wrote.
-    tail: bytes = b""  #: Last `TAIL` of these bytes.
+    tail: bytes = b""  #: Last bytes that earlier runs wrote, at most `TAIL`.
 
 
 def start_of(path: Path) -> Start:
-    """Return the state of a log now; refuse a path that is neither a file nor a folder."""
+    """Return the current state of a log, which need not exist.
+
+    Refuse a symbolic link, and a path that is neither a file nor a folder.
+    """
     begin = time.time()
     if path.is_symlink():
         raise irregular(path, "a file or folder")
@@ -84,13 +87,13 @@ def start_of(path: Path) -> Start:
 def logged(path: Path, start: Start, end: float | None = None) -> list[list[Point]]:
     """Return the logged points of each training between the start and `end` (default: now).
 
-    A training begins when the step numbers start again. In event files the tag with the most points counts. A JSON line
-    needs one of STEP_KEYS, and `time`.
+    A new training begins when the step number returns to the first step of the training. In event files only the tag
+    with the most points counts. In a file of JSON lines only lines with one of STEP_KEYS and `time` count.
 
     Raises
     ------
     UserError
-        The log's times are not within this run, or do not increase with the steps.
+        The log cannot be read, its times are not within this run, or the times do not increase with the steps.
     """
     of = defaultdict[str, list[Row]](list)
     for row in _rows(path, start):
@@ -110,9 +113,9 @@ def values(
 ) -> dict[str, list[tuple[float, int, float]]]:
     """Return time, step and value of each logged point since the start, by dlscale's names.
 
-    `tags` maps the log's tags to these names. Of several event files only files of the `own` processes (HOST.PID)
-    count, if they exist: the folder may also have files of other tries. If times cannot be read, the points are
-    numbered instead.
+    `tags` maps the log's tags to dlscale's names. A folder may also have event files of other tries: if files of the
+    `own` processes (HOST.PID) exist, only these files are read. If the times cannot be read, the number of the point
+    replaces its time.
     """
     found = defaultdict[str, list[tuple[float, int, float]]](list)
     rows = _rows(path, start, tags, own)
@@ -136,9 +139,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: Iterable[str] = ()) -> list[Row]:
-    """Return the rows of a log since the start, of all tags if `tags` is None.
+    """Return the rows of a log since the start, with the given tags only.
 
-    In that case rows of JSON lines have an empty tag.
+    If `tags` is None, all tags of event files are returned, and each JSON line gives one row with an empty tag.
     """
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if path.is_symlink():
@@ -152,7 +155,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     if path.is_dir() or ".tfevents." in path.name:
         found = defaultdict[Path, list[Row]](list)
         for folder, event in _events(files):
-            # Abandoned steps count for the speed, but their values are void.
+            # Steps that a restart repeats: the first try counts for the speed, but the value of the first try does not.
             if tags is not None and board.is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             found[folder] += [
@@ -163,7 +166,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
         return [*itertools.chain.from_iterable(found.values())]
     rows, wrong, known = list[Row](), "", False
     with _opened(path) as lines:
-        # A program may have replaced its log: then all of it is new.
+        # If the program has replaced its log, all lines are new.
         lines.seek(max(start.size - len(start.tail), 0))
         if lines.read(len(start.tail)) != start.tail:
             lines.seek(0)
@@ -176,7 +179,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
                     continue
                 step, given = _step(entry[keys[0]]), entry["time"]
             except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
-                # An incomplete line of a program that was ended, or a line of other text.
+                # An incomplete last line of a program that was ended, or a line of other text.
                 wrong = wrong or f"line {number}: expected JSON with `step` and `time`"
                 continue
             try:
@@ -195,7 +198,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
 
 
 def _missing(found: Mapping[str, object]) -> str:
-    """Return a message with the missing, existing and accepted keys of a JSON line."""
+    """Return a message that lists the missing, existing and accepted keys of a JSON line."""
     names = ", ".join(f"`{key}`" for key in STEP_KEYS)
     has = {f"no step ({names})": any(key in found for key in STEP_KEYS), "no `time`": "time" in found}
     absent = [text for text, there in has.items() if not there]
@@ -203,9 +206,9 @@ def _missing(found: Mapping[str, object]) -> str:
 
 
 def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
-    """Yield folder and event for all events of files; refuse if all files are damaged.
+    """Yield folder and event for all events of files.
 
-    A damaged file yields the events before its damage.
+    A damaged file yields the events before the damage. If all files are damaged, raise the error of the first file.
     """
     damaged = list[UserError]()
     for file in files:
@@ -250,8 +253,9 @@ def _time(value: object) -> float | datetime:
 def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> list[tuple[float, Row]]:
     """Return the rows of a run with their times in seconds since 1970-01-01 UTC, in the order of time.
 
-    Of several possible clocks the one that puts most rows into the run counts. The clock since the machine's boot must
-    put all rows into it, since a time since the program's start can look the same.
+    The log's clock is not known: the clock that puts the most rows into the run is chosen. The clock that counts since
+    the machine's boot is chosen only if it puts all rows into the run, because times since the program's start can
+    look the same. If no clock fits, the times are read as times since the program's start.
     """
     end, begin = time.time() if end is None else end, max(begin, OLDEST)
     best, earlier = list[tuple[float, Row]](), False
@@ -267,8 +271,8 @@ def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> 
 
 
 def _clocks() -> Iterator[tuple[bool, Callable[[float | datetime], float | None]]]:
-    """Yield the clocks that a log may use, each with True (time of day) or False (time since boot)."""
-    for zone in (None, UTC):  # for dates without a time zone: local time, UTC
+    """Yield the clocks that a log may use; each clock follows True (time of day) or False (time since boot)."""
+    for zone in (None, UTC):  # dates without a time zone may be local time or UTC
         yield True, partial(_of_date, zone=zone)
     for unit in UNITS:
         yield True, partial(_of_number, zero=0.0, unit=unit)
@@ -289,12 +293,15 @@ def _of_number(given: float | datetime, zero: float, unit: float) -> float | Non
 
 
 def _floor(begin: float, when: float) -> float:
-    """Return `begin`, rounded down to seconds if `when` is a whole number of seconds."""
+    """Return `begin`, rounded down to whole seconds if `when` is a whole number of seconds."""
     return math.floor(begin) if when.is_integer() else begin
 
 
 def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> list[tuple[float, Row]]:
-    """Return the rows of a log whose times count from a moment in the run, in seconds or milliseconds."""
+    """Return the rows of a log with their times, which count from a moment in the run, in seconds or milliseconds.
+
+    Raise `UserError` for other times, such as the durations of steps.
+    """
     times, lasted = [row[1] for row in rows], end - begin
     known = [each for each in times if isinstance(each, float)]
     latest = max(known) if len(known) == len(times) and min(known) >= 0 else math.inf
@@ -302,13 +309,13 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
     if not fits or latest >= OLDEST or begin <= OLDEST:
         raise UserError(f"log of steps {path}: `time` {times[0]} is outside of the run; {EXPECTED}")
     seconds = [each * fits[0] for each in known]
-    # The last row was written when the log was last changed: this gives the zero of its clock.
+    # The latest time is the time when the log was last changed: the zero of the log's clock follows from both.
     zero = max(min(path.stat().st_mtime, end) - max(seconds), begin)
     dated = [(zero + each, row) for each, row in zip(seconds, rows, strict=True)]
     for tag in {row[0] for row in rows}:
         for training in _trainings([each for each in dated if each[1][0] == tag]):
             _check_order(path, training)
-    # Durations of steps are also within the run, but hardly grow.
+    # Durations of steps also fit into the run, but hardly grow from step to step.
     steps = max(row[2] for row in rows) - min(row[2] for row in rows)
     growth = max(seconds) - min(seconds)
     if growth < MIN_GROWTH * lasted or (growth < seconds[0] and steps * seconds[0] <= lasted):
@@ -317,23 +324,23 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
 
 
 def _other_clock(times: Sequence[float], lasted: float) -> str:
-    """Return a message that guesses the meaning of times that grow too little for a run of `lasted` seconds."""
+    """Return a message that guesses the meaning of times which grow too little for a run of `lasted` seconds."""
     growth, latest = max(times) - min(times), max(times)
     for unit, name in REFUSED_UNITS.items():
         if MIN_COVERED * lasted <= growth * unit and latest * unit <= lasted + SKEW_SECONDS:
             return f"seems to be in {name}"
-    # As durations of steps their sum would be longer than the run.
+    # If the times were durations of steps, their sum would be longer than the run.
     if sum(times) * (1.0 if latest <= lasted + SKEW_SECONDS else UNITS[1]) > lasted + SKEW_SECONDS:
         return f"is outside of the run, which took {lasted:.3g} s"
     earlier = MIN_GROWTH * lasted <= growth <= lasted + SKEW_SECONDS < latest
-    return "seems to be a step's duration" + ", or of a clock that began before the run" * earlier
+    return "seems to be a step's duration" + ", or counts from a time before the run" * earlier
 
 
 def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row]]]:
-    """Split rows into trainings: a new one begins when the step numbers return to the first one."""
+    """Split rows into trainings: a new training begins when the step number returns to the training's first step."""
     found, steps = list[list[tuple[float, Row]]](), set[int]()
     for when, row in dated:
-        # Parallel processes that write one log are at most one step apart.
+        # Parallel processes that write into the same log are at most one step apart.
         if not found or (len(steps) > 2 and row[2] <= found[-1][0][1][2] and row[2] != found[-1][-1][1][2]):
             found.append([])
             steps.clear()
@@ -343,7 +350,7 @@ def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row
 
 
 def _check_order(path: Path, training: Sequence[tuple[float, Row]]) -> None:
-    """Refuse times that do not increase with the steps."""
+    """Refuse times that do not increase with the steps, apart from a fraction `MAX_BACKWARD` of the points."""
     successive = [(a, b) for a, b in itertools.pairwise(training) if a[1][2] != b[1][2]]
     wrong = [(a, b) for a, b in successive if (a[0] - b[0]) * (a[1][2] - b[1][2]) < 0]
     if len(successive) > 1 and (len(wrong) > MAX_BACKWARD * len(successive) or training[0][0] == training[-1][0]):

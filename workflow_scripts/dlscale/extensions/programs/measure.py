@@ -49,7 +49,7 @@ MAX_BATCH_SIZE = 1_000_000_000
 
 
 def main(args: argparse.Namespace, configuration: object = None) -> int:
-    """Run `args.command` to its end; return its exit status, even if its steps cannot be read."""
+    """Run `args.command` to its end; return the program's exit status, even if its steps cannot be read."""
     pattern = seen.pattern(args.rate) if args.rate else None
     if args.batch_size is not None and not 1 <= args.batch_size <= MAX_BATCH_SIZE:
         raise UserError(
@@ -65,10 +65,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         steps.mkdir()
         _write_settings(folder, own)
         if args.profile:
-            from dlscale.extensions.programs import profile as module  # imports PyTorch, which takes seconds
+            from dlscale.extensions.programs import profile as module  # slow: this module imports PyTorch
 
             profilers = module.Profilers(folder)
-        # Without this Kineto, PyTorch's profiler, prints its own messages into the program's output.
+        # Otherwise Kineto, a part of PyTorch's profiler, prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
@@ -82,7 +82,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         if not (steps.is_dir() and any(steps.iterdir())):  # the program did not start
             remove(folder)
         raise
-    # From here on an error changes neither the exit status nor written records, except those of runs without steps.
+    # From this line on an error does not change the exit status. Written records are kept, unless the run is short and
+    # has no steps.
     try:
         _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
         apart = profilers.excluded_spans if profilers else []
@@ -95,21 +96,21 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             say("\n".join(module.lines(profilers.write_profile(processes, throughput))))
         remove(steps)
     except Exception as error:
-        # The record of a long run is kept even if it has no steps.
+        # The record of a long run is kept even if the run has no steps.
         nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
         if nothing:
             remove(folder)
-        _complain(error, "" if nothing else f"; its record is kept in {folder}")
+        _complain(error, "" if nothing else f"; the run's record is kept in {folder}")
     if (folder / "throughput.json").is_file():
         try:
             say(f"Page: {_page(plan)}")
         except Exception as error:
-            _complain(error, "; no page was written")
+            _complain(error, "; the page was not written")
     return run.status
 
 
 def _complain(error: Exception, known: str = "") -> None:
-    """Print the message of an error, followed by `known`: kept or missing results."""
+    """Print the message of an error, followed by `known`, which names results that are kept or missing."""
     mistake = translate_error(error, "") if isinstance(error, OSError) else error
     said = str(mistake) if isinstance(mistake, UserError) else redact(f"a defect of dlscale: {error!r:.300}")
     say(f"dlscale measure: {said}{known}")
@@ -127,15 +128,17 @@ def _script(command: Sequence[str]) -> str:
 
 
 def _called(command: Sequence[str]) -> str:
-    """Return a name for a command, made from its script, module or program."""
+    """Make a name for the result of a command from the name of its script, module or program."""
     stem = Path(_script(command)).stem.lower()
     return re.sub(r"[^a-z0-9]+", "_", stem).lstrip("_0123456789")[:40].strip("_") or "program"
 
 
 def _reserved(name: str, plan: Path) -> Path:
-    """Make a new folder `name` in `plan`; add a number if it exists, to keep earlier results."""
+    """Make a new folder `name` in `plan`; if the name is taken, add a number, so that earlier results are kept."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name):
-        raise UserError(f"--name: {name}: expected 1 to 40 lower-case letters, digits and underscores, a letter first")
+        raise UserError(
+            f"--name: {name}: expected 1 to 40 lower-case letters, digits and underscores, beginning with a letter"
+        )
     plan.mkdir(parents=True, exist_ok=True)  # raises if the path is a file or a broken link
     for count in itertools.count(1):
         folder = plan / (name if count == 1 else f"{name}_{count}")
@@ -163,17 +166,17 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     first = f"  first step after {duration(outside.first_step_seconds)}; total {duration(outside.seconds)}{ended}"
     text.append(first)
     if outside.trainings > 1:
-        text.append(f"  {outside.trainings} trainings ran one after the other; the rate is that of the longest")
+        text.append(f"  {outside.trainings} trainings ran one after the other; the rate is measured in the longest")
     if outside.profiled:
         text.append(
             "  the run is too short: the rate includes steps that profilers slowed down. Measure again without "
-            "--profile, or for longer"
+            "--profile, or let the program run longer"
         )
     return [*text, *told_of(verdict)]
 
 
 def _page(plan: Path) -> Path:
-    """Write the page of all measured programs, and their plan; return the page's path."""
+    """Write the page and the plan of all measured programs; return the page's path."""
     found = _runs(plan)
     known = list[tuple[str, RunResult]]()
     for folder in sorted(found, key=lambda folder: (folder / "throughput.json").stat().st_mtime):
@@ -181,7 +184,7 @@ def _page(plan: Path) -> Path:
             run = read_alone(folder)
             own = run.settings.get("program", run.settings)
             known.append((str(Path(own["folder"], _script(own["command"]))), run))
-        except Exception as error:  # another user's, or damaged: the page shows the other runs
+        except Exception as error:  # a damaged run, or a run of another user: the page shows the other runs
             _complain(error, f"; the page leaves out {folder.name}")
     if not known:
         raise UserError(f"{plan}: no run can be read")
@@ -196,17 +199,17 @@ def _page(plan: Path) -> Path:
     write_yaml(plan / "plan.yaml", record.model_dump(mode="json"))
     page = plan / "report.html"
     write_text(page, report.page(record.title or PLAN, _programs(record, known), [], plan, call="dlscale measure"))
-    # A parallel call may have added a run meanwhile: then write the page again.
+    # If a parallel call has added a run meanwhile, write the page again.
     return page if _runs(plan) == found else _page(plan)
 
 
 def _runs(plan: Path) -> set[Path]:
-    """Return the folders of measured runs, without hidden folders, which are temporary."""
+    """Return the folders of measured runs; skip hidden folders, which are temporary."""
     return {path.parent for path in plan.glob("[!.]*/throughput.json")}
 
 
 def _programs(record: PlanRecord, known: Sequence[tuple[str, RunResult]]) -> list[PlanResult]:
-    """Return one plan per program: speeds of different programs are not comparable."""
+    """Return a plan for each program, because speeds of different programs are not comparable."""
     of = defaultdict[str, list[RunResult]](list)
     for script, run in known:
         of[script].append(run)

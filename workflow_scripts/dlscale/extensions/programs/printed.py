@@ -1,6 +1,7 @@
-"""Find numbers in a program's output, in a separate process: a slow pattern delays neither dlscale nor the program.
+"""Find numbers in a program's output, in a separate process.
 
-This file is also that process's script, and imports only modules of Python's standard library.
+In this way a slow pattern delays neither dlscale nor the program. The separate process runs this file as its script, so
+the file imports only modules of Python's standard library.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pathlib import Path
 #: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
 
-#: Number of characters of a line that are searched.
+#: Maximum number of characters of a line that are searched.
 MAX_LINE = 2000
 
-#: Limit of a pattern on one line, CPU seconds, and number of lines after which a slow pattern is no longer searched.
+#: Maximum CPU seconds of a pattern on one line, and number of slow lines after which a pattern is no longer used.
 MAX_SECONDS, MAX_SLOW = 1.0, 3
 
-#: Maximum number of lines in the queue, and seconds for the rest of the queue at the end.
+#: Maximum number of lines in the queue, and maximum seconds in which the queue is emptied at the end.
 MAX_WAITING, PATIENCE_SECONDS = 100_000, 30.0
 
-#: Number of characters shown of a text that is not a rate.
+#: Maximum number of characters that a message shows of a text that is not a rate.
 MAX_SHOWN = 80
 
 #: Upper bound of a number that counts as a rate.
@@ -38,7 +39,7 @@ MAX_RATE = 1e12
 #: Escape sequences of a terminal, as for colours.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
-#: A number, and the text after it.
+#: A number, and the text after the number.
 NUMBER = re.compile(
     r"(?P<number>[-+]?(?:\d[\d,._'’\u00a0\u202f]*|[.,]\d+)(?:[eE][-+]?\d+)?|nan|[-+]?inf(?:inity)?)"
     r"(?P<rest>.*)",
@@ -46,7 +47,7 @@ NUMBER = re.compile(
 )
 SUFFIX = re.compile(r"\s?([kKMG])(?![A-Za-z])|\s?([kKMG])(?=samples?|images?|im[gs]|it/|tok|seq|ex|pts|steps)")
 
-#: Names of units of time, by their seconds.
+#: Names of units of time, by the unit's length in seconds.
 TIMES = {
     1e-9: "ns nsec nsecs nanos nanosecond nanoseconds",
     1e-6: "us µs μs usec usecs micros microsec microsecs microsecond microseconds",
@@ -68,7 +69,7 @@ UNIT = rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}
 IN_LABEL = re.compile(rf"(?<![a-z]){UNIT}", re.IGNORECASE)
 #: Text between a number and its unit.
 GAP = r"[\s\"')\]]*[(\[]?(?:(?:train(?:ing)?|global|optimi[sz]er)[\s_-])?"
-#: A unit after a number. A unit before `:` or `=` belongs to the next number's label, as does `min` before a number.
+#: A unit after a number. A unit before `:` or `=`, and `min` before a number, belong to the next number's label.
 AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
 #: A unit of time at the end of a label: `(ms)`, `_ms`, `in s`, `time ms`.
@@ -101,9 +102,9 @@ def plain(text: str) -> str:
 
 
 def number_in(text: str) -> float | None:
-    """Parse a number with a decimal point or comma, and thousands separators; None for other text.
+    """Parse a number that may have a decimal point or comma, and thousands separators; return None for other text.
 
-    A single comma before three digits separates thousands: `1,234` is 1234.
+    A comma before three digits separates thousands, unless the number begins with 0: `1,234` is 1234, `0,234` is 0.234.
     """
     text = text.rstrip(".,").replace("’", "'")
     for mark in "'\u00a0\u202f":
@@ -120,9 +121,9 @@ def number_in(text: str) -> float | None:
 
 
 def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
-    """Return the number in a pattern's group, the rest of the group, and all text after the number.
+    """Return the number in a pattern's group, the rest of the group, and the text from the number to the line's end.
 
-    A suffix such as `k` multiplies the number, and is not part of the texts.
+    A suffix such as `k` multiplies the number, and is not part of the two texts. Return None for other groups.
     """
     found = NUMBER.match((match[1] or "").lstrip(START))
     number = number_in(found["number"]) if found else None
@@ -135,7 +136,10 @@ def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
 
 
 def value_of(match: re.Match[str]) -> float | None:
-    """Return the number in a pattern's group, with the suffix or % sign after it applied."""
+    """Return the number in a pattern's group; a suffix such as `k` multiplies it, and % divides it by 100.
+
+    Return None if the group has no number, or if letters that are not a unit follow the number.
+    """
     found = parts_of(match)
     if not found or (re.match(r"[A-Za-z_\d]", found[1]) and not AFTER.match(found[2])):
         return None
@@ -143,9 +147,10 @@ def value_of(match: re.Match[str]) -> float | None:
 
 
 def label_of(match: re.Match[str]) -> str:
-    """Return the label of a pattern's group: the text before it.
+    """Return the label of a pattern's group, a text before the group.
 
-    It is the longer of two texts: since the last number or separator, and within the match since its last number.
+    The label is the longer of two texts: the text after the line's last number or separator, and the text after the
+    last number in the match.
     """
     before, own = match.string[: match.start(1)][-MAX_LABEL:], match.string[match.start() : match.start(1)][-MAX_LABEL:]
     return max(re.split(r"[,;|\0]", AMOUNT.sub("\0", before))[-1], AMOUNT.sub("\0", own).split("\0")[-1], key=len)
@@ -154,7 +159,8 @@ def label_of(match: re.Match[str]) -> str:
 def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     """Return the kind of a rate, `PER_STEP` or "" (samples/s), and its value; None for other numbers.
 
-    The unit follows the number, or is in the label before it.
+    The unit follows the number, or is in the label before the number. A number without a unit is a rate in samples/s,
+    unless its label names another quantity.
     """
     found = parts_of(match)
     if not found or not 0 < found[0] < MAX_RATE or found[2].startswith("%"):
@@ -174,7 +180,7 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
 
 
 def text_of(match: re.Match[str]) -> str:
-    """Return the text that a pattern matched, with some text after it."""
+    """Return the text that a pattern matched, with some of the text after the match."""
     return match.string[match.start() : match.end() + 20].strip()[:MAX_SHOWN]
 
 
@@ -193,7 +199,8 @@ def _in_unit(number: float, unit: re.Match[str]) -> tuple[str, float] | None:
 class Finder:
     """Find numbers in lines by named patterns with one group; the pattern of rates has the name "".
 
-    `found` has times (seconds since 1970-01-01 UTC) and numbers by name. They are also written to the file `record`.
+    `found` maps the name of a pattern to times (seconds since 1970-01-01 UTC) and numbers. If `record` is given, the
+    numbers are also written to this file.
     """
 
     def __init__(self, looked: Mapping[str, re.Pattern[str]], record: Path | None = None) -> None:
@@ -202,13 +209,13 @@ class Finder:
             "",
             0,
         )  #: First text that matches the pattern of rates but is not a rate; number of such texts.
-        self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by its name.
+        self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.
         self._record = record
         self._waiting = queue.Queue[bytes](MAX_WAITING)
         patterns = json.dumps({name: pattern.pattern for name, pattern in looked.items()})
         command = [sys.executable, "-I", "-S", __file__, patterns]
-        # A separate session: a terminal's Ctrl-C is for the program.
+        # The separate session protects the process from a terminal's Ctrl-C, which is for the program.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
@@ -217,7 +224,7 @@ class Finder:
             thread.start()
 
     def look(self, when: float, lines: list[bytes]) -> None:
-        """Queue lines that arrived at the time `when`, to be searched; never wait."""
+        """Queue lines that arrived at the time `when` for the search; if the queue is full, skip and count them."""
         for line in lines:
             try:
                 self._waiting.put_nowait(b"%.6f %s\n" % (when, line[: 4 * MAX_LINE]))
@@ -225,7 +232,7 @@ class Finder:
                 self.missed += 1
 
     def close(self) -> None:
-        """Wait for a limited time until all lines are searched, then end the process."""
+        """Wait until all lines are searched, or for a limited time, then end the process."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(b"", timeout=PATIENCE_SECONDS)
         self._threads[-1].join(PATIENCE_SECONDS)
@@ -257,9 +264,9 @@ class Finder:
 
 
 def main() -> None:
-    """Read lines with their times; print the found numbers as JSON.
+    """Read lines with their times; print each number found as JSON, with the pattern's name and the time.
 
-    Print the text of a match that is not a rate, and null for a pattern that is too slow.
+    In place of the number, print the text of a match that is not a rate, and null for a pattern that is too slow.
     """
 
     def late(number: int, frame: object) -> None:

@@ -1,7 +1,8 @@
 """`dlscale measure --profile`: profile a program with PyTorch's profiler, then with py-spy.
 
-PyTorch's profiler (`window.py`) records ten steps of the first rank. py-spy, which needs no help of the program, then
-samples all its Python processes for some seconds. Steps of these windows do not count in the program's pace.
+PyTorch's profiler (`window.py`) records ten steps of the first rank. Then py-spy samples all Python processes of the
+program for some seconds, without changing the program. Steps during the two profiles do not count in the program's
+pace, unless the program makes too few other steps.
 """
 
 from __future__ import annotations
@@ -35,30 +36,30 @@ from dlscale.measure.profilers.trace import DEVICE, summarise
 from dlscale.measure.records import Throughput
 from dlscale.report.profiles import PARTS, of_tool
 
-#: py-spy's samples per second, and its duration, seconds.
+#: Rate of py-spy, samples per second, and duration of its profile, seconds.
 RATE, SECONDS = 100, 10
 
-#: Seconds from a program's start to py-spy's start: without PyTorch's optimisers, and with them. In the second case
-#: py-spy starts earlier if the window of PyTorch's profiler has ended.
+#: Seconds after which py-spy starts: EARLY if the program has not used PyTorch's optimisers, otherwise LATE. py-spy
+#: starts earlier if the window of PyTorch's profiler has ended.
 EARLY, LATE = 10.0, 60.0
 
-#: Steps before and after a window from which the profiler's overhead is computed.
+#: Maximum number of steps before a window, and after it, with which the profiled steps are compared.
 BESIDE = 10
 
 MISSING = "py-spy: not found. Put it on PATH, or install it with dlscale: pip install 'dlscale[profile]'"
 ENDED = "the program ended before py-spy sampled it"
 FORBIDDEN = (
-    "py-spy may not read other processes here. Set kernel.yama.ptrace_scope to 1 or 0; in a container add "
+    "py-spy is not allowed to read other processes. Set kernel.yama.ptrace_scope to 1 or 0; in a container add "
     "--cap-add SYS_PTRACE"
 )
 
 
-#: Frames of the hook, which lie between the program's own.
+#: Pattern of the hook's stack frames, which are dropped from the program's stacks.
 OURS = r"Watcher\..*\(sitecustomize\.py:\d+\)"
 
 
 class Profilers:
-    """Profilers of one run of a program."""
+    """Profile one run of a program, and collect the results."""
 
     def __init__(self, folder: Path) -> None:
         self._steps, self._folder = folder / "steps", folder / "profile"
@@ -72,7 +73,7 @@ class Profilers:
 
     @contextlib.contextmanager
     def sample_stacks(self, program: int) -> Iterator[None]:
-        """Sample a process and its descendants with py-spy during the block, when it is time."""
+        """Sample a process and its descendants with py-spy during the block, as soon as `_due` returns True."""
         if not self._tool:
             self._problem = MISSING
             yield
@@ -96,7 +97,7 @@ class Profilers:
         words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
         words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
         begin = time.time()
-        # A separate session: a terminal's Ctrl-C is for the program.
+        # The separate session protects py-spy from a terminal's Ctrl-C, which is for the program.
         self._spy = subprocess.Popen(
             [self._tool, *words],
             stdin=subprocess.DEVNULL,
@@ -109,18 +110,18 @@ class Profilers:
         self._span, self._problem = (begin, time.time()), None
         if not (self._stacks.exists() and self._stacks.stat().st_size):
             refused = re.search("permission|ptrace|not permitted", said, re.IGNORECASE)
-            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it printed no message")
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "py-spy printed no message")
             self._problem = FORBIDDEN if refused else f"py-spy made no profile: {last.strip()}"
 
     def _due(self, seconds: float) -> bool:
-        """Return whether it is time to start py-spy."""
+        """Return whether py-spy must start, `seconds` after the program's start."""
         if any(self._steps.glob("torch.*.window")):
             return True
         return seconds > (LATE if any(self._steps.glob("torch.*.there")) else EARLY)
 
     @property
     def excluded_spans(self) -> list[Span]:
-        """Spans in which profilers were at work."""
+        """Spans of time in which a profiler ran."""
         known = [(each["begin"], each["end"]) for each in self._windows() if "begin" in each]
         return [*known, *([self._span] if self._span else [])]
 
@@ -195,9 +196,9 @@ class Profilers:
 
 
 def _around(window: dict[str, Any], processes: Sequence[Process]) -> tuple[list[float], list[float]]:
-    """Return the durations, in seconds, of some steps before a window, and of some after it.
+    """Return the durations of up to `BESIDE` steps before a window, and of up to `BESIDE` steps after it, seconds.
 
-    The first `SETTLING` steps after the window are left out.
+    The first `SETTLING` steps after the window are skipped.
     """
     host, _, number = window["trace"].stem.removeprefix("torch.").rpartition(".")
     ends = next((each.steps for each in processes if (each.host, each.pid) == (host, int(number))), [])
@@ -215,14 +216,14 @@ class Stack:
     """Call stack of a process's main thread in `count` samples."""
 
     processes: tuple[int, ...]  #: Process ids, from the program's first process to this one.
-    frames: tuple[str, ...]  #: Functions as `NAME (FILE:LINE)`, the outermost first.
+    frames: tuple[str, ...]  #: Functions as `NAME (FILE:LINE)`, beginning with the outermost function.
     count: int
 
 
 def read_stacks(path: Path) -> list[Stack]:
     """Read the stacks of main threads from a file in py-spy's folded format.
 
-    A line is `process 1:"sh";process 2:"python";thread (2): NAME;…`, followed by the number of samples.
+    Each line consists of `process 1:"sh";process 2:"python";thread (2): NAME;…` and the number of samples.
     """
     found = list[Stack]()
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -241,7 +242,8 @@ def read_stacks(path: Path) -> list[Stack]:
 def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int, int]:
     """Return the ranks of the training processes, by process id.
 
-    These are the processes with steps, or the outermost sampled processes if no steps were seen.
+    Training processes are the sampled processes of this machine with steps. If no sampled process made steps, the
+    outermost sampled processes count.
     """
     here = {stack.processes[-1] for stack in stacks}
     known = {each.pid: each.rank for each in processes if each.host == os.uname().nodename and each.pid in here}
@@ -250,9 +252,10 @@ def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int,
 
 
 def functions(stacks: Sequence[Stack], processes: Sequence[Process], seconds: float) -> list[TopEntry]:
-    """Return the functions of training processes and of their workers, with the time spent in them.
+    """Return the functions of training processes and of their workers, with the time spent in each function.
 
-    Times are fractions of the main thread's time, waiting included, and of the `seconds` of a step.
+    `share` and `total` are fractions of the main thread's samples, including samples in which the thread waited.
+    `seconds` of a row are the fraction `share` of the `seconds` of a step.
     """
     ranks = training(stacks, processes)
     own, whole = defaultdict[Any, int](int), defaultdict[Any, int](int)
@@ -276,9 +279,12 @@ def functions(stacks: Sequence[Stack], processes: Sequence[Process], seconds: fl
 
 
 def flames(stacks: Sequence[Stack], width: int = 1200, height: int = 17) -> str:
-    """Draw stacks as SVG: each function as wide as its fraction of samples, with its callees below."""
+    """Draw stacks as SVG.
+
+    A function is as wide as its fraction of samples; the functions that it calls are below.
+    """
     looks, drawn, deepest = sum(stack.count for stack in stacks) or 1, list[str](), 0
-    #: Number of samples of each function, by the path of functions that leads to it.
+    #: Number of samples by path: the process, the functions that lead to a function, and the function.
     paths = defaultdict[tuple[str, ...], int](int)
     for stack in stacks:
         path = (f"process {stack.processes[-1]}", *(re.sub(r":\d+\)$", ")", frame) for frame in stack.frames))

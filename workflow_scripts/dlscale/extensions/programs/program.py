@@ -34,13 +34,13 @@ from dlscale.extensions.programs.running import PRINTED
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 
-#: Name of the file with the digest of everything that decided the contents of the program's folder.
+#: Name of the file with the digest of the sources that made the files in the program's folder (`--sources`).
 SOURCES = "out.sha256"
 
 #: Name of the file with the losses that the program logged, in the format of `metrics.jsonl`.
 LOSSES = "program.jsonl"
 
-#: Name of the file with the losses that earlier tries printed.
+#: Name of the file with the losses that earlier tries of the run printed.
 CURVES = "out.losses.json"
 
 #: Point of a curve: seconds since 1970-01-01 UTC, step, value.
@@ -48,13 +48,18 @@ Point = tuple[float, int, float]
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the program of `args.config`; write `program.json`, and the losses that it logged into `program.jsonl`."""
+    """Run the program of `args.config`; write `program.json`.
+
+    If `program.losses` is set, also write the losses that the program logged or printed into `program.jsonl`.
+    """
     run, folder, keep = load_run(args.config, "program"), Path(args.out), Path(args.keep)
     steps = folder / "steps"
     known = folder / SOURCES
     resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
-        logging.info("%s: nothing to resume from; the program starts afresh", keep)
+        logging.info(
+            "%s: cannot be resumed: files are missing, or sources have changed. Removed; starting afresh", keep
+        )
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
     printed = bool(run.program.losses) and not run.program.log
     before = earlier(folder, keep, run.program) if resumed and printed else Earlier()
@@ -67,13 +72,14 @@ def main(args: argparse.Namespace) -> None:
     keep_log(kept, resumed)
     program = RunProgram(run, args.start, keep, steps, resumed)
     ended = program.go()
-    # Slurm also signals a job's processes directly. After a signal a program may save, and end with status 0.
+    # Slurm may send a signal to the program only, so its status counts as well. A program that saves its state after a
+    # signal may end with status 0.
     asked = signal.SIGTERM in ended.signals or (ended.status and (ended.signals or ended.status - 128 in FORWARDED))
     if ended.status or asked:
         what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
         what += ", as a signal requested" * bool(asked)
         if asked and resumes(run.program, keep):
-            raise Stopped(f"{what}. Run it again: it resumes from {keep}")
+            raise Stopped(f"{what}. Run it again: the program resumes from {keep}")
         raise UserError(f"{what}. Its last lines are in the log")
     try:
         found = program.record(ended, args.telemetry)
@@ -87,27 +93,28 @@ def main(args: argparse.Namespace) -> None:
         if program.log:
             percent, start = registry.study(run.study).published_log.percent, program.log_start
             writers = seen.processes(steps) if not resumed else ()
-            start = start if not resumed else logs.Start(begun)  # earlier tries count, too
+            start = start if not resumed else logs.Start(begun)  # earlier tries count as well
             curves = logs.values(program.log, run.program.losses, start, writers, ended.begin + ended.seconds)
             for tag in percent & run.program.losses.keys():
                 name = run.program.losses[tag]
                 curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
-        # After a restart from a checkpoint a step may occur twice: the last one counts.
+        # After a restart from a checkpoint a step may have two values: the last value counts.
         curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
         epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
         if not any(math.isfinite(each.valid_loss) for each in epochs):
-            logging.warning("all validation losses of the program are NaN or infinite: it diverged")
+            logging.warning("all validation losses of the program are NaN or infinite: the training diverged")
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")
-    for file in (known, kept, folder / CURVES):  # the program is done: no later try resumes
+    for file in (known, kept, folder / CURVES):  # the program has ended: no later try resumes
         file.unlink(missing_ok=True)
 
 
 def resumes(program: Any, keep: Path) -> bool:
-    """Return whether an earlier try left something in its folder from which the program can resume.
+    """Return whether an earlier try left files in the folder `keep` from which the program can resume.
 
-    The files that `program.resume` names there must exist; if it names none, any file is enough.
+    `program.resume` must be set. All files in `keep` that `program.resume` names must exist; if `program.resume` names
+    no files in `keep`, any file is enough.
     """
     words = Words(program, str(keep.absolute()), resumed=True).resume
     here = f"{keep.absolute()}/"
@@ -123,11 +130,11 @@ class Earlier:
     """Losses that earlier tries printed, and the step of the checkpoint from which the program resumes."""
 
     step: int = 0
-    counted: bool = True  #: Whether steps are counted; otherwise points are numbered in order.
+    counted: bool = True  #: Whether points have step numbers; otherwise points are numbered in order.
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
     def merged(self, losses: Mapping[str, list[tuple[float, float]]], ends: list[float]) -> dict[str, list[Point]]:
-        """Return the curves, extended by the losses of a later try, whose steps ended at `ends`."""
+        """Return the curves, extended by the losses of a later try; `ends` are the ends of the later try's steps."""
         if not (self.counted and ends):
             both = {name: [(time, value) for time, _, value in points] for name, points in self.curves.items()}
             return _by_row({name: [*both.get(name, []), *points] for name, points in losses.items()})
@@ -146,10 +153,11 @@ def _by_row(losses: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[P
 
 
 def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
-    """Return the losses that earlier tries printed, and save them for later tries.
+    """Return the losses that earlier tries printed, and save the losses for later tries.
 
-    Call it before the last try's steps are removed. Points count up to the last checkpoint, whose time is that of the
-    newest file that `program.resume` names.
+    Call this function before the last try's steps are removed. Points count up to the last checkpoint. The time of the
+    checkpoint is the time of the newest file that `program.resume` names, or of the newest file in `keep` if
+    `program.resume` names no existing file. If a validation ended at about this time, the validation's time counts.
     """
     file, steps = folder / CURVES, folder / "steps"
     known = Earlier(**json.loads(read_text(file))) if file.exists() else Earlier()
@@ -164,7 +172,7 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
                 name, time, value = json.loads(line)
                 losses[name].append((time, value))
     own = seen.read(steps)[1]
-    if not (own or losses):  # the try ended at its start, or its steps are saved already
+    if not (own or losses):  # the last try ended at its start, or the losses are already saved
         return known
     ends = own[0].steps if own else []
     curves = known.merged({name: losses[name] for name in program.losses.values()}, ends)
@@ -172,7 +180,7 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     files = [each for each in names if each.is_file()] or [each for each in keep.rglob("*") if each.is_file()]
     saved = max((each.stat().st_mtime for each in files), default=0.0)
     marks = [time for time, _ in losses["loss/valid"]]
-    # Most programs save a checkpoint just before or after a validation: then the validation's time counts.
+    # Most programs save a checkpoint just before or after a validation: the validation's time is then more exact.
     spacing = min((b - a for a, b in itertools.pairwise(marks)), default=0.0)
     near = [time for time in marks if abs(time - saved) < spacing / 4]
     step = steps_until(near[-1] if near else saved, ends, marks) if ends else 0
@@ -184,8 +192,8 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
 def steps_until(time: float, ends: list[float], marks: list[float]) -> int:
     """Return the number of steps that ended until a time.
 
-    A killed process does not write its last second of steps. They are estimated by the usual number of steps between
-    validations (`marks`), or by the pace.
+    A killed process does not write the steps of its last second. The number of these steps is estimated from the pace,
+    or from the usual number of steps between validations (`marks`) if `time` follows a validation in that second.
     """
     if time <= ends[-1] or len(ends) < 2:
         return bisect.bisect_right(ends, time)
@@ -210,12 +218,12 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     curves
         Logged values by dlscale's names: `loss/valid`, `loss/train`, `learning_rate`, `valid/NAME`.
     ends
-        End of each step, seconds since 1970-01-01 UTC; empty if no steps were seen. They give the step numbers if the
-        log counts epochs.
+        End of each step, seconds since 1970-01-01 UTC; empty if no steps were seen. The step numbers of the validations
+        are computed from these times (see `steps_at`), since a log may count epochs.
     found
         The program's speed.
     begin
-        Begin of the try, seconds since 1970-01-01 UTC; earlier points are from earlier tries.
+        Begin of the last try, seconds since 1970-01-01 UTC; points before this time are from earlier tries.
     """
     assert found.full and found.outside
     size, speed = found.batch_size, found.full.mean if found.outside.samples else None
@@ -251,7 +259,7 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         before, since = done, time
     if not epochs:
         there = ", ".join(f"{name} ({len(points)})" for name, points in curves.items()) or "nothing"
-        raise UserError(f"program.losses: the program logged or printed no loss/valid; found {there}")
+        raise UserError(f"program.losses: no value of loss/valid was logged or printed; found {there}")
     if points[0][0] < begin:  # the wait between two tries is not validation time
         usual = statistics.median(each.valid_seconds for each in epochs)
         epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]
@@ -259,7 +267,7 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
 
 
 def _step_rate(found: Throughput, ends: list[float]) -> float | None:
-    """Return a program's steps/s; None if it prints samples/s, and batch size and steps are unknown."""
+    """Return a program's steps/s; None if the rate is in samples/s and neither batch size nor steps are known."""
     assert found.full and found.outside
     if found.batch_size or not found.outside.samples:
         return found.full.mean / (found.batch_size or 1)
@@ -269,9 +277,9 @@ def _step_rate(found: Throughput, ends: list[float]) -> float | None:
 
 
 def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
-    """Return a metric's values by the steps of the validations.
+    """Return a metric's values by the step numbers of the validations.
 
-    If the metric has other step numbers, values and validations are paired in order.
+    If none of the metric's step numbers is the step number of a validation, values and validations are paired in order.
     """
     values = {step: value for _, step, value in curve}
     if values.keys() & {step for _, step, _ in points}:
@@ -282,7 +290,8 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
     """Return the number of steps until each point.
 
-    They are counted from `ends`; with points of several tries they are computed from the log's own numbers.
+    The steps are counted in `ends`. If there are points of earlier tries, the numbers are the log's own step numbers,
+    scaled by the last try's steps per number, because a log may count epochs.
     """
     counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
     here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]

@@ -30,8 +30,8 @@ LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
     """Check a commit out into a new folder, with its files exactly as committed.
 
-    Only the objects of a repository on this machine are read: not its configuration, hooks, filters, index or work
-    tree. Error messages begin with `where`.
+    If the repository is on this machine, only its objects are read; its configuration, hooks, filters, index and work
+    tree are ignored. Error messages begin with `where`.
     """
     if not shutil.which("git"):
         raise UserError(f"{where}: git is missing on this machine. Install it")
@@ -53,9 +53,9 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 
 
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check out a revision of a program's folder into `checkout`; return that folder in the checkout.
+    """Check out a revision of the repository of a program's folder into `checkout`; return the folder in the checkout.
 
-    `fetched`: whether the stage `checkout` made the folder's repository, which can then be copied without git.
+    `fetched` is whether the stage `checkout` made the repository: without git, such a repository is copied.
     """
     if checkout.is_symlink():
         checkout.unlink()
@@ -100,7 +100,7 @@ def _git(folder: Path, where: str, revision: str, *words: str) -> str:
 
 
 def _objects(repository: Path, where: str, revision: str) -> Path:
-    """Return the folder of objects of a repository, a bare repository, or a linked work tree."""
+    """Return the folder of git objects that belongs to a repository, a bare repository or a linked work tree."""
     git = repository / ".git" if (repository / ".git").exists() else repository
     if git.is_file():
         git = repository / git.read_text().partition("gitdir:")[2].strip()
@@ -112,7 +112,7 @@ def _objects(repository: Path, where: str, revision: str) -> Path:
 
 
 def _check_complete(folder: Path, where: str, revision: str) -> None:
-    """Refuse commits with submodules or Git LFS files, since the contents are not in the commit."""
+    """Refuse a commit with submodules or Git LFS files, because their contents are not in the commit."""
     entries = [entry.partition("\t") for entry in _git(folder, where, revision, "ls-files", "-sz").split("\0") if entry]
     modules = [name for mode, _, name in entries if mode.startswith("160000")]
     files = [name for mode, _, name in entries if mode.startswith("100") and _is_pointer(folder / name)]

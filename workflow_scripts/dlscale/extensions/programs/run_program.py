@@ -28,13 +28,13 @@ from dlscale.measure.records import Throughput
 
 
 class RunProgram:
-    """The program of a run, with a folder for its files and one for its steps."""
+    """External program of a run, with a folder for the program's files and a folder for its steps."""
 
     def __init__(self, run: Any, start: str | None, out: Path, steps: Path, resumed: bool = False) -> None:
         self.run, self.out, self.steps = run, out, steps
         for folder in (out, steps):
             make_folder(folder)
-        # Records show the words of the configuration, without secrets.
+        # Records contain the command as the configuration has it, without secrets.
         self.words = program.Words(run.program, str(out.absolute()), resumed).command
         whole = type(run.program).model_validate(restore(run.program.model_dump()))
         words = program.Words(whole, str(out.absolute()), resumed)
@@ -45,8 +45,8 @@ class RunProgram:
             checkout = steps.absolute().with_name("checkout")
             self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
             _check_pinned(words, checkout)
-        #: Command: the launcher's words, if any, then the program's. The program's variables are set by `env` between
-        #: them, so that the launcher does not get them; only secret ones are in the launcher's environment.
+        #: Command: the launcher's words if the run has a launcher, then the program's words. In between, `env` sets the
+        #: program's variables, so that the launcher does not get them. Only secret variables are set for the launcher.
         self.command = words.command
         self.contained = False
         if start and (before := json.loads(start)):
@@ -65,19 +65,20 @@ class RunProgram:
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
         #: Patterns of the losses that the program prints, by dlscale's names.
         self.losses = {} if self.log else {ours: re.compile(text) for text, ours in run.program.losses.items()}
-        #: Samples per step, if the command takes them from the settings, or the study's settings describe the program.
+        #: Samples per step; None unless the command uses the run's batch size or the study's settings describe the
+        #: program.
         knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
         self._check()
 
     def _check(self) -> None:
-        """Refuse a program that does not exist."""
+        """Raise `UserError` if the first word of the command is not an executable program."""
         first, path = self.command[0], {**given(), **self.environment}.get("PATH", os.defpath)
         if not shutil.which(first if "/" not in first else str(Path(self.folder, first)), path=path):
             raise UserError(f"program.command: {first}: no such program here")
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
-        """Run the program to its end, or until `enough` is true for the number of rates that it printed."""
+        """Run the program to its end, or until `enough`, called with the number of printed rates, returns True."""
         write_status(StageStatus(what="the program runs"))
         warn_of_lost_hook(self.words, self._reading())
         return run_command(
@@ -96,17 +97,20 @@ class RunProgram:
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         if found.outside and found.outside.trainings > 1:
             logging.warning(
-                "%d trainings ran one after the other; the rate is that of the longest", found.outside.trainings
+                "%d trainings ran one after the other; the rate is measured in the longest", found.outside.trainings
             )
-        if found.full and 0 < len(found.full.rank_throughput) < devices:  # some have several devices, or were not seen
+        # Some processes use several devices, or were not seen.
+        if found.full and 0 < len(found.full.rank_throughput) < devices:
             logging.warning(
-                "%d devices, but steps of only %d processes were seen", devices, len(found.full.rank_throughput)
+                "the run has %d devices, but only %d processes with steps were seen",
+                devices,
+                len(found.full.rank_throughput),
             )
         return found.model_copy(update={"nranks": devices})
 
 
 def _check_pinned(words: program.Words, checkout: Path) -> None:
-    """Refuse a word that names a checked-out file by its path outside the checkout: its commit may differ."""
+    """Refuse a command that names a checked-out file by its original path, where the file may be of another commit."""
     top = Path(words.folder).resolve()
     top = next(each for each in (top, *top.parents) if Path(each, ".git").exists())
     named = [*words.command, *words.environment.get("PYTHONPATH", "").split(os.pathsep)]

@@ -63,7 +63,7 @@ NOT_FOUND, NO_PROGRAM = 127, 126
 
 
 def say(text: str) -> None:
-    """Print a line on standard error; ignore an error, since the program's run does not depend on it."""
+    """Print a line on standard error; ignore an error, since the program's run does not depend on the line."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:  # a full disk, or a closed pipe; Python would write again at its exit
@@ -95,9 +95,9 @@ class Outcome:
 def watched(
     steps: Path, environment: Mapping[str, str] | None = None, contained: bool = False, quick: bool = False
 ) -> dict[str, str]:
-    """Return the environment of a program that writes its steps into a folder.
+    """Return the environment of a program that writes its steps into the folder `steps`.
 
-    It is the environment with which dlscale was started, plus the hook and further variables.
+    The result is the environment with which dlscale was started, plus the hook and further variables.
 
     Parameters
     ----------
@@ -120,13 +120,14 @@ def with_hook(path: str | None) -> str:
 
 
 def warn_of_lost_hook(command: Sequence[str], reading: Reading) -> None:
-    """Warn if a command sets PYTHONPATH, which removes the hook, and steps are read from the hook."""
+    """Warn if a command sets PYTHONPATH, which removes the hook, and steps can only come from the hook."""
     word = next((word for word in command if word.startswith("PYTHONPATH=")), None)
     if word and not (reading.rate or reading.log):
         say(
             f"dlscale: the command sets {word}, which removes dlscale's hook, so steps of PyTorch cannot be seen. Set "
             "PYTHONPATH before the command (PYTHONPATH=… dlscale measure -- …; in a plan: program.environment). Or "
-            "name a log of the steps (--steps; program.log) or a pattern of the printed rate (--rate; program.rate)"
+            "name a log of the steps (--steps; program.log), or give a pattern of the printed rate (--rate; "
+            "program.rate)"
         )
 
 
@@ -155,19 +156,19 @@ def run_command(
     environment
         Further variables.
     enough
-        Function of the number of printed rates; the program is ended when it returns True.
+        Function of the number of printed rates; the program is ended when the function returns True.
     losses
         Patterns of other printed numbers, by name.
     beside
-        Function from the program's process id to a context that lasts as long as the program.
+        Function that takes the program's process id and returns a context, which is open while the program runs.
     contained
         Whether the program may run in a container.
     warn
-        Whether to warn after a minute without a step; ignored if `pattern` is given.
+        Whether to print a warning if no step was seen in the first minute; ignored if `pattern` is given.
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
-    # Python buffers output into a pipe, which would delay the numbers.
+    # Otherwise Python buffers output into a pipe, which would delay the numbers.
     environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
     finder = Finder(looked, steps / PRINTED) if looked else None
     found = finder.found if finder else {"": [], PER_STEP: []}
@@ -178,7 +179,7 @@ def run_command(
             process = KeptProgram(command, folder, watched(steps, environment, contained), pipe)
         except OSError as error:
             missing = error.errno == errno.ENOENT
-            # If the file exists, its interpreter is missing.
+            # If the file exists, the interpreter in its first line is missing.
             said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
             say(f"dlscale measure: {command[0]}: {said}")
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
@@ -205,13 +206,13 @@ def run_command(
     if finder:
         _report_unread(finder, looked)
     rates = {PER_STEP: found.pop(PER_STEP), "": found.pop("")}
-    # A progress bar may print steps/s between rates in samples/s: then only samples/s count.
+    # A progress bar may print steps/s between rates in samples/s. If there are both, only rates in samples/s count.
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
     if finder and finder.refusals and printed:
         say(
-            f"dlscale measure: skipped {many(finder.refusals, 'text')} that matched {looked[''].pattern} but had no "
-            f"rate: {no_rate(finder.refused)}"
+            f"dlscale measure: skipped {many(finder.refusals, 'text')} that matched {looked[''].pattern} but contained "
+            f"no rate: {no_rate(finder.refused)}"
         )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
@@ -222,18 +223,22 @@ def run_command(
     )
 
 
-#: Libraries without PyTorch's optimisers, by name: a part of the paths of their files, and the code that times a step.
+#: Libraries that do not use PyTorch's optimisers, by name: a part of the paths of the library's files, and the code
+#: with which a program can time its steps.
 FRAMEWORKS = {
     "Keras or TensorFlow": ("/tensorflow/", "a callback that calls dlscale.extensions.programs.timed.begun and ended"),
     "JAX": ("/jaxlib/", "`for batch in dlscale.timed(loader)`"),
 }
 
-#: Seconds without a step after which a warning is printed.
+#: Seconds after a program's start after which a warning is printed if no step was seen.
 UNSEEN_SECONDS = 60.0
 
 
 class Watch(threading.Thread):
-    """Thread that watches a program until its first step, for a minute at most; then it may `warn`."""
+    """Thread that watches a program until its first step, for a minute at most.
+
+    After a minute without a step a warning is printed if `warn`.
+    """
 
     def __init__(self, pid: int, steps: Path, warn: bool) -> None:
         super().__init__(daemon=True)
@@ -269,11 +274,11 @@ class Watch(threading.Thread):
 
 
 def options(frameworks: Collection[str]) -> str:
-    """Return the remedies for steps that PyTorch's optimisers do not make."""
+    """Return advice on timing a program whose steps do not use PyTorch's optimisers."""
     if frameworks:
         return " ".join(
-            f"The program uses {name}: time its steps with {FRAMEWORKS[name][1]}, name a log of them (--steps FILE; in "
-            "a plan: program.log), or give a pattern of the printed rate (--rate PATTERN; program.rate)."
+            f"The program uses {name}: time its steps with {FRAMEWORKS[name][1]}, name a log of its steps (--steps "
+            "FILE; in a plan: program.log), or give a pattern of the printed rate (--rate PATTERN; program.rate)."
             for name in sorted(frameworks)
         )
     return (
@@ -294,15 +299,18 @@ def no_rate(text: str) -> str:
 def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
     for name in finder.slow:
         say(
-            f"dlscale measure: the pattern {looked[name].pattern} took more than {MAX_SECONDS:.0f} s on some lines, "
-            "which were skipped. Begin the pattern with a fixed text"
+            f"dlscale measure: skipped some lines, on each of which the pattern {looked[name].pattern} took more than "
+            f"{MAX_SECONDS:.0f} s. Begin the pattern with a fixed text"
         )
     if finder.missed:
         say(f"dlscale measure: skipped {many(finder.missed, 'line')} that the program printed too fast to be searched")
 
 
 def _wait(process: KeptProgram, enough: Callable[[], bool]) -> bool:
-    """Wait until a program ends, or end it when it has made enough steps; return whether it was ended."""
+    """Wait until a program ends, or until `enough` returns True; then end the program.
+
+    Return whether this function ended the program.
+    """
     while process.poll() is None:
         if enough():
             process.signal(signal.SIGTERM)
@@ -327,14 +335,17 @@ def _reaping() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
-    """Forward signals to the program and list them; kill it if it runs `GRACE` seconds after SIGTERM."""
+    """Forward signals to the program, and yield the list of forwarded signals.
+
+    Kill the program if it still runs `GRACE` seconds after SIGTERM.
+    """
     passed = list[int]()
     killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
     killer.daemon = True
 
     def forward(number: int, frame: FrameType | None) -> None:
         passed.append(number)
-        # A terminal sends Ctrl-C to both.
+        # A terminal sends Ctrl-C to dlscale and to the program.
         if not (number == signal.SIGINT and _in_front()):
             process.signal(number)
         if number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
@@ -357,11 +368,11 @@ def _in_front() -> bool:
 
 
 def _end_rest(before: set[psutil.Process], told: bool) -> None:
-    """End the processes that the program left running, unless they are in `before`; print them if `told`."""
+    """End the processes that the program left running, except those in `before`; print their number if `told`."""
     rest = [each for each in psutil.Process().children(recursive=True) if each not in before]
     _, rest = psutil.wait_procs(rest, 1)  # a container's monitor ends shortly after its container
     for each in rest:
-        with contextlib.suppress(psutil.Error):  # gone, or another user's
+        with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
             each.terminate()
     _, alive = psutil.wait_procs(rest, 5)
     for each in alive:
@@ -373,9 +384,12 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
 
 
 def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
-    """Copy a stream as it comes, into a file line by line, and search its lines for numbers."""
+    """Copy a stream to `out` as the data arrive, and search the stream's lines for numbers.
+
+    A regular file gets complete lines only.
+    """
     rest, kept = b"", b""
-    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # the program's two streams may share a log file
+    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # both streams of the program may go into the same log file
     while data := os.read(stream.fileno(), 65536):
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if in_lines and len(kept) < 65536 else len(data)
         if end:
@@ -396,9 +410,9 @@ def _write(out: int, data: bytes) -> None:
 
 
 def _waits() -> list[float | None]:
-    """Return the seconds in which some process of this machine waited for memory, and for a core.
+    """Return the seconds in which some process of this machine waited for memory, and the seconds for a core.
 
-    They are from Linux's pressure stall information; None if it is missing.
+    Linux's pressure stall information has these numbers; a missing number is None.
     """
     texts = [machine.text_of(Path("/proc/pressure", what)) for what in ("memory", "cpu")]
     found = [re.search(r"^some .*total=(\d+)", text) for text in texts]
@@ -412,7 +426,9 @@ def _waits() -> list[float | None]:
 class Reading:
     """Settings that decide how a program's speed is read."""
 
-    batch_size: int | None = None  #: Samples per step; replaces the number that the program's batches show.
+    #: Samples per step, in place of the number that the program's batches show; a larger number of samples in the
+    #: batches replaces a run's setting (`of_run`).
+    batch_size: int | None = None
     of_run: bool = False  #: Whether the batch size is a run's setting, which may not count gradient accumulation.
     rate: str | None = None  #: Pattern of the printed rates.
     log: Path | None = None  #: The program's own log.
@@ -434,12 +450,12 @@ def measured(
 ) -> tuple[Throughput, list[seen.Process]]:
     """Return a program's throughput, and the processes that made its steps.
 
-    Steps in the spans `apart` do not count.
+    Steps in the spans `apart` count only if there are too few other steps.
 
     Raises
     ------
     Unseen
-        There are no steps from which a rate can be computed.
+        A rate cannot be computed from the steps.
     UserError
         The steps cannot be read.
     """
@@ -447,7 +463,7 @@ def measured(
         return _measured(command, steps, telemetry_file, run, reading, apart)
     except UserError:
         raise
-    except Exception as error:  # a run may have taken days: its other records are kept
+    except Exception as error:  # a run may have taken days, so its other records must be kept
         raise UserError(
             f"the program's steps cannot be read ({type(error).__name__}: {brief(error)}): an error of dlscale, please "
             "report it"
@@ -466,7 +482,7 @@ def _measured(
     way, processes = seen.read(steps)
     for each in processes:
         if each.damaged:
-            logging.warning("%s: line %d is damaged; it and all later lines are skipped", each.file, each.damaged)
+            logging.warning("%s: line %d is damaged; skipped this line and all later lines", each.file, each.damaged)
     reading = _with_delivered(reading, processes)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:
@@ -479,7 +495,7 @@ def _measured(
     else:
         way = first
     apart = () if profiled else apart
-    mean = interval(found.rates)[0]  # as it is printed
+    mean = interval(found.rates)[0]  # the mean that the terminal shows
     full = Trials(
         trial_throughput=found.rates,
         trial_time=found.seconds,
@@ -518,10 +534,10 @@ def _measured(
 
 
 def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
-    """Compare the stated samples per step with those that loaders delivered; warn of a difference.
+    """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
-    Delivered samples count only if they are certain. They replace a run's setting if they are more, as with gradient
-    accumulation.
+    Delivered samples are compared only if their number is certain. A larger number of delivered samples replaces a
+    run's setting, which may not count gradient accumulation. It does not replace the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):
@@ -545,9 +561,9 @@ def _pace_by(
     processes: Sequence[seen.Process],
     apart: Sequence[seen.Span],
 ) -> tuple[seen.Pace, bool, int]:
-    """Return the pace by a way, whether it includes profiled steps, and the number of trainings.
+    """Return the pace, whether the pace includes profiled steps, and the number of trainings.
 
-    Profiled steps count only if there are too few other steps.
+    `way` is the way of detecting steps. Profiled steps count only if there are too few other steps.
     """
     trainings, several = 1, seen.longest_training(processes)
     if way == "rate":
@@ -593,24 +609,24 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         count = max(len(process.steps) for process in processes)
         return (
             f"the program made {many(count, 'step')}, too few for a rate: at least {seen.MIN_WARM_UP_STEPS} are "
-            "warm-up. Let it make more"
+            "warm-up. Let the program make more steps"
         )
     if not folder.exists():
-        return "the program removed the results folder, into which its steps are written"
+        return "the program removed the results folder, so its steps could not be written"
     if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
         return f"the disk of {folder.parent} is full: no step could be written. Free some space, or use another folder"
     if foreign := run.users - {os.getuid()}:
         users = ", ".join(map(str, sorted(foreign)))
         return (
-            f"the program ran as another user (uid {users}), who cannot write its steps to {folder.parent}. Run "
-            "`dlscale measure` as that user"
+            f"the program ran as another user (uid {users}), so its steps could not be written to {folder.parent}. "
+            "Run `dlscale measure` as that user"
         )
     hidden = not (folder / "hook").exists()
     why = (
         "no Python process loaded dlscale's hook, which is on PYTHONPATH. A script that sets PYTHONPATH, `python -I`, "
         "`-E`, `-S`, `env -i` and containers remove it: set PYTHONPATH before `dlscale measure` instead"
         if hidden
-        else "only steps of PyTorch's optimisers are seen, and not if they are compiled"
+        else "only steps of PyTorch's optimisers are seen, and no compiled steps"
     )
     quick = "" if hidden else ". A process that ends by `os._exit` or a signal within a second writes no steps"
     return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
@@ -646,7 +662,7 @@ def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart:
 def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
-        first = bus_ids(1)  # NVML alone also counts hidden GPUs
+        first = bus_ids(1)  # NVML's own numbers also count hidden GPUs
         name = first and machine.nvml(lambda nvml: nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
     return Device(kind="cpu", name=environment().processor)

@@ -1,4 +1,4 @@
-"""Steps that processes of an external program wrote, and the pace computed from them."""
+"""Read the steps that processes of an external program wrote, and compute the program's pace from the steps."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular
 from dlscale.core.noise import interval
 
-#: Ways of detecting steps, the most reliable first: `dlscale.timed` in the program, the hook in PyTorch's functions.
+#: Ways of detecting steps, beginning with the most reliable way: `dlscale.timed` in the program, and the hook in
+#: PyTorch's functions.
 WAYS = ("timed", "seen")
 
-#: Warm-up: fraction of the steps, and its minimum and maximum, steps.
+#: Warm-up: fraction of the steps, minimum number of steps, maximum number of steps.
 WARM_UP, MIN_WARM_UP_STEPS, MAX_WARM_UP_STEPS = 0.1, 2, 50
 
-#: Number of windows of steps; each gives a rate.
+#: Maximum number of windows into which steps are divided; each window gives a rate.
 WINDOWS = 10
 
-#: Steps after a profiler's window that do not count: their batches were fetched during the window.
+#: Number of steps after a profiler's window that do not count, since their batches were fetched during the window.
 SETTLING = 20
 
-#: Limits within which the samples per step are certain: minimum fraction of batches with a known size, and maximum
-#: fraction of steps without a batch of their own.
+#: The samples per step are certain if at least the fraction MIN_SIZED of the batches has a known size, and at most the
+#: fraction MAX_REUSED of the steps has no batch of its own.
 MIN_SIZED, MAX_REUSED = 0.8, 0.02
 
-#: Minimum steps of the longest of several trainings if only this one is to count.
+#: Minimum number of steps of the longest training; if it has fewer steps, the steps of all trainings count.
 MIN_TRAINING_STEPS = 12
 
-#: A step longer than PAUSE median steps, and than PAUSE_SECONDS, is a pause: a checkpoint, a compilation.
+#: A step that takes longer than PAUSE median steps, and longer than PAUSE_SECONDS, is a pause, as for a checkpoint or a
+#: compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
-#: Minimum distance of a log's pauses, steps. More frequent ones are waits, as for loader workers: then only those
-#: PAUSE_IN_WAITS times as long as such a wait are pauses.
+#: Minimum distance between the pauses in a log, steps. More frequent long steps are waits, as for loader workers: then
+#: only steps that are PAUSE_IN_WAITS times as long as the usual wait are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
-#: Maximum fraction by which the mean rate of the windows may differ from the rate by the clock.
+#: Maximum relative difference between the mean rate of the windows and the rate over the total time.
 MAX_CLOCK_ERROR = 0.05
 
 
@@ -61,19 +63,19 @@ class Process:
     pid: int = 0
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
-    loops: list[float] = field(default_factory=list)  #: Begins of loops, if known.
-    #: Batches: time of delivery, the loader's iterator, seconds waited, samples.
+    loops: list[float] = field(default_factory=list)  #: Begin of each loop; empty if unknown.
+    #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0 if unknown).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
-    #: Threads in which steps ended, and threads that fetched each iterator's batches.
+    #: Threads in which steps ended; threads that fetched batches, by iterator.
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Spans without records.
-    #: Ends of the first and last step of each optimiser.
+    #: Ends of an optimiser's first and last step, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
-    gradients: int = 0  #: Bytes of the gradients that its optimisers use; 0 if unknown.
-    cut: int = 0  #: Batches with their step in a gap, minus steps with their batch in a gap.
+    gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
+    cut: int = 0  #: Number of batches whose step is in a gap, minus number of steps whose batch is in a gap.
     file: str = ""
-    damaged: int = 0  #: First line of the file that cannot be read; 0 if all can.
+    damaged: int = 0  #: Number of the first line of the file that cannot be read; 0 if all lines can be read.
 
 
 @dataclass(frozen=True)
@@ -91,18 +93,23 @@ class Pace:
     seconds: list[float]  #: Length of each window in the first process.
     rank_rates: list[float]  #: Mean rate of each process.
     waiting: float | None  #: Fraction of the time in which processes waited for batches; None if unknown.
-    training: float  #: Fraction of the time from `begin` to `end`, without gaps, that the counted steps take.
+    #: Fraction of the time from `begin` to `end` that the counted steps of the first process take. Gaps and profiled
+    #: spans are not part of the time.
+    training: float
     waits_of_ranks: list[float] = field(default_factory=list)  #: `waiting` of each process.
     gradients: int = 0  #: Bytes of the gradients of one process; 0 if unknown.
-    cores_of_ranks: list[float] = field(default_factory=list)  #: Busy cores of each process, without its workers.
+    cores_of_ranks: list[float] = field(default_factory=list)  #: Busy cores of each process, without loader workers.
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
-    """Return the most reliable way that detected steps in `folder`, and the processes with steps, by rank."""
+    """Return the most reliable way that detected steps in `folder`, and the processes with steps, sorted by rank.
+
+    Processes that did not run at the same time as the process with the longest training are left out.
+    """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
         if known := [process for process in found if process.steps]:
-            # Processes that ended before the longest one began, or began after its end, are another training.
+            # Processes that ended before the longest process began, or began after its end, are another training.
             longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
             known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
@@ -110,18 +117,18 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 
 
 def files(folder: Path, way: str) -> list[Path]:
-    """Return the files of `dlscale.extensions.programs.timed.Log` in a folder: WAY.HOST.PID."""
+    """Return the files that `dlscale.extensions.programs.timed.Log` wrote into a folder, named WAY.HOST.PID."""
     named = re.compile(rf"{way}\..*\.\d{{1,18}}", re.ASCII)
     return [path for path in sorted(folder.glob(f"{way}.*")) if named.fullmatch(path.name)]
 
 
 def _process(path: Path) -> Process:
-    """Read a file of `dlscale.extensions.programs.timed.Log`; skip an incomplete last line of a killed process."""
+    """Read a file of `dlscale.extensions.programs.timed.Log`; skip the incomplete last line of a killed process."""
     return Tail(path).process
 
 
 def stopped(folder: Path) -> str | None:
-    """Return why the hook of a process stopped before the process's end; None if all hooks ran on."""
+    """Return the reason why the hook of a process stopped before the process's end; None if no hook stopped."""
     reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
     return next((reason.strip() or "its steps could not be written; the disk may be full" for reason in reasons), None)
 
@@ -163,7 +170,7 @@ class Tail:
             time, computed = self._shift + _seconds(words[0]), _seconds(words[1])
             if found.steps and time < found.steps[-1]:
                 raise ValueError("steps go back in time")
-            # Several optimisers that step once each, such as a GAN's, make one training step.
+            # If several optimisers step once each, as in a GAN, their steps are one training step.
             if words[2] in self._optimizers or not self._optimizers:
                 self._optimizers = set()
                 found.steps.append(0.0)
@@ -209,19 +216,23 @@ class _Step:
 
 
 def _training(process: Process) -> set[str]:
-    """Return the iterators of training loaders: steps are made between their batches, unlike in validations."""
+    """Return the iterators of training loaders.
+
+    Steps are made between the batches of a training loader, but not between the batches of a validation.
+    """
     of = defaultdict[str, list[float]](list)
     for time, iterator, _, _ in process.batches:
         of[iterator].append(time)
     every = [batch[0] for batch in process.batches]
-    # An iterator's last batch lasts until another iterator delivers: it does not get the next epoch's steps.
+    # An iterator's last batch lasts until another iterator delivers, so that steps of the next epoch do not count for
+    # it.
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
     return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
 
 
 def _share(times: Sequence[float], steps: Sequence[float]) -> float:
-    """Return the fraction of batches, delivered at `times`, that a step follows before the next batch."""
+    """Return the fraction of the batches, delivered at `times`, that are followed by a step before the next batch."""
     places = [bisect.bisect_right(steps, time) for time in times]
     return statistics.fmean(after > before for before, after in itertools.pairwise(places))
 
@@ -229,7 +240,7 @@ def _share(times: Sequence[float], steps: Sequence[float]) -> float:
 def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
     """Return the spans in which a process's steps do not count.
 
-    These are its gaps, and each span of a profiler together with the `SETTLING` steps after it.
+    Such spans are the process's gaps, and the spans `apart`, each with the `SETTLING` steps after it.
     """
     away = [*process.gaps]
     for begin, end in apart:
@@ -249,20 +260,20 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
-    """Return how many seconds between two times are covered by spans that do not overlap."""
+    """Return the number of seconds between `begin` and `end` that spans cover; the spans must not overlap."""
     return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
 
 
 def _is_ahead(process: Process, training: set[str]) -> bool:
-    """Return whether threads other than the training ones fetch the batches: training does not wait then."""
+    """Return whether other threads than the training threads fetch batches, so that training does not wait."""
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
 
 
 def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the counted steps: those with a known begin, without warm-up, validations and pauses.
+    """Return the counted steps of a process: no warm-up, validations, pauses or steps in the spans `away`.
 
-    If batches are `sized`, a step with a batch of unknown size does not count. If batches are fetched `ahead`, the
-    waiting time of all steps is 0.
+    A step counts only if its begin is known. If batches are `sized`, a step with a batch of unknown size does not
+    count. If batches are fetched `ahead`, the waiting time of all steps is 0.
     """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found = list[_Step | None]()
@@ -287,7 +298,10 @@ def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: boo
 
 
 def trainings(process: Process) -> list[Span]:
-    """Return the spans of successive trainings: each optimiser stepped in one of them only."""
+    """Return the spans of successive trainings, which have different optimisers.
+
+    Spans with at most `MIN_WARM_UP_STEPS` steps are left out.
+    """
     spans = merged(list(process.optimizers.values()))
     return [span for span in spans if _count(process, span) > MIN_WARM_UP_STEPS]
 
@@ -298,9 +312,9 @@ def _count(process: Process, span: Span) -> int:
 
 
 def longest_training(processes: Sequence[Process]) -> tuple[Span, int] | None:
-    """Return the longest of several trainings of the first process, and their number.
+    """Return the longest training of the first process, and the number of its trainings.
 
-    Return None for a single training, or if the longest is short.
+    Return None if there is only one training, or if the longest training has fewer than `MIN_TRAINING_STEPS` steps.
     """
     spans = trainings(processes[0]) if processes else []
     longest = max(spans, key=lambda span: span[1] - span[0], default=(0.0, 0.0))
@@ -308,30 +322,32 @@ def longest_training(processes: Sequence[Process]) -> tuple[Span, int] | None:
 
 
 def printed_in(printed: Sequence[tuple[float, float]], span: Span, process: Process) -> list[tuple[float, float]]:
-    """Return the numbers printed during a training of a process, or after it until the next training."""
+    """Return the numbers printed during a training of a process, or between this training and the next."""
     end = min((begin for begin, _ in trainings(process) if begin > span[1]), default=math.inf)
     return [each for each in printed if span[0] <= each[0] < end]
 
 
 def _in_training(process: Process, span: Span) -> Process:
-    """Return a process reduced to the steps of one training: the one that covers most of a span."""
+    """Return a copy of a process with only the steps of the training that overlaps `span` most."""
     begin, end = max(trainings(process), key=lambda own: _within(*span, [own]), default=span)
     inside = slice(bisect.bisect_left(process.steps, begin), bisect.bisect_right(process.steps, end))
     return replace(process, steps=process.steps[inside], computed=process.computed[inside])
 
 
 def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
-    """Return the pace of all processes; None if one of them has fewer than two counted steps.
+    """Return the pace of all processes; None if a process has fewer than two counted steps.
 
     `batch_size`, over all processes, replaces the size that the program's batches show. Steps in the spans `apart` do
-    not count. Of several trainings the longest counts.
+    not count. If there are several trainings, only the longest training counts, unless it is short (see
+    `longest_training`).
     """
     first_step = min((process.steps[0] for process in processes), default=0.0)
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
     ahead = [_is_ahead(*one) for one in zip(processes, iterators, strict=True)]
-    # Mean samples per step: a batch that is fetched ahead belongs to a later step than the one in which it is fetched.
+    # Mean samples per step, since a batch that is fetched ahead is not the batch of the step during which it is
+    # fetched.
     sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
     known = all(sizes)
     each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
@@ -372,16 +388,16 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
 
 
 def _samples(process: Process, training: set[str], ahead: bool) -> float:
-    """Return the mean samples per step, or 0 if they are uncertain.
+    """Return the mean samples per step; 0 if the number is uncertain.
 
-    They are certain if nearly all training batches have a known size, and each batch is used for a single step, in the
-    thread that fetched it, without a batch of another loader.
+    The number is certain if most training batches have a known size, each step has at least one batch of its own, the
+    thread that trains also fetches the batches, and the batches of different loaders do not alternate.
     """
     batches = [batch for batch in process.batches if batch[1] in training]
     sizes = [batch[3] for batch in batches if batch[3]]
     if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches) or _overlap(batches):
         return 0.0
-    # Batches before the first step may have been skipped; batches after the last step have no step.
+    # Batches before the first step may have been unused; batches after the last step do not belong to a step.
     first, last = process.steps[0], process.steps[-1]
     count, steps = sum(first < batch[0] <= last for batch in batches), len(process.steps) - 1 + process.cut
     if steps < 1 or count < steps - max(2, MAX_REUSED * steps):
@@ -404,7 +420,7 @@ def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
 
 
 def _usual_samples(process: Process, training: set[str], mean: float) -> int:
-    """Return the samples of most steps: the last step of an epoch may have fewer."""
+    """Return the samples of most steps; the last step of an epoch may have fewer samples."""
     sizes = [samples for _, iterator, _, samples in process.batches if iterator in training and samples]
     usual = statistics.mode(sizes or [0])
     found = usual * max(round(mean / usual), 1) if usual else 0
@@ -415,9 +431,9 @@ def _usual_samples(process: Process, training: set[str], mean: float) -> int:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Compile the pattern of `--rate`, or the one in `RATES` that it names.
+    """Compile the pattern of `--rate`, which is a regular expression or the name of a pattern in `RATES`.
 
-    Raise `UserError` unless it has exactly one group.
+    Raise `UserError` unless the pattern has exactly one group.
     """
     try:
         found = re.compile(RATES.get(text, text))
@@ -438,9 +454,9 @@ def pace_of_rates(
     apart: Sequence[Span] = (),
     steps: bool = False,
 ) -> Pace | None:
-    """Return the pace of printed rates, with the times of their lines.
+    """Return the pace that follows from printed rates and the times at which they were printed.
 
-    The rates are samples/s, or steps/s if `steps`. If there are more than three, the first one is warm-up.
+    The rates are samples/s, or steps/s if `steps`. If there are more than three rates, the first rate is warm-up.
     """
     times = [begin, *(when for when, _ in printed)]
     skipped = 1 if len(printed) > 3 else 0
@@ -450,12 +466,13 @@ def pace_of_rates(
         return None
     factor = (batch_size or 1) if steps else 1
     lines = list[tuple[float, float]]()
-    # Lines that were read at once have the same time.
+    # Lines that were read together have the same time.
     for _, same in itertools.groupby(kept, key=lambda place: times[place + 1]):
         places = list(same)
         rate = statistics.harmonic_mean([printed[place][1] for place in places]) * factor
         lines.append((max(spans[places[0]][1] - spans[places[0]][0], 1e-9), rate))
-    # All lines cover about as many samples: a longer time includes a wait, as for a validation, that the rate does not.
+    # All lines cover about the same number of samples. If a line took longer than its rate allows, the program also did
+    # something else, such as a validation.
     usual = statistics.median(seconds * rate for seconds, rate in lines)
     lasted = [(min(seconds, usual / rate), rate) for seconds, rate in lines]
     windows = _windows([(seconds, seconds * rate) for seconds, rate in lasted])
@@ -476,10 +493,10 @@ def pace_of_rates(
 
 
 def _without_pauses(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Drop rare stretches (seconds, steps) with one long step, such as a validation or a checkpoint."""
+    """Drop stretches (seconds, steps) that contain a rare long step, such as a validation or a checkpoint."""
     usual = statistics.median_low(seconds / steps for seconds, steps in spans)
     ends = list(itertools.accumulate(steps for _, steps in spans))
-    # Only a stretch that takes twice as long as usual may have a pause.
+    # Only a stretch that takes more than twice the usual time can contain a pause.
     longest = [seconds - usual * (steps - 1) if seconds > 2 * usual * steps else 0.0 for seconds, steps in spans]
     limit = PAUSE * usual
     while long := [number for number, seconds in enumerate(longest) if seconds >= limit]:
@@ -494,7 +511,8 @@ def _without_pauses(spans: Sequence[tuple[float, float]]) -> list[tuple[float, f
 def _windows(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Join stretches (seconds, steps or samples) into at most `WINDOWS` windows of similar length.
 
-    If waits come in bursts there are fewer windows, so that the mean of their rates agrees with the rate by the clock.
+    If waits come in bursts, fewer windows are made, so that the mean of the windows' rates agrees with the rate over
+    the total time.
     """
     times, amounts = ([0.0, *itertools.accumulate(each)] for each in zip(*stretches, strict=True))
     found = list[tuple[float, float]]()
@@ -514,15 +532,18 @@ def _nearest(times: Sequence[float], time: float) -> int:
 
 
 def processes(folder: Path) -> list[str]:
-    """Return the processes that wrote into a folder of steps, as HOST.PID."""
+    """Return the names HOST.PID of the processes that wrote into a folder of steps."""
     return [path.name.partition(".")[2] for way in WAYS for path in files(folder, way)]
 
 
 def pace_of_log(
     points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
 ) -> Pace | None:
-    """Return the pace of logged steps; None for fewer than three points."""
-    # If points have the same time, as from a clock without fractions of a second, the first one counts.
+    """Return the pace of logged steps; None if fewer than three points have different times.
+
+    Also return None if the spans `apart` leave no stretch in which steps were made.
+    """
+    # If points have the same time, as with a clock of whole seconds, the first point counts.
     points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
     if len(points) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Stage `throughput` of an external program: measure enough of its steps, then paired timing with another run."""
+"""Stage `throughput` of an external program: measure the speed alone, then by paired timing with the plan's first run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from dlscale.measure.turns import TimedRunSettings, TurnFailed, Turns
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measure the program of the run in `args.config` and write `args.out`."""
+    """Measure the program of the run in `args.config`, and write the record `args.out`.
+
+    If `args.beside` is given, paired timing with that run follows.
+    """
     run, out = load_run(args.config, "throughput"), Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -38,8 +41,8 @@ def main(args: argparse.Namespace) -> None:
         ended = program.go(lambda printed: enough(run.throughput, program, printed))
         if ended.status and not ended.stopped:
             raise UserError(
-                f"the program ended with status {ended.status} after {duration(ended.seconds)}. Its last lines are in "
-                "the log"
+                f"the program ended with status {ended.status} after {duration(ended.seconds)}. See the end of the "
+                "program's output in the log"
             )
         found = program.record(ended, args.telemetry)
         assert found.full
@@ -67,7 +70,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 def enough(settings: Any, program: RunProgram, printed: int) -> bool:
-    """Return whether the steps seen so far are enough for the settings, in number and seconds."""
+    """Return whether enough steps were made for the settings `warmup` and `trials`.
+
+    Steps that were seen must also last as many seconds as the settings require. Printed rates and logged steps are only
+    counted.
+    """
     if program.pattern:
         return printed > settings.warmup + settings.trials
     ends = [process.steps for process in seen.read(program.steps)[1]]

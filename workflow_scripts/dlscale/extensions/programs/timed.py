@@ -1,7 +1,8 @@
 """Time the steps of any training loop: `for batch in timed(loader): ...`, and `dlscale measure -- python train.py`.
 
-One file for Python 3.8 and later, without dependencies: import it as `dlscale.timed`, or copy it. Without a measurement
-it only passes batches on. An error in it does not reach the program: timing stops, and the reason is recorded.
+This file is for Python 3.8 and later, and has no dependencies: import `dlscale.timed`, or copy the file. Without a
+measurement `timed` returns the loader unchanged. An error of the timing does not reach the program: the timing stops,
+and writes the reason into the folder of steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from threading import Lock, get_ident
 from typing import Any
 
-# References to the original functions, which a program may replace in these modules.
+# The original functions, since a program may replace the functions in the modules.
 clock, computed, now_utc, getpid = time.perf_counter, time.process_time, time.time, os.getpid
 open_file, write_file, close_file = os.open, os.write, os.close
 
@@ -27,22 +28,22 @@ FOLDER = "DLSCALE_STEPS"
 #: Environment variable: seconds between two writes.
 EVERY = "DLSCALE_STEPS_EVERY"
 
-#: Environment variables with the rank of a process, of torchrun, Slurm and two MPIs.
+#: Environment variables with the rank of a process: of torchrun, Slurm, Open MPI, and MPIs with PMI.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 #: Largest valid number of samples per step.
 MAX_SAMPLES = 10**9
 
-#: Number of parts of a batch that are compared with the loader's batch size.
+#: Maximum number of parts of a batch whose length is compared with the loader's batch size.
 MAX_PARTS = 32
 
-#: After MAX_NOTES notes of a process, NOTED seconds of notes alternate with gaps, each GAP times as long as the time so
-#: far: the file then grows with the logarithm of the time.
+#: After MAX_NOTES notes, a process alternately writes notes for NOTED seconds and pauses. A pause lasts GAP times the
+#: time since the first note, so that the file grows with the logarithm of the time.
 MAX_NOTES, NOTED, GAP = 100_000, 1.0, 0.01
 
 
 def variable(name: str) -> str:
-    """Return an environment variable, or an empty text if it is missing."""
+    """Return the value of an environment variable; an empty text if the variable is missing."""
     try:
         return str(os.environ.get(name) or "")
     except Exception:  # the program may have replaced `os.environ`
@@ -60,11 +61,11 @@ SECONDS = _seconds()
 
 
 class Log:
-    """File `WAY.HOST.PID` with the batches that a process received, and the steps that it ended.
+    """File `WAY.HOST.PID` with the batches that a process received, and the steps that the process ended.
 
-    The first line has the time of day, the process's clock at that time, and its rank. Times are seconds. A long run
-    has gaps, each with a line of its own. A note does as little as possible: within a step its code and data are not in
-    the CPU's caches.
+    The first line has the time of day, the process's clock at that time, and the process's rank. Times are in seconds.
+    In a long run there are gaps without notes; each gap has a line in the file. Adding a note is as little work as
+    possible, because the code and the data for notes are not in the CPU's caches during a training.
     """
 
     def __init__(self, way: str) -> None:
@@ -78,11 +79,11 @@ class Log:
 
     @property
     def on(self) -> bool:
-        """Whether the process is measured."""
+        """Whether the steps of the process are noted."""
         return self._until != math.inf
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
-        """Note that an iterator delivered a batch now, after `wait` seconds; 0 samples mean unknown."""
+        """Note that an iterator delivered a batch now, after `wait` seconds; `samples` is 0 if unknown."""
         now = clock()
         if now >= self._until:
             if get_ident() != self._thread:
@@ -92,7 +93,7 @@ class Log:
                 self._write(now)
 
     def loop(self) -> None:
-        """Note that a loop begins now: its first step does not include earlier time."""
+        """Note that a loop begins now, so that its first step does not include the time before the loop."""
         if self.on:
             self._notes.append(f"l {clock():.6f}\n")
 
@@ -102,7 +103,7 @@ class Log:
             self._notes.append(f"p {size}\n")
 
     def step(self, part: int = 0) -> None:
-        """Note that a step, or one optimiser's part of it, ended now, and the CPU time so far."""
+        """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time."""
         now = clock()
         if now >= self._until:
             if get_ident() != self._thread:
@@ -112,7 +113,7 @@ class Log:
                 self._write(now)
 
     def stop(self, error: Exception) -> None:
-        """Stop noting after an error, and write its reason into the file `stopped.HOST.PID`."""
+        """Stop noting after an error, and write the error into the file `stopped.HOST.PID`."""
         if not self.on:
             return
         self._until = math.inf
@@ -126,7 +127,7 @@ class Log:
             return
 
     def _enter(self) -> None:
-        """Note the thread of the next notes."""
+        """Note that the next notes come from the current thread."""
         self._thread = get_ident()
         self._notes.append(f"t {self._thread}\n")
 
@@ -162,7 +163,7 @@ class Log:
             self._write(clock())
 
     def _forget(self) -> None:
-        """Reset the log, as in a forked process."""
+        """Reset the log; a forked process must not write its parent's notes."""
         self._file, self._notes = None, []
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
@@ -176,7 +177,10 @@ def _line(note: Any) -> str:
 
 
 def _append(file: str, text: str) -> None:
-    """Append a text to a file; open it each time, since a program that becomes a daemon closes all files."""
+    """Append a text to a file.
+
+    The file is opened for each text, because a program that becomes a daemon closes all files.
+    """
     place, data = open_file(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), text.encode()
     try:
         if write_file(place, data) < len(data):
@@ -186,7 +190,7 @@ def _append(file: str, text: str) -> None:
 
 
 def rank(default: int = 0) -> int:
-    """Return this process's rank, as torchrun, Slurm or MPI set it."""
+    """Return this process's rank, which torchrun, Slurm or MPI have set; otherwise `default`."""
     given = (variable(name) for name in RANKS)
     return int(next((each for each in given if each.isdecimal() and len(each) < 10), default))
 
@@ -196,7 +200,7 @@ LOG = Log("timed")
 
 
 def sample_count(samples: Any) -> int:
-    """Return a number of samples, or 0 if it is not a positive whole number."""
+    """Return a number of samples as an integer; 0 for anything but a whole number from 1 to `MAX_SAMPLES`."""
     try:
         number = int(samples) if isinstance(samples, float) and samples.is_integer() else operator.index(samples)
     except Exception:
@@ -205,7 +209,7 @@ def sample_count(samples: Any) -> int:
 
 
 def size_of(loader: Any) -> int:
-    """Return the batch size that a loader states, or 0."""
+    """Return the attribute `batch_size` of a loader; 0 if it is missing or invalid."""
     try:
         return sample_count(loader.batch_size)
     except Exception:
@@ -213,9 +217,9 @@ def size_of(loader: Any) -> int:
 
 
 def samples_of(batch: Any, size: int) -> int:
-    """Return the loader's batch `size` if an array or a list in the batch has it, else 0.
+    """Return the loader's batch `size` if the batch, or an array or list in the batch, has this length; otherwise 0.
 
-    The first axis of an array alone proves nothing: it may be time, channels, or the nodes of several graphs.
+    The length of an array's first axis is not enough: the axis may be time, channels, or the nodes of several graphs.
     """
     try:
         parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -230,7 +234,7 @@ def _length(part: Any) -> int:
         if isinstance(shape, tuple):
             return sample_count(shape[0]) if shape else 0
         return len(part) if isinstance(part, (list, tuple)) else 0
-    except Exception:  # of a nested tensor, for example
+    except Exception:  # for example, a nested tensor has no such shape
         return 0
 
 
@@ -238,26 +242,26 @@ _ended = 0.0
 
 
 def begun(samples: Any = 0) -> None:
-    """Note that a step with so many samples begins; call this in a callback.
+    """Note that a step with `samples` samples begins; call this function in a callback.
 
-    The time since `ended` counts as waiting for the step's batch.
+    The time since the last call of `ended` counts as waiting for the step's batch.
     """
     now = clock()
     LOG.batch(0, now - _ended if _ended else 0.0, sample_count(samples))
 
 
 def ended() -> None:
-    """Note that a step has ended; call this in a callback."""
+    """Note that a step has ended; call this function in a callback."""
     global _ended
     _ended = clock()
     LOG.step()
 
 
 def timed(loader: Iterable[Any]) -> Any:
-    """Return a loader whose steps are timed: each lasts until the next batch is requested.
+    """Return a loader whose steps are timed: a step lasts until the loop requests the next batch.
 
-    It can be iterated as often as the loader, and has its length and attributes. Without a measurement it is the
-    loader itself.
+    The result can be iterated as often as `loader`, and has the same length and attributes. Without a measurement,
+    `loader` itself is returned.
     """
     return _Timed(loader) if LOG.on else loader
 

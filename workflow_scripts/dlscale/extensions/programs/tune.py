@@ -21,7 +21,9 @@ def main(args: argparse.Namespace) -> None:
     """Tune the program of the run in `args.config`; write `tune.json` and `tuned.yaml` into `args.out`."""
     run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
     if len(candidates) < 2:
-        raise UserError("--candidates: expected at least two, the run and another one, as the workflow passes them")
+        raise UserError(
+            "--candidates: expected at least two candidates, beginning with the run. The workflow passes them"
+        )
     settings: Tune = run.tune
     began = time.perf_counter()
     duel_seconds = settings.seconds * (DUEL if len(candidates) > 2 else 1)
@@ -49,9 +51,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 class _Trials:
-    """Measure programs by number, as a `dlscale.measure.tune.Measure`.
+    """Measure candidate programs by their number; instances can be used as a `dlscale.measure.tune.Measure`.
 
-    Each program is started anew, or kept and stopped between its turns.
+    A program is started for each turn. If `keeps` is true, a program is kept instead, and stopped between its turns.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class _Trials:
         self._changes, self._progress = [changes for changes, _ in candidates], progress
         self._open = dict[int, Program]()
         self.problems: dict[int, str] = {}
-        self.keeps = False  #: Whether programs are kept, stopped, for their next turn.
+        self.keeps = False  #: Whether a program is stopped and kept after a turn, for its next turn.
 
     def __enter__(self) -> _Trials:
         return self
@@ -73,9 +75,10 @@ class _Trials:
             player.close()
 
     def __call__(self, number: int, seconds: float) -> float | None:
-        """Return samples/s; None, with the problem noted, if the program cannot be measured.
+        """Return the samples/s of a candidate.
 
-        If the run itself (number 0) cannot be measured, raise `UserError`.
+        If a candidate cannot be measured, note the problem and return None. If the run itself (number 0) cannot be
+        measured, raise `UserError`.
         """
         self._progress.update(self._progress.done + 1)
         player = self._open.pop(number, None)

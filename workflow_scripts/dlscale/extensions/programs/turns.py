@@ -1,4 +1,4 @@
-"""Paired timing of an external program: it and all its processes are stopped while the other run is timed."""
+"""Paired timing of an external program: all processes of the program are stopped while the other run is timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dlscale.measure.turns import PATIENCE, TURN, TimedRunSettings, TurnFailed
 #: Warm-up steps before a program is timed, and minimum steps of a turn.
 WARM_UP_STEPS, MIN_TURN_STEPS = 10, 4
 
-#: Seconds between checks of its steps.
+#: Seconds between checks of a program's steps.
 LOOK = 0.02
 
 
@@ -36,11 +36,11 @@ class Program:
         self._process: KeptProgram | None = None
         self._tail: seen.Tail | None = None
         self._size, self._rate = 1.0, 1.0  # samples per step, steps/s
-        self._look = 0.0  # time of the next look at its log
+        self._look = 0.0  # time at which the program's log is read again, on the monotonic clock
         self._logged: list[list[logs.Point]] = []
 
     def send(self, message: object) -> None:
-        """Start the program; ignore the message."""
+        """Start the program afresh, whatever the message."""
         self._end()
         place = Path(self._folder.name)
         try:
@@ -49,7 +49,7 @@ class Program:
             raise TurnFailed(brief(error)) from None
         if program.pattern:
             raise TurnFailed(
-                "a program's printed rates use its own clock, which does not stop when the program is stopped"
+                "a program with printed rates (program.rate) cannot be paused, because its own clock does not stop"
             )
         self._program = program
         environment, nowhere = watched(program.steps, program.environment, quick=True), subprocess.DEVNULL
@@ -59,7 +59,7 @@ class Program:
             raise TurnFailed(f"a program cannot be started: {error.strerror}") from None
 
     def receive(self) -> float:
-        """Wait until the program has made its warm-up steps."""
+        """Wait until the program has made its warm-up steps; then determine its pace and its samples per step."""
         self._wait(self._warm)
         ends = self._ends()[WARM_UP_STEPS:]
         self._rate = (len(ends) - 1) / (ends[-1] - ends[0])
@@ -77,19 +77,19 @@ class Program:
             self._look = time.monotonic() + 1
             with contextlib.suppress(UserError):  # the log does not exist yet
                 before, self._logged = self._logged, logs.logged(self._program.log, self._program.log_start)
-                # Check twice: the hook writes its steps a moment after the program writes its log.
+                # The log is checked twice, because the hook may write steps shortly after the program writes its log.
                 if max(map(len, before), default=0) > WARM_UP_STEPS:
-                    raise TurnFailed("a program's steps are known only from its log, too late for paired timing")
+                    raise TurnFailed("a program's steps are only in its log, which is read too late for paired timing")
         return len(ends) > WARM_UP_STEPS and ends[-1] - ends[WARM_UP_STEPS] >= TURN
 
     def stop(self) -> None:
         self._signal(signal.SIGSTOP)
 
     def turn(self, seconds: float = TURN) -> float:
-        """Let the program run for some seconds, at least four steps; return samples/s.
+        """Let the program run for about `seconds`, but at least for `MIN_TURN_STEPS` steps; return samples/s.
 
-        The time is that from the end of the first step to the end of the last. A program that has ended is started once
-        more.
+        The time from the end of the first step to the end of the last step counts. A program that has ended with status
+        0 is started once more.
         """
         steps = max(MIN_TURN_STEPS, round(seconds * self._rate))
         for _ in range(2):
@@ -108,7 +108,7 @@ class Program:
             if len(ends) > MIN_TURN_STEPS:
                 return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
         raise TurnFailed(
-            "a program ended before the paired timing, or made too few steps in it; let it make more steps"
+            "a program ended before the paired timing, or made too few steps during it. Let the program make more steps"
         )
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Program:
         self._process, self._tail, self._logged = None, None, []
 
     def _ends(self, since: float = 0.0) -> list[float]:
-        """Return the ends of the steps of its first process since a time."""
+        """Return the ends of the steps that the program's first process made since a time."""
         if self._tail is None:
             files = [file for way in seen.WAYS for file in seen.files(self._program.steps, way)]
             self._tail = next((tail for tail in map(seen.Tail, files) if tail.process.steps), None)

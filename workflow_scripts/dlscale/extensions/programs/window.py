@@ -1,4 +1,4 @@
-"""Profile some steps of an unchanged program with PyTorch's profiler. For Python 3.8 and later."""
+"""Profile some steps of an unchanged program with PyTorch's profiler, in Python 3.8 and later."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ FIRST, STEPS = 20, 10
 
 
 class Window:
-    """Window of profiled steps of a process; only the first rank has one.
+    """Window of profiled steps of a process; only the first rank opens a window.
 
-    It writes a trace `torch.HOST.PID.json`, and its times and problems into `torch.HOST.PID.window`, in the folder
-    `steps`. The file `torch.HOST.PID.there` exists from the start: it shows that a window may come.
+    The trace is written into the file `torch.HOST.PID.json` in the folder `steps`, and the window's times and problems
+    into `torch.HOST.PID.window`. The file `torch.HOST.PID.there` exists from the start, and shows that a window may
+    follow.
     """
 
     def __init__(self, steps: str) -> None:
@@ -32,7 +33,7 @@ class Window:
         self._profile: Any = None
         self._step: Any = None
         self._optimizer: Any = None
-        self._after = False  # whether the optimiser's own work follows a backward pass that it calls
+        self._after = False  # whether the optimiser calls the backward pass, and does its own work afterwards
         self._known: dict[str, Any] = {"seconds": []}
         with contextlib.suppress(OSError):  # the program may have removed the folder
             self._file("there").touch()
@@ -47,14 +48,18 @@ class Window:
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Name the block's work in the trace, while the window is open."""
+        """Name the work of the block in the trace; call this method only while the window is open."""
         with contextlib.ExitStack() as opened:
             with self._guarded():
                 opened.callback(self._exit, self._entered(name))
             yield
 
     def optimizing(self, arguments: Iterable[Any]) -> None:
-        """Note that an optimiser's step begins; with a closure, as Lightning's, it computes the model first."""
+        """Note that an optimiser's step begins.
+
+        If `arguments` contain a closure, as with Lightning, the optimiser first calls the closure, which computes the
+        model: the optimiser's own work then begins after the backward pass.
+        """
         if not self.open:
             return
         with self._guarded():
@@ -63,7 +68,7 @@ class Window:
                 self._optimizer = self._entered("optimizer")
 
     def step(self) -> None:
-        """Note that a step has ended; open or close the window when it is time."""
+        """Note that a step has ended; open the window after `FIRST` steps, and close it after `STEPS` further steps."""
         self._count += 1
         if not self.open and self._count != FIRST:
             return
@@ -77,7 +82,7 @@ class Window:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Close the window after an error of its own; the program continues."""
+        """Close the window after an error in the profiling code, so that the program continues."""
         try:
             yield
         except Exception as error:
@@ -95,7 +100,7 @@ class Window:
             self._file("there").unlink()
             return
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            self._end("the program uses PyTorch's profiler itself; only one can run at a time")
+            self._end("the program itself uses PyTorch's profiler, and only one profiler can run at a time")
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -149,7 +154,7 @@ class Window:
 
     def _wrapped(self, backward: Any) -> Any:
         def within(*args: Any, **kwargs: Any) -> Any:
-            if not self.open:  # the program has kept this function
+            if not self.open:  # the program kept a reference to this function
                 return backward(*args, **kwargs)
             with self._guarded():
                 self._left("_optimizer")

@@ -1,6 +1,7 @@
-"""Experiment trackers, in addition to TensorBoard: optional dependencies, imported if a run uses them.
+"""Experiment trackers, in addition to TensorBoard: optional dependencies, which are imported if a run uses them.
 
-A tracker does not affect the training: it raises `UserError` at the start, and later only warns.
+A tracker raises `UserError` at the start of a training if the tracker cannot be used. Later a failed request to MLflow
+causes only a warning, so that the training continues.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ def _needed(name: str) -> Iterator[None]:
         yield
     except ImportError:
         raise UserError(
-            f"training.trackers: {name} is not installed; pip install 'dlscale[trackers]', or remove it from the list"
+            f"training.trackers: {name} is not installed. Run pip install 'dlscale[trackers]', or remove this "
+            "tracker from the list"
         ) from None
 
 
-#: Settings of Weights & Biases that switch off its own data collection.
+#: Settings with which Weights & Biases does not collect data about the machine.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
 
 
 class Wandb:
-    """Weights & Biases, in `wandb/` of the run's folder; offline unless WANDB_MODE is set.
+    """Log to Weights & Biases, in the folder `wandb/` of the run; offline unless WANDB_MODE is set.
 
-    Only settings and numbers are logged: no output, code, host, or environment. Epochs of an earlier try are logged
-    again.
+    Only settings, numbers and a picture of a prediction are logged; no output, code, host, or environment. Epochs of an
+    earlier try are logged again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
@@ -51,9 +53,9 @@ class Wandb:
         with _needed("wandb"):
             import wandb
         wandb.finish()  # ends the run of a failed training of this process
-        shutil.rmtree(out / "wandb", ignore_errors=True)  # of an earlier try
+        shutil.rmtree(out / "wandb", ignore_errors=True)  # files of an earlier try
         out.mkdir(parents=True, exist_ok=True)
-        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks its value
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks the value
         self._wandb = wandb
         try:
             self._run = wandb.init(
@@ -65,7 +67,7 @@ class Wandb:
                 config=run,
                 settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, **UNSEEN),
             )
-        except Exception as error:  # many types, of wandb and of pydantic
+        except Exception as error:  # wandb raises many types of errors, also of pydantic
             raise UserError(
                 f"training.trackers: wandb: {brief(error)}. WANDB_MODE=online needs a network and WANDB_API_KEY. "
                 "Otherwise remove wandb"
@@ -85,7 +87,7 @@ class Wandb:
         self._run.log(finite, step=step)
 
     def finish(self, picture: Path, best: Best | None) -> None:
-        """Log the picture of a prediction and the best value, and close."""
+        """Log the picture of a prediction and the best value, and close the run."""
         self._run.log({"valid/prediction": self._wandb.Image(str(picture))})
         if best:
             self._run.summary.update({"best": best.model_dump()})
@@ -94,15 +96,19 @@ class Wandb:
 
 
 def _known(name: str) -> str:
-    """Return a name that MLflow accepts; with an invalid name it would reject the complete batch."""
+    """Replace the characters of a name that MLflow does not accept.
+
+    MLflow rejects a complete batch of numbers if a name is invalid.
+    """
     return re.sub(r"[^\w.\- :/]", "_", name)
 
 
 class Mlflow:
-    """MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` of the plan's folder.
+    """Log to MLflow, at MLFLOW_TRACKING_URI, or in `mlflow.db` in the plan's folder.
 
-    Only settings and numbers are logged, under TensorBoard's tags. A resumed training appends to its run; the run's id
-    is in the file `mlflow` of the folder `kept`. Steps that this run already has are not logged again.
+    Only settings and numbers are logged; numbers have the same tags as in TensorBoard. A resumed training continues the
+    MLflow run of the earlier try, whose id is in the file `mlflow` in the folder `kept`. Steps that the MLflow run
+    already has are not logged again.
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
@@ -120,7 +126,7 @@ class Mlflow:
                 self._client = self._mlflow.MlflowClient(tracking_uri=address)
                 self._run = self._same_run() or self._new_run(out, run)
             logged = self._client.get_metric_history(self._run, "loss/valid")
-        except Exception as error:  # many types: of MLflow, SQLAlchemy, and packages of a store
+        except Exception as error:  # errors may be of MLflow, SQLAlchemy, or packages of a store
             raise UserError(
                 f"training.trackers: mlflow: {hidden_in(brief(error))}. The server or database of MLFLOW_TRACKING_URI "
                 "must exist. Otherwise remove mlflow"
@@ -130,7 +136,7 @@ class Mlflow:
             self.add(record)
 
     def _same_run(self) -> str | None:
-        """Return the id of an earlier try's run, or None if the store does not have it."""
+        """Return the id of the earlier try's MLflow run; None if there is no earlier try, or if the run was deleted."""
         if not self._id_file.exists():
             return None
         found = read_text(self._id_file)
@@ -144,7 +150,7 @@ class Mlflow:
 
     def _new_run(self, out: Path, run: dict[str, Any]) -> str:
         name, entities = os.environ.get("MLFLOW_EXPERIMENT_NAME") or out.parent.name, self._mlflow.entities
-        with contextlib.suppress(self._mlflow.MlflowException):  # it may exist
+        with contextlib.suppress(self._mlflow.MlflowException):  # the experiment may already exist
             self._client.create_experiment(name)
         experiment = self._client.get_experiment_by_name(name).experiment_id
         found: str = self._client.create_run(experiment, run_name=f"{out.parent.name}.{out.name}").info.run_id
@@ -169,19 +175,21 @@ class Mlflow:
         self._waiting += [metric(_known(name), value, time, step) for name, value in numbers.items()]
 
     def _send(self) -> None:
-        """Log the queued metrics.
+        """Log the queued metrics; warn if this fails.
 
-        After a failure, metrics are queued until the training's end or its next try, so that no epoch is delayed.
+        After a failure, later metrics stay in the queue until the end of the training, so that epochs are not delayed.
         """
         try:
             self._client.log_batch(self._run, metrics=self._waiting)
             self._waiting = []
         except Exception as error:
             self._lost = True
-            logging.warning(f"training.trackers: mlflow: {hidden_in(brief(error))}. The training continues without it")
+            logging.warning(
+                f"training.trackers: mlflow: {hidden_in(brief(error))}. The training continues without mlflow"
+            )
 
     def finish(self, picture: Path, best: Best | None) -> None:
-        """Log the best value, and close."""
+        """Log the best value and queued metrics; if that succeeds, mark the MLflow run as ended."""
         if best:
             self._add({f"best/{best.metric}": best.value}, best.step, self._last[1])
         self._send()

@@ -1,4 +1,4 @@
-"""The channels of cosmological volumes: names, units, transforms, in the published order, and their files."""
+"""Channels of cosmological volumes, in the published order: names, units and transforms; opening of their files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.manifest import Transform
 
-#: The published form: densities (relative to the mean) as ln(x)/14. Cells without particles are exactly 0; the floor, a
-#: thousandth of the mean, keeps them near the other values.
+#: Published transform of densities x (relative to the mean): ln(x)/14. Cells without particles have density 0; the
+#: floor, a thousandth of the mean, keeps the logarithms of these cells near the other values.
 DENSITY = Transform("log", 0.0, 14.0, 1e-3)
-#: Peculiar velocities in km/s; 1000 km/s bounds what boxes of ~100 Mpc/h hold.
+#: Transform of peculiar velocities in km/s; in boxes of about 100 Mpc/h velocities are below 1000 km/s.
 VELOCITY = Transform("linear", 0.0, 1000.0)
-#: Temperatures in K: 10^2 ... 10^8 K fill (-1, 1).
+#: Transform of temperatures in K: 10^2 to 10^8 K become -1 to 1.
 TEMPERATURE = Transform("log", 5 * float(np.log(10)), 3 * float(np.log(10)))
 
-#: (channels, units, transforms) of both fields. Component x, y, z of a vector belongs to grid axis D, H, W.
+#: Channels, units and transforms of each field, by the field's name. The components x, y and z of a vector belong to
+#: the grid axes D, H and W.
 CHANNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[Transform, ...]]] = {
     "Nbody": (
         ("dm_density", "dm_velocity_x", "dm_velocity_y", "dm_velocity_z"),

@@ -19,10 +19,10 @@ from dlscale.extensions.cosmo_unet.cosmo.kind import CosmoDataset
 
 
 def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe files in the published layout; statistics take one pass over the training files."""
+    """Describe files in the published layout; the training files are read once for the statistics."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
-    shapes: dict[str, tuple[int, ...]] = {}  # of the first file
+    shapes: dict[str, tuple[int, ...]] = {}  # shapes in the first file
     for part, path in zip(parts.parts(dataset), sources, strict=True):
         with reading(path), store.open_file(path) as file:
             there = {name: values.shape for name, values in open_volumes(file).items()}
@@ -35,7 +35,7 @@ def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) 
         splits[part.split].append(File.of(path, folder, there["Nbody"][1]))
     fields = {}
     for name, (channels, units, transforms) in CHANNELS.items():
-        # In published files only the transform of densities is known, ln(x)/14; other channels stay in model units.
+        # In published files only the transform of densities, ln(x)/14, is known. Other channels stay in model units.
         transforms = tuple(t if t == DENSITY else IDENTITY for t in transforms)
         units = tuple(u if t == DENSITY else "model units" for u, t in zip(units, transforms, strict=True))
         fields[name] = describe_field(Field(name, channels, units, shapes[name], 0, transforms), moments[name])
@@ -48,7 +48,7 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
         where = f"{manifest.folder}: {field}"
         info.check_varies(where)
         for channel, transform, highest in zip(info.channels, info.transforms, info.maximum, strict=True):
-            # Densities and temperatures are stored as logarithms; inverting physical values would overflow.
+            # Densities and temperatures are stored as logarithms. If the file has physical values, inverting overflows.
             if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
                 raise UserError(
                     f"{where}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed values, "

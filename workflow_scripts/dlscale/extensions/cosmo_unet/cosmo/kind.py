@@ -114,12 +114,15 @@ class CropSamples(Strict):
     symmetry: Literal["none", "rotations", "full", "published", "published_dali"] = Field(
         "full",
         description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
-        "full: all 48 rotations and reflections; vectors turn, too. published: 16 rotations and 8 reflections, as in "
+        "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
+        "reflections, as in "
         "the published program; published_dali: the last two axes reversed or not, as in its DALI loader; vectors do "
         "not turn.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
-    valid: PositiveInt = Field(8192, description="Fixed validation crops (fewer if the volume holds fewer).")
+    valid: PositiveInt = Field(
+        8192, description="Number of fixed validation crops (fewer if the volumes contain fewer)."
+    )
 
 
 class Cosmo(DatasetKind):
@@ -155,7 +158,7 @@ class Cosmo(DatasetKind):
         return {**super().part_settings(dataset, part), "gap": gap(dataset)}
 
     def grid(self, dataset: CosmoDataset) -> tuple[int, ...] | None:
-        # The size of files is known only once they are read.
+        # The grid of files is known only after the files have been read.
         source = dataset.source
         return (source.grid // dataset.downsample,) * 3 if isinstance(source, CosmoSimulated) else None
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """A symmetry of the cube: `axes`, a permutation of (0, 1, 2), then `flips`, whether each axis is reversed."""
+    """Symmetry of the cube: a permutation `axes` of (0, 1, 2), then the reversal of the axes in `flips`."""
 
     axes: tuple[int, int, int]
     flips: tuple[bool, bool, bool]
@@ -47,10 +47,10 @@ SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determin
 
 
 def _published(symmetry: Symmetry) -> bool:
-    """Return whether this is one of SC22's 24 «rotations» (PyTorch loader), 8 of them reflections.
+    """Return whether a symmetry is one of the 24 «rotations» of SC22's PyTorch loader, of which 8 are reflections.
 
-    If no axis moves, none or two are reversed. If two axes are swapped, one of them is reversed, and the third or not.
-    If all axes move, at least two are reversed.
+    If no axis moves, zero or two axes are reversed. If two axes are swapped, one of these two axes is reversed, and the
+    third axis may be reversed. If all axes move, at least two axes are reversed.
     """
     reversed_ = [flip for axis, flip in enumerate(symmetry.flips) if symmetry.axes[axis] != axis]
     if not reversed_:
@@ -58,24 +58,24 @@ def _published(symmetry: Symmetry) -> bool:
     return sum(reversed_) == 1 if len(reversed_) == 2 else sum(reversed_) >= 2
 
 
-#: Symmetries of each value of `samples.symmetry`, equally likely; the identity comes first.
+#: Symmetries by value of `samples.symmetry`, beginning with the identity; all symmetries of a value are equally likely.
 CHOICES: dict[str, tuple[Symmetry, ...]] = {
     "none": SYMMETRIES[:1],
     "rotations": SYMMETRIES[:24],
     "full": SYMMETRIES,
     "published": tuple(filter(_published, SYMMETRIES)),
-    # SC22's DALI loader flips the unturned box. Boxes have no layout there, so DALI takes the first axis for frames,
-    # and the coin for it has no effect.
+    # SC22's DALI loader reverses axes of the box without turning the box. The program does not name the layout of
+    # boxes, so DALI takes the first axis for frames, and never reverses this axis.
     "published_dali": tuple(s for s in SYMMETRIES if s.axes == (0, 1, 2) and not s.flips[0]),
 }
-#: Number and edge (cells) of the blocks of training volumes for the linear fit: two million points.
+#: Number of blocks of training volumes for the linear fit, and edge of a block, cells; together two million points.
 BLOCKS, EDGE = 64, 32
 
 
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` are the channels of each vector.
 
-    The copy keeps the turned view's memory order: bytes are copied once.
+    The copy has the same memory order as the turned view, so that bytes are copied only once.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
@@ -96,7 +96,7 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
 class CubeSymmetries:
     """Symmetries of a value of `samples.symmetry`, for boxes with the given channels.
 
-    Vectors are `NAME_x`, `NAME_y` and `NAME_z`. The protocol is `dlscale.data.samples.Symmetries`.
+    The channels `NAME_x`, `NAME_y` and `NAME_z` are a vector. The class implements `dlscale.data.samples.Symmetries`.
     """
 
     def __init__(self, channels: list[str], choice: str) -> None:
@@ -144,7 +144,7 @@ class Crops(GridSamples):
                     f"samples.crop {self.crop} is larger than the volume {tuple(map(int, edge))} of "
                     f"{manifest.path(file)}; choose at most {min(edge)}"
                 )
-        self._offsets = edges - self.crop + 1  # [V, 3]: number of offsets, the last one included
+        self._offsets = edges - self.crop + 1  # [V, 3]: number of possible offsets, including the last offset
         self._shares = np.cumsum(self._offsets.prod(axis=1, dtype=np.float64))
         self._grid = edges // self.crop
         available = int(self._grid.prod(axis=1).sum())
@@ -176,9 +176,10 @@ class Crops(GridSamples):
 
 
 def line(manifest: Manifest) -> np.ndarray:
-    """Fit each output linearly to the inputs at its point: float32 [outputs, inputs + 1], model units.
+    """Fit each output linearly to the inputs at the same point; return the coefficients.
 
-    The last column is the constant. The fit is a baseline without learning.
+    The coefficients are float32 [outputs, inputs + 1], in model units; the last column is the constant. The fit is a
+    baseline without learning.
     """
     grids = np.array([Reader(manifest.path(file), "Nbody").shape[1:] for file in manifest.files("train")])
     a, b, c = np.minimum(EDGE, grids.min(axis=0)).tolist()

@@ -3,7 +3,7 @@
 1. A Gaussian random field with a cold-dark-matter power spectrum, grown linearly to redshift 2;
 2. one particle per cell, moved along the field's gradient (Zel'dovich 1970), which makes the cosmic web;
 3. mass and momentum assigned to the periodic grid by cloud-in-cell: the dark matter;
-4. gas that follows the dark matter, except below the length where pressure holds it up;
+4. gas that follows the dark matter, except on scales on which pressure smooths the gas;
 5. a temperature from photo-ionisation equilibrium plus the heat of shocks.
 
 A network can learn this nonlocal, nonlinear function of the dark matter. This is a teaching model, not a hydrodynamics
@@ -31,27 +31,27 @@ Values = NDArray[np.floating[Any]]  # inputs, in any precision; results are Arra
 Floats = NDArray[np.float64]
 Modes = NDArray[Any]  # complex64, which the stubs of numpy.fft do not know
 
-#: Temperature limits, K: the emptiest voids and the hottest clusters.
+#: Temperature limits, K, for the emptiest voids and the hottest clusters.
 TEMPERATURE_RANGE = (1e3, 1e8)
-#: Fraction of the gas that is spread evenly and flows by linear theory; it keeps logarithms and velocities finite.
+#: Fraction of the gas that is spread evenly and flows by linear theory, so that logarithms and velocities are finite.
 DIFFUSE = 1e-3
 
 REDSHIFT = 2.0  # of the Lyman-alpha forest
 SIGMA8 = 0.81  # linear rms fluctuation in spheres of 8 Mpc/h, at redshift 0
 OMEGA_M = 0.31  # matter over critical density today; the universe is flat
-OMEGA_B = 0.049  # baryons likewise; they suppress the spectrum's small scales
+OMEGA_B = 0.049  # baryons over critical density today; baryons suppress the spectrum's small scales
 HUBBLE = 0.677  # H0 / (100 km/s/Mpc)
 N_S = 0.967  # slope of the primordial spectrum
-#: Standard deviation of the Gaussian with which pressure smooths the gas, Mpc/h. Real values are nearer 0.1; this one
-#: spans voxels at the resolution of a demonstration, so that there is something nonlocal to learn.
+#: Standard deviation of the Gaussian with which pressure smooths the gas, Mpc/h. Real values are nearer 0.1. This value
+#: is larger than a voxel of a demonstration, so that a network can learn a nonlocal relation.
 GAS_RADIUS = 0.8
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
-    """Write the box of a raw file (HDF5): `/Nbody` [4, N, N, N] and `/Hydro` [5, N, N, N], see `CHANNELS`.
+    """Write a simulated box as HDF5: `/Nbody` [4, N, N, N] and `/Hydro` [5, N, N, N], see `CHANNELS`.
 
-    Equal settings give equal bits on one kind of processor; boxes are independent. Peak memory is about 65 bytes per
-    voxel; one core takes about 1 µs per voxel.
+    Equal settings give equal bits on processors of the same kind; boxes are independent. Peak memory is about 65 bytes
+    per voxel; a core takes about 1 µs per voxel.
     """
     source = dataset.source
     grid, box, key = source.grid, source.box_mpc_h, np.array([source.seed, raw.index], dtype=np.uint64)
@@ -69,7 +69,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
 def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
     """Yield (dataset, channel, values) of every channel in `CHANNELS`, from the density contrast [N, N, N].
 
-    `box` is its side in Mpc/h.
+    `box` is the edge of the box in Mpc/h.
     """
     displacement = zeldovich(delta, box)
     # km/s per Mpc/h: a·H·f, the growing mode's peculiar velocity over its comoving displacement, with f = Ω_m(z)^0.55
@@ -92,7 +92,7 @@ def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
         slope = np.roll(flow, -1, axis) - np.roll(flow, 1, axis)  # by periodic central differences
         slope *= np.float32(flow.shape[axis] / box / 2)
         convergence -= slope
-        momentum += DIFFUSE * flow  # negligible, except in empty cells, where p / rho is 0 / 0
+        momentum += DIFFUSE * flow  # negligible, except in empty cells, in which p / rho would be 0 / 0
         momentum /= density + DIFFUSE
         yield "Nbody", f"dm_velocity_{name}", momentum
         del linear, momentum, flow, slope  # free the memory before the next axis
@@ -154,16 +154,16 @@ def gaussian_field(grid: int, box: float, spectrum: Callable[[Floats], Floats], 
     modes = np.fft.rfftn(rng.standard_normal((grid, grid, grid), dtype=np.float32))
     kx, ky, kz = _wavenumbers(grid, box)
     cells_per_volume = (grid / box) ** 3
-    for plane, k in zip(modes, kx.ravel(), strict=True):  # a plane at a time: the spectrum needs a dozen temporaries
+    for plane, k in zip(modes, kx.ravel(), strict=True):  # plane by plane: the spectrum needs 12 temporary arrays
         plane *= np.sqrt(spectrum(np.sqrt(k**2 + ky**2 + kz**2)[0]) * cells_per_volume)
     modes[0, 0, 0] = 0
     return _to_grid(modes)
 
 
 def zeldovich(delta: Values, box: float) -> Array:
-    """Return the displacement [3, N, N, N], Mpc/h, of divergence `-delta` [N, N, N] and without curl.
+    """Return the displacement [3, N, N, N], Mpc/h, with the divergence `-delta` [N, N, N] and without curl.
 
-    The Zel'dovich approximation (1970, A&A 5, 84): i k / k² · delta_k in Fourier space.
+    In Fourier space the displacement is i k / k² · delta_k, the Zel'dovich approximation (1970, A&A 5, 84).
     """
     grid = delta.shape[0]
     modes = np.fft.rfftn(delta.astype(np.float32, copy=False))
@@ -191,7 +191,7 @@ def deposit(displacement: Values, box: float, weight: Values | None = None) -> A
     lattice = np.arange(grid, dtype=np.float64)
     total = np.zeros((grid, grid, grid), dtype=np.float32)
     planes = max(1, 2**18 // grid**2)
-    # A slab of neighbours lands on few planes: the histogram stays small, in the cache, and exact (float64).
+    # Particles of a slab reach only a few planes, so that the histogram is small enough for the cache and for float64.
     for start in range(0, grid, planes):
         slab = slice(start, start + planes)
         x = lattice[slab, None, None] + displacement[0, slab] * (grid / box)
@@ -215,7 +215,7 @@ def deposit(displacement: Values, box: float, weight: Values | None = None) -> A
 def smooth(field: Values, box: float, radius: float) -> Array:
     """Convolve `field` [N, N, N] with a Gaussian of standard deviation `radius` (Mpc/h), periodically.
 
-    The kernel is sampled in real space: it has no negative lobes, and a density stays positive.
+    The kernel is sampled in real space, so that it has no negative lobes and a density stays positive.
     """
     grid = field.shape[0]
     distance = np.minimum(np.arange(grid), grid - np.arange(grid)) * (box / grid)
@@ -231,11 +231,12 @@ def smooth(field: Values, box: float, radius: float) -> Array:
 def temperature(gas: Array, convergence: Array) -> Array:
     """Return the gas temperature [N, N, N], K, for density and convergence of the velocity, km/s per Mpc/h.
 
-    Photo-ionised gas keeps T = 1.2e4 K · density^0.5 up to some ten times the mean (Hui & Gnedin 1997,
-    arXiv:astro-ph/9612232). Collapsing gas is stopped within 1 Mpc/h by a strong shock, T = 3/16 · μ m_p v² / k_B
-    (Rankine-Hugoniot).
+    Photo-ionised gas has T = 1.2e4 K · density^0.5 up to about ten times the mean density (Hui & Gnedin 1997,
+    arXiv:astro-ph/9612232). A strong shock stops collapsing gas within 1 Mpc/h and heats the gas to
+    T = 3/16 · μ m_p v² / k_B (Rankine-Hugoniot).
     """
-    heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)  # K per (km/s)²; μ = 0.59: ionised
+    # K per (km/s)²; μ = 0.59 for ionised gas.
+    heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)
     photoionised = 1.2e4 * (gas / (1 + gas / 10)) ** 0.5
     speed = np.maximum(convergence, 0)
     collapsed = gas**2 / (1 + gas**2)
@@ -250,7 +251,7 @@ def _wavenumbers(grid: int, box: float) -> tuple[Floats, Floats, Floats]:
 
 
 def _to_grid(modes: Modes) -> Array:
-    """Invert `rfftn` on an even grid; `modes` is overwritten, which spares two copies."""
+    """Invert `rfftn` on an even grid; `modes` is overwritten, which saves two copies."""
     for axis in (0, 1):
         np.fft.ifft(modes, axis=axis, out=modes)
     return np.fft.irfft(modes, axis=2).astype(np.float32, copy=False)

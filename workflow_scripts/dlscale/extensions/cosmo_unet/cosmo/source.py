@@ -1,4 +1,4 @@
-"""Raw cosmology volumes: HDF5 with `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W] in physical units."""
+"""Read raw cosmology volumes: HDF5 with `Nbody` [4, D, H, W] and `Hydro` [5, D, H, W] in physical units."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlscale.extensions.cosmo_unet.cosmo.kind import CosmoDataset, gap
 
 
 class CosmoSource(Source):
-    """The volume of one part, streamed in slabs along its first axis."""
+    """Volume of a part of a dataset, read in slabs along the first axis."""
 
     def __init__(self, dataset: CosmoDataset, part: Part, paths: list[Path]) -> None:
         [path] = paths
@@ -35,7 +35,7 @@ class CosmoSource(Source):
         self.fields = ()
         for name, (channels, units, transforms) in CHANNELS.items():
             self.fields += (Field(name, channels, units, (len(channels), rows, height, width), 0, transforms),)
-        # The results of both fields, and a slab of raw values of at least one row.
+        # Memory for the results of both fields, and for a slab of raw values of at least one row.
         counts = [len(names) for names, _, _ in CHANNELS.values()]
         raw_row = 4 * max(counts) * self._factor * edge[1] * edge[2]
         self.bytes_per_row = 4 * sum(counts) * height * width + raw_row
@@ -47,7 +47,7 @@ class CosmoSource(Source):
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
         values = np.empty((channels, stop - start, height, width), np.float32)
-        # As many rows at a time as fit into the CPU's cache, 2 MB, so that averaging finds them there.
+        # At most 2 MB of rows are read at a time, so that the rows are still in the CPU's cache when they are averaged.
         reader = self._readers[field.name]
         _, _, raw_height, raw_width = reader.shape
         step = max(1, 2_000_000 // (4 * channels * self._factor * raw_height * raw_width))
@@ -57,12 +57,12 @@ class CosmoSource(Source):
             raw = reader[:, rows]
             for one, averaged in zip(raw, values[:, first - start : last - start], strict=True):
                 block_average(one[None], self._factor, (1, 2, 3), out=averaged[None])
-            # The check comes before the logarithm, which would turn a NaN into the range's lower end.
+            # The check precedes the logarithm, because the logarithm would replace a NaN by the floor.
             if not np.isfinite(values[:, first - start : last - start].sum()):
                 store.check_finite(raw, field, str(self._path), rows.start)
         described = zip(field.channels, field.units, field.transforms, values, strict=True)
         for name, unit, transform, channel in described:
-            # The logarithm would silently raise negative values to its floor.
+            # The logarithm would silently replace negative values by the floor.
             if transform.kind == "log" and channel.min() < 0:
                 hint = "; add 1 to an overdensity (x / mean - 1)" if "density" in name else ""
                 raise UserError(

@@ -17,8 +17,9 @@ from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.extensions.era5_vit.era5.extra import Extra
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 
-#: Name and unit of the published channels, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214;
-#: `parallel_copy_small_set.py` of its code): the tutorials' u10m is channel 0, their figure's t2m channel 2.
+#: Units of the published channels by name, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214;
+#: `parallel_copy_small_set.py` in FourCastNet's code). The tutorials' u10m is channel 0, the t2m in their figure is
+#: channel 2.
 CHANNELS = {
     "u10": "m s**-1",
     "v10": "m s**-1",
@@ -44,7 +45,7 @@ CHANNELS = {
 
 
 def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe a folder in the published layout; statistics are read from its `stats/`."""
+    """Describe a folder in the published layout; statistics are read from the subfolder `stats/`."""
     assert isinstance(dataset.source, Era5Prepared)
     root, step = Path(dataset.source.path), dataset.source.step_hours
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
@@ -72,25 +73,26 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             raise UserError(
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
-    # Unnamed channels are the published ones, if their number is the same.
+    # Channels without names are the published channels if the number of channels is the same.
     numbered = [f"channel{index:02d}" for index in range(shape[1])]
     channels = dataset.channels or said["channels"] or (list(CHANNELS) if shape[1] == len(CHANNELS) else numbered)
     rows, columns = dataset.crop or shape[2:]
     if len(channels) != shape[1] or rows > shape[2] or columns > shape[3]:
         raise UserError(
-            f"{root}: files hold {shape[1]} channels of {shape[2]} x {shape[3]} points, the configuration names "
-            f"{len(channels)}, and crop {rows} x {columns}; name all channels in order, and crop no more than "
-            "the grid has"
+            f"{root}: files contain {shape[1]} channels of {shape[2]} x {shape[3]} points, but the configuration names "
+            f"{len(channels)} channels and crop {rows} x {columns}. Name all channels in order, and choose a crop "
+            "within the grid"
         )
     if len(axes) < 2:
-        # The published grid: equal steps around the globe, the first row at the north pole.
+        # The published grid has equal steps around the globe, and the first row at the north pole.
         steps = 360.0 / shape[3] * np.arange(max(rows, columns))
         axes = {"latitude": (90.0 - steps).tolist(), "longitude": steps.tolist()}
     units = said["units"] or [CHANNELS.get(name, "unknown") for name in channels]
     if len(units) != len(channels) or len(axes["latitude"]) < rows or len(axes["longitude"]) < columns:
         raise UserError(
             f"{root}: files name {len(units)} units, {len(axes['latitude'])} latitudes, {len(axes['longitude'])} "
-            f"longitudes, but hold {len(channels)} channels of {rows} x {columns} points; name all, or none"
+            f"longitudes, but contain {len(channels)} channels of {rows} x {columns} points. Name all, or leave the "
+            "names out"
         )
     mean, std = (_means(root / "stats" / f"global_{name}.npy", len(channels)).tolist() for name in ("means", "stds"))
     info = FieldInfo(
@@ -118,11 +120,14 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
 
 
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
-    """Return the channels' values [C] from a .npy file [1, C, H, W] of at least this grid."""
+    """Return the first value of each channel [C] from a .npy file [1, C, H, W].
+
+    Raise `UserError` if the file has fewer points than `grid`, or values that are not finite.
+    """
     with reading(path, "the published layout has this file, shape [1, C, 1, 1]: fetch it again"):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     fits = array.ndim == 4 and array.shape[1] == channels and array.shape[2] >= grid[0] and array.shape[3] >= grid[1]
-    # One channel at a time, since large fields may not fit into memory.
+    # Channels are checked one at a time, since large fields may not fit into memory.
     if not fits or array.dtype.kind not in "fiu" or not all(np.isfinite(array[:, c]).all() for c in range(channels)):
         raise UserError(
             f"{path}: expected finite numbers of the {channels} channels, shape {(1, channels, *grid)}, got shape "
@@ -132,16 +137,16 @@ def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndar
 
 
 def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | None:
-    """Return the times of a file named after its year, hours since 1970."""
+    """Return the times of a file that is named after its year, hours since 1970; None for other names."""
     if len(path.stem) != 4 or not path.stem.isdecimal() or path.stem == "0000":
         return None
     return np.datetime64(f"{path.stem}-01-01T00", "h").astype(np.int64) + step_hours * np.arange(rows)
 
 
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
-    """Add each file's start time and, in a `series`, the file that ends before it, if all times are known.
+    """If all times are known, add the start time of each file; in a `series`, also add the preceding file.
 
-    Times must follow at the manifest's step, because pairs, clocks and means count rows.
+    The times in a file must have the manifest's step, because pairs, clocks and means count rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()
@@ -152,8 +157,8 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
             if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
                     f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "
-                    f"{np.unique(steps)} h; give all files one `step_hours`, begin another file after a gap, or, of "
-                    "prepared files, leave `time` (hours since 1970) out"
+                    f"{np.unique(steps)} h. Use the same `step_hours` in all files, begin another file after a gap, or "
+                    "leave the dataset `time` (hours since 1970) out of prepared files"
                 )
             starts[file.digest] = float(hours[0])
             ends[float(hours[0]) + step * file.rows] = file.digest
@@ -168,13 +173,13 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
     for split in ("train", "valid"):
         if all(file.rows < 2 for file in manifest.files(split)):
             raise UserError(
-                f"{manifest.folder}: {split}: no file (of a year) holds two times, so there is no pair of states; give "
-                f"{split} a longer period, or a smaller step_hours"
+                f"{manifest.folder}: {split}: each file (of a year) contains fewer than two times, so pairs of states "
+                f"are missing. Give {split} a longer period, or a smaller step_hours"
             )
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")
     prepared = isinstance(dataset.source, Era5Prepared)
-    # Simulated years are independent trajectories.
+    # Simulated years are not a series, but independent trajectories.
     series = not isinstance(dataset.source, Era5Simulated)
     extra = Extra.of(manifest) if prepared else _extra(manifest, stats, name, series)
     extra = _with_hour_means(manifest, extra, stats, name)
@@ -189,7 +194,10 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
 
 
 def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
-    """Read grid and times of files that dlscale wrote; write the climatology, the mean over training times."""
+    """Read grid and times from files that dlscale wrote, and write the climatology.
+
+    The climatology is the mean over all training times.
+    """
     grid: dict[str, list[float]] = {}
     files: list[tuple[Path, File, np.ndarray | None]] = []
     total: Any = 0.0
@@ -201,7 +209,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
                 hours = file["time"][()]
                 total = total + (file["sum/fields"][()] if split == "train" else 0.0)
             if (grid := grid or axes) != axes:
-                raise UserError(f"{path}: its grid differs from the grid of other files; expected one grid")
+                raise UserError(f"{path}: the grid differs from the grid of other files; expected the same grid")
             files.append((path, described, hours))
     rows = sum(file.rows for file in manifest.files("train"))
     np.save(stats / "time_means.npy", (total / rows).astype(np.float32)[None])
@@ -211,7 +219,7 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
 
 
 def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
-    """Write the mean training state of each hour of day, if times cover all hours."""
+    """Write the mean training state of each hour of day; skip this if times are unknown or do not cover all hours."""
     files, info = manifest.files("train"), manifest.fields["fields"]
     if not extra.starts or extra.day is None:
         return extra
@@ -224,7 +232,7 @@ def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -
     means = np.lib.format.open_memmap(stats / "hour_means.npy", mode="w+", dtype=np.float32, shape=shape)
     for hour in range(extra.day):
         (there,) = np.nonzero(slot == hour)
-        # At most 64 days, evenly spread: more would only take longer to read.
+        # At most 64 evenly spaced days are read, because more days would take longer without a benefit.
         chosen = [rows[index] for index in there[sampling.evenly(len(there), 64)]]
         total = np.zeros(shape[1:])
         for file, row in chosen:

@@ -1,4 +1,4 @@
-"""Facts of atmospheric states in their manifest: grid, times, means."""
+"""Facts about atmospheric states that are stored in the manifest: grid, times, means."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from dlscale.data.manifest import File, Manifest
 
 
 class Extra(Record):
-    """The extra part of a manifest."""
+    """Extra part of a manifest of atmospheric states."""
 
     latitude: list[float] = []  # degrees, north to south
     longitude: list[float] = []  # degrees, west to east
     step_hours: float = 6.0  # between stored states
-    starts: dict[str, float] = {}  # start time by digest of a file, hours since 1970; for all files, or empty
-    before: dict[str, str] = {}  # by digest of a file: digest of the file that ends one step before it
+    starts: dict[str, float] = {}  # start time, hours since 1970, by digest of a file; empty if any time is unknown
+    before: dict[str, str] = {}  # digest of the file that ends one step before a file, by digest of the file
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
-    climatology_sha256: str | None = None  # of its content, on which scores depend
-    hour_means: str | None = None  # path of the means over training days of each hour of day [24 h / step, C, H, W]
+    climatology_sha256: str | None = None  # digest of the climatology, on which scores depend
+    hour_means: str | None = None  # path of the mean states of each hour of day [24 h / step, C, H, W]
     hour_means_sha256: str | None = None
 
     def means(self, manifest: Manifest, which: Literal["climatology", "hour_means"]) -> np.ndarray:
-        """Map means over training times, [1 or 24 h / step, C, H, W]; raise `UserError` if the file changed."""
+        """Map the file of `which` means, [1 or 24 h / step, C, H, W]; raise `UserError` if the file has changed."""
         path = manifest.path(getattr(self, which))
         with reading(path):
             if sha256(path) != getattr(self, f"{which}_sha256"):
                 raise UserError(
-                    f"{path}: damaged: its content changed since it was described, and scores depend on it; restore "
-                    f"it, or delete {manifest.folder / 'manifest.json'} and run the workflow again"
+                    f"{path}: damaged: the content has changed since the dataset was described, but scores depend on "
+                    f"it. Restore the file, or delete {manifest.folder / 'manifest.json'} and run the workflow again"
                 )
             means: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         return means
 
     @property
     def day(self) -> int | None:
-        """Stored steps per day; None if a step does not divide a day."""
+        """Number of stored steps per day; None if a day is not a multiple of the step."""
         steps = 24 / self.step_hours
         return round(steps) if steps == round(steps) else None
 

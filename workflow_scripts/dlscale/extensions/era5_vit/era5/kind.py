@@ -23,7 +23,7 @@ from dlscale.config.dataset import (
 from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
-#: Channels of a simulated state, and hours from one to the next.
+#: Channels of a simulated state, and hours between successive states.
 SIMULATED_CHANNELS, SIMULATED_HOURS = ("u10", "v10", "t2m", "vo", "z"), 6
 
 Year = Annotated[int, Field(ge=1700, le=2200)]
@@ -39,8 +39,9 @@ class Era5Simulated(Strict):
         None,
         ge=17,
         le=511,
-        description="Largest wavenumber of the model; the cost grows as its fourth power, and a smaller one gives "
-        "smoother fields on the same grid. If absent, the largest that the grid resolves, between 21 and 127.",
+        description="Largest wavenumber of the model; the cost grows with its fourth power, and a smaller number "
+        "gives smoother fields on the same grid. If absent, the largest wavenumber that the grid resolves, between "
+        "21 and 127.",
     )
     days: PositiveInt | None = Field(None, le=366, description="Days per year; the full year if absent.")
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
@@ -108,8 +109,8 @@ class Era5Dataset(DatasetSettings):
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
     channels: list[str] = Field(
         [],
-        description="Variables in order, `name` or `name@level`. If absent, those of the simulator, or those that "
-        "prepared files name; 20 channels without names are the published ones: u10, v10, t2m, …",
+        description="Variables in order, `name` or `name@level`. If absent, the channels of the simulator, or the "
+        "channels that prepared files name; 20 channels without names are the published channels: u10, v10, t2m, …",
     )
     split: Periods | None = Field(None, description="Days of each split (files and zarr).")
     step_hours: PositiveInt | None = Field(
@@ -152,8 +153,9 @@ class PairSamples(Strict):
     valid: PositiveInt | None = Field(None, description="Largest number of validation samples; all if absent.")
     subset: Literal["spread", "first"] = Field(
         "spread",
-        description="Choice of these pairs. spread: in training a new random choice each epoch, else evenly spaced. "
-        "first: the first in time, the same in each epoch, as the published `limit_nsamples`; training "
+        description="Choice of these pairs. spread: in training a new random choice in each epoch, otherwise evenly "
+        "spaced pairs. first: the first pairs in time, the same in each epoch, as the published `limit_nsamples`; "
+        "training "
         "visits them in random order.",
     )
 
@@ -196,14 +198,14 @@ class Era5(DatasetKind):
         return {"simulated": "simulator", "zarr": "zarr"}.get(dataset.source.kind)
 
     def maker(self, dataset: Era5Dataset) -> str | None:
-        # Edits of the code do not fetch years of a store again, since that can take days.
+        # Changes of the code do not cause years of a store to be fetched again, since fetching can take days.
         return None if isinstance(dataset.source, Era5Zarr) else self.acquirer(dataset)
 
     def origins(self, dataset: Era5Dataset) -> list[str]:
         return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
 
     def prepared_files(self, dataset: Era5Dataset) -> list[str]:
-        """Return the files of a folder's years, and its required statistics."""
+        """Return the files of the years in a prepared folder, and the files of statistics."""
         assert isinstance(dataset.source, Era5Prepared)
         root = pathlib.Path(dataset.source.path)
         files = []
@@ -215,7 +217,7 @@ class Era5(DatasetKind):
         return [str(path) for path in files]
 
     def raw_settings(self, dataset: Era5Dataset, raw: RawFile) -> dict[str, Any]:
-        # Only the requested part of a store is fetched.
+        # Only the requested part of a store is fetched, so the content of a raw file depends on these settings.
         keys = ("channels", "step_hours", "crop", "downsample") if raw.period else ()
         return {**super().raw_settings(dataset, raw), **{key: getattr(dataset, key) for key in keys}}
 
@@ -236,7 +238,7 @@ class Era5(DatasetKind):
         return Outline({"fields": (len(dataset.channels or SIMULATED_CHANNELS), grid)}, rows, values)
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        # Upper bound: whether a history is complete depends on times.
+        # This is an upper bound, since pairs with an incomplete history are left out.
         return sum(max(count - samples.dt, 0) for count in rows)
 
 
@@ -247,7 +249,7 @@ def _days(source: Era5Simulated, year: int) -> int:
 
 
 def _years(period: tuple[dt.date, dt.date] | None) -> list[tuple[dt.date, dt.date]]:
-    """Cut a period at the ends of calendar years, as the published files are."""
+    """Split a period at the ends of calendar years, like the published files."""
     if period is None:
         return []
     first, last = period

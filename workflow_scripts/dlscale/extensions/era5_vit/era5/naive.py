@@ -6,11 +6,13 @@ With the time t of the input x(t), the lead d and the mean state m(hour) of each
 - climatology: m(t + d)
 - the mean diurnal change: x(t) + m(t + d) - m(t)
 - the damped anomaly: m(t + d) + a (x(t) - m(t)), a fitted to each channel in training
-- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h), for longer leads the change of the last complete days
-- a linear regression on these three states, the one a step before t and a constant, fitted to each channel in training
+- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h); for leads above 24 h the change over the last full days
+- a linear regression on these three states, on the state one step before t, and on a constant, fitted to each channel
+  in training
 
-A baseline is left out if it needs times, means, or a step that divides a day, and the data lack them. If data do not
-reach back to yesterday, its change is zero, and the damped anomaly replaces the regression.
+A baseline is left out if the data lack the times or means that the baseline needs, or if the step does not divide a
+day. For samples whose data do not reach back to yesterday, yesterday's change is zero, and the damped anomaly (or
+persistence, without means) replaces the regression.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ ANSWERS = {
     "yesterday": "yesterday's change",
     "regression": "a linear regression on now and yesterday",
 }
-#: Number of training values in a fit, and least number of pairs: of large fields some evenly spread pairs suffice.
+#: Number of training values in a fit, and minimum number of pairs. For large fields a few evenly spaced pairs are
+#: enough.
 FITTED, PAIRS = 2**25, 64
 
 
 class NaiveAnswers:
-    """Predictions of the baselines for the samples of a run, in model units on a device."""
+    """Predict the samples of a run with the baselines, in model units on a device."""
 
     def __init__(
         self, manifest: Manifest, samples: PairSamples, weights_H1: torch.Tensor, device: torch.device
@@ -62,15 +65,16 @@ class NaiveAnswers:
         self._back: list[int] = []  # steps back to the states in the regression
         if day := self._extra.day:
             known |= {"yesterday", "regression"}
-            #: Steps back, in full days of at least `dt`: from there the change over `dt` is known now.
+            #: Number of steps in the full days that are at least as long as `dt`. The change over `dt` from the state
+            #: that many steps ago is known now.
             self._yesterday = day * -(-samples.dt // day)
             self._back = sorted({0, 1, self._yesterday - samples.dt, self._yesterday})
         self.names = [name for name in ANSWERS if name in known]
-        # Consecutive samples share states.
+        # Consecutive samples have states in common, so read states are cached.
         self._stored = functools.lru_cache(max(self._back, default=0) + samples.dt + 2)(self._read)
 
     def __call__(self, index: int, split: str = "valid") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return the predictions for a sample of a split by baseline, and the truth, [C, H, W]."""
+        """Return the predictions for a sample of a split, by baseline, and the true state; all are [C, H, W]."""
         file, row = self._places(split)[index]
         x, y = self._pair(file, row)
         answers = {"persistence": x}
@@ -85,9 +89,12 @@ class NaiveAnswers:
                 answers |= {"yesterday": x + end - begin, "regression": (self._coefficients * terms).sum(dim=0)}
         return {name: answers[name] for name in self.names}, y
 
-    @functools.cache  # noqa: B019 - for a few splits, while the object lives
+    @functools.cache  # noqa: B019 - the cache has only a few splits, and lives as long as the object
     def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
-        """Return file digest and row of each input of a split; if `plain`, also of pairs with an incomplete history."""
+        """Return file digest and row of each input of a split.
+
+        If `plain`, the inputs include pairs with an incomplete history, and all training pairs.
+        """
         samples = self._samples
         if plain:
             samples = samples.model_copy(update={"history": [], "clock": [], "train": None})
@@ -105,7 +112,7 @@ class NaiveAnswers:
         return self._model_units(self._readers[file][row : row + 1, :, :height, :width][0])
 
     def _state(self, file: str, row: int) -> torch.Tensor | None:
-        """Return a state, [C, H, W]; negative rows are in the preceding file, None without one."""
+        """Return a state, [C, H, W]; a negative row is in the preceding file. Return None without such a file."""
         if row >= 0:
             return self._stored(file, row).to(self._device)
         before = file_before(self._manifest, self._files[file])
@@ -123,19 +130,19 @@ class NaiveAnswers:
 
     @functools.cached_property
     def _mean_states(self) -> np.ndarray:
-        """Mean states of each hour of day or of all times, [24 h / step or 1, C, H, W]."""
+        """Mean states of each hour of day, or over all times, [24 h / step or 1, C, H, W]."""
         assert self._means
         return self._extra.means(self._manifest, self._means)
 
     def _terms(self, file: str, row: int) -> torch.Tensor | None:
-        """Return states and a constant, [P, C, H, W]; None if data do not reach back far enough."""
+        """Return the terms of the regression, [P, C, H, W]; None if the data do not reach back far enough."""
         found = (self._state(file, row - back) for back in self._back)
         states = [state for state in found if state is not None]
         return torch.stack([*states, torch.ones_like(states[0])]) if len(states) == len(self._back) else None
 
     @functools.cached_property
     def _damping(self) -> torch.Tensor:
-        """The factor of the anomaly, [1, C, 1, 1]."""
+        """Factor of the damped anomaly, [1, C, 1, 1]."""
 
         def anomalies(file: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
             x, y = self._pair(file, row)
@@ -145,11 +152,11 @@ class NaiveAnswers:
 
     @functools.cached_property
     def _coefficients(self) -> torch.Tensor:
-        """The factors of the regression's terms, [P, C, 1, 1]."""
+        """Factors of the regression's terms, [P, C, 1, 1]."""
         return self._fit(len(self._back) + 1, lambda file, row: (self._terms(file, row), self._pair(file, row)[1]))
 
     def _fit(self, count: int, known: Callable[[str, int], tuple[torch.Tensor | None, torch.Tensor]]) -> torch.Tensor:
-        """Solve the normal equations over training pairs for factors [P, C, 1, 1]; `known` returns terms and target."""
+        """Fit factors [P, C, 1, 1] to training pairs by the normal equations; `known` returns terms and target."""
         channels, places = len(self._info.channels), self._places("train", plain=True)
         gram = torch.zeros(channels, count, count, dtype=torch.float64)
         moment = torch.zeros(channels, count, 1, dtype=torch.float64)
@@ -161,6 +168,6 @@ class NaiveAnswers:
             weighted = a_CPN * self._weights.double().expand(target.shape[-2:]).flatten()
             gram += (weighted @ a_CPN.transpose(1, 2)).cpu()
             moment += (weighted @ y_CN1).cpu()
-        # A constant channel has many solutions; take the smallest.
+        # A constant channel has many solutions; the pseudo-inverse returns the smallest solution.
         solved = torch.linalg.pinv(gram, hermitian=True) @ moment
         return solved.float().squeeze(2).T[..., None, None].to(self._device)

@@ -1,4 +1,4 @@
-"""Samples of time series: pairs of states `dt` stored steps apart, in the same file."""
+"""Samples of time series: pairs of states in the same file, `dt` stored steps apart."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class Pairs(GridSamples):
-    """Pairs of a split: a file of T times has T - dt pairs, all of which are used.
+    """Pairs of states of a split: a file with T times has T - dt pairs.
 
-    With a history, an input box has all times from the earliest on: [C, 1 + steps back, H, W]. Times before a file's
-    first state are read from the preceding file, except in training; pairs with an incomplete history are left out.
+    With a history, an input box has all times from the earliest state to the input: [C, 1 + steps back, H, W]. Except
+    in training, times before a file's first state are read from the preceding file. Pairs with an incomplete history
+    are left out.
     """
 
     def __init__(self, manifest: Manifest, split: str, settings: PairSamples, seed: int) -> None:
@@ -37,8 +38,8 @@ class Pairs(GridSamples):
         states = BoxField(manifest, split, "fields", (1, rows, columns))
         windows = BoxField(manifest, split, "fields", (1 + self._back, rows, columns)) if self._back else states
         super().__init__(windows, states)
-        # Runs of consecutive pairs: reader, row of the first input in it, number of pairs; file, row of the first input
-        # in it.
+        # Runs of consecutive pairs: number of the reader, row of the first input in the reader, number of pairs, number
+        # of the file, row of the first input in the file.
         runs: list[tuple[int, int, int, int, int]] = []
         for number, file in enumerate(files):
             pairs = max(file.rows - self._dt, 0)
@@ -56,14 +57,14 @@ class Pairs(GridSamples):
             history = f" with a history of {self._back} steps (samples.history)" if self._back else ""
             raise UserError(
                 f"{manifest.folder}: {split}: no pair of states {self._dt} steps apart (samples.dt){history} in files "
-                f"of {', '.join(str(file.rows) for file in files)} times; choose a smaller dt or a longer period"
+                f"with {', '.join(str(file.rows) for file in files)} times. Choose a smaller dt or a longer period"
             )
         wanted = settings.train if self._training else settings.valid
         self.size = min(wanted or self.available, self.available)
         self._among = self.size if settings.subset == "first" else self.available
 
     def _visited(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the run of each sample of an epoch, and its number in the run."""
+        """Return the run that contains each sample of an epoch, and the sample's number in this run."""
         pair = sampling.visits(self._seed, epoch, self._among, self.size, self._training)
         return sampling.locate(self._pairs, pair)
 
@@ -76,19 +77,19 @@ class Pairs(GridSamples):
         return BoxIndex(self._reader[run], x, y, zero)
 
     def places(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return file number in the split and row of an epoch's inputs, int64 [size]."""
+        """Return the number of the file in the split, and the row, of each input of an epoch; int64 [size] each."""
         run, number = self._visited(epoch)
         return self._file[run], self._row[run] + number
 
 
 def file_before(manifest: Manifest, file: File) -> File | None:
-    """Return the file, of any split, that ends one step before this one begins, or None."""
+    """Return the file, of any split, that ends one step before `file` begins; None without such a file."""
     digest = Extra.of(manifest).before.get(file.digest)
     return next((each for files in manifest.splits.values() for each in files if each.digest == digest), None)
 
 
 class Joined(Reader):
-    """The last rows of one file and the first of the next as one dataset in memory, float32."""
+    """The last rows of a file and the first rows of the next file, joined in memory, float32."""
 
     def __init__(self, before: Reader, after: Reader, last: int, first: int) -> None:
         super().__init__(after.path, after.name)
@@ -103,14 +104,14 @@ class Joined(Reader):
             before, after, last, first = self._parts
             rows = before.shape[0]
             values = np.concatenate([before[rows - last : rows,], after[0:first,]])
-            # HDF5 distinguishes files in memory by name.
+            # HDF5 distinguishes files in memory by their names, so each name must be unique.
             memory = h5py.File(f"{self.path} after {before.path} {id(self)}", "w", driver="core", backing_store=False)
             self._opened = os.getpid(), memory.create_dataset(self.name, data=values)
         return self._opened[1]
 
 
 class InformedPairs(ArrangedSamples):
-    """Pairs with inputs of the state, of each time of the history, and of the clock."""
+    """Pairs whose inputs are the state, the earlier states of the history, and the clock."""
 
     def __init__(self, pairs: Pairs, manifest: Manifest, split: str, settings: PairSamples) -> None:
         self._extra, self._files = Extra.of(manifest), manifest.files(split)
@@ -118,14 +119,15 @@ class InformedPairs(ArrangedSamples):
         if self._clock and not self._extra.starts:
             raise UserError(
                 f"{manifest.folder}: samples.clock: the times of these files are unknown; expected a dataset `time` "
-                "in each (hours since 1970-01-01), or years as file names; add them, or leave the key out"
+                "(hours since 1970-01-01) in each file, or years as file names. Add the times, or leave samples.clock "
+                "out"
             )
         channels, *grid = pairs.target_spec.shape
         super().__init__(pairs, ArraySpec((settings.channels(channels), *grid)))
         self._pairs = pairs
 
     def numbers(self, epoch: int) -> np.ndarray:
-        """Return sine and cosine of the clock's hands at each input's time (UTC), float32 [size, 2 x hands]."""
+        """Return sine and cosine of the clock's hands at the time (UTC) of each input, float32 [size, 2 x hands]."""
         file, row = self._pairs.places(epoch)
         if not self._clock:
             return np.zeros((len(row), 0), np.float32)
@@ -148,6 +150,6 @@ class InformedPairs(ArrangedSamples):
 
 
 def open_samples(manifest: Manifest, split: str, settings: PairSamples, seed: int) -> Samples:
-    """Return the pairs, with history and clock if they are set."""
+    """Return the pairs of a split, with history and clock if these are set."""
     pairs = Pairs(manifest, split, settings, seed)
     return InformedPairs(pairs, manifest, split, settings) if settings.history or settings.clock else pairs

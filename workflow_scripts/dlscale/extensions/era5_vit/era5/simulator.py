@@ -1,13 +1,14 @@
-"""Simulate a stand-in for ERA5: one stirred layer of air on a rotating sphere.
+"""Simulate a substitute for ERA5: a stirred layer of air on a rotating sphere.
 
 The barotropic vorticity equation is solved by the spectral transform method in spherical harmonics (Bourke 1972; Hack &
-Jakob 1992, NCAR/TN-343); the flow carries a temperature along. Both relax towards a fixed, unstable climate, which
-keeps the flow turbulent; diffusion removes structures below the truncation. Only a random kick every 6 hours, about 6
-per cent of the change, is unpredictable. There are no seasons, no divergence, no vertical structure, no surface.
+Jakob 1992, NCAR/TN-343); the flow transports a temperature. Vorticity and temperature relax towards a fixed, unstable
+climate, which keeps the flow turbulent; diffusion removes structures below the truncation. Only a random kick every 6
+hours, which is about 6 per cent of the change, is unpredictable. The model has no seasons, divergence, vertical
+structure or surface.
 
 Notation: `T` truncation; `J`, `L` latitudes and longitudes of the Gaussian grid; `K` fields. Spectral arrays are
 complex128 `[..., T+1, T+2]`, by zonal wavenumber m and total wavenumber n (zero for n < m; the column n = T+1 holds
-only products such as u cos(latitude)). Harmonics have unit mean square. Grids are `[..., latitude, longitude]`. A state
+only products such as u cos(latitude)). Harmonics have mean square 1. Grids are `[..., latitude, longitude]`. A state
 is vorticity (s-1) and temperature (K), `[2, T+1, T+2]`.
 """
 
@@ -30,11 +31,11 @@ Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
 
 RADIUS = 6.371e6  # of the Earth, m
-OMEGA = 7.292e-5  # its rotation rate, s-1
+OMEGA = 7.292e-5  # rotation rate of the Earth, s-1
 
-CHUNK_BYTES = 1 << 20  # of one variable: held in memory, then written at once
+CHUNK_BYTES = 1 << 20  # bytes of a variable that are kept in memory and then written together
 
-# name, units, long name, CF standard name; the order of the channels of a snapshot
+# Name, units, long name and CF standard name of each variable, in the order of the channels of a snapshot.
 VARIABLES = (
     ("u10", "m s-1", "eastward wind", "eastward_wind"),
     ("v10", "m s-1", "northward wind", "northward_wind"),
@@ -46,10 +47,10 @@ VARIABLES = (
 DAY = 86400.0  # s
 INTERVAL = 6 * 3600.0  # between snapshots, s
 
-# Climate, relaxation times and forces are tuned for winds, temperatures and heights like the real ones, and for a
-# change in 6 hours of 0.3 to 0.5 standard deviations on a 5.6 degree grid.
-SPINUP_DAYS = 20  # simulated and discarded first
-STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours; the field has about 5e-5
+# Climate, relaxation times and forces are tuned so that winds, temperatures and heights are realistic, and so that the
+# change in 6 hours is 0.3 to 0.5 standard deviations on a 5.6 degree grid.
+SPINUP_DAYS = 20  # days that are simulated first and discarded
+STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours; that of the vorticity is about 5e-5
 
 
 def coupling(truncation: int) -> Real:
@@ -81,22 +82,23 @@ def legendre(truncation: int, mu: Real) -> Real:
 
 
 def synthesis(spectral: Complex, table: Real, longitudes: int) -> Real:
-    """Evaluate `[K, T+1, T+2]` with `table` [T+1, J, T+2] on a grid, `[K, J, longitudes]`."""
+    """Evaluate spectral fields `[K, T+1, T+2]` with `table` [T+1, J, T+2] on a grid, `[K, J, longitudes]`."""
     columns = np.ascontiguousarray(spectral.transpose(1, 2, 0)).view(np.float64)  # [m, n, 2K]: a real product
     fourier = (table @ columns).view(np.complex128).transpose(2, 1, 0)
     return np.fft.irfft(fourier, n=longitudes, axis=-1, norm="forward")
 
 
 class Sphere:
-    """The Gaussian grid on which quadratic products of truncated fields project without aliasing.
+    """Gaussian grid on which quadratic products of truncated fields can be projected without aliasing.
 
-    `mu` [J], J >= (3 T + 1) / 2, are its nodes from south to north, of `weights` [J] with the sum 1. A scalar has
-    coefficients where `kept` [T+1, T+2], m <= n <= T. The tables take 8 (T+1) J (T+2) bytes.
+    `mu` [J], with J >= (3 T + 1) / 2, are the nodes of the grid from south to north; the `weights` [J] of the nodes
+    have the sum 1. `kept` [T+1, T+2] is true for the coefficients of a scalar, m <= n <= T. The tables take 8 (T+1) J
+    (T+2) bytes.
     """
 
     def __init__(self, truncation: int) -> None:
         self.truncation = truncation
-        nodes = 8 * -(-(3 * truncation + 1) // 16)  # a multiple of 8: the Fourier transforms stay fast
+        nodes = 8 * -(-(3 * truncation + 1) // 16)  # a multiple of 8, for fast Fourier transforms
         self.mu, weights = np.polynomial.legendre.leggauss(nodes)
         self.weights: Real = weights / 2
         self.table, self.eps = legendre(truncation, self.mu), coupling(truncation)
@@ -106,11 +108,11 @@ class Sphere:
         self.kept: NDArray[np.bool_] = (self.n >= self.m) & (self.n <= truncation)
 
     def to_grid(self, spectral: Complex) -> Real:
-        """Evaluate `[K, T+1, T+2]` on the Gaussian grid, `[K, J, 2J]`."""
+        """Evaluate spectral fields `[K, T+1, T+2]` on the Gaussian grid, `[K, J, 2J]`."""
         return synthesis(spectral, self.table, 2 * self.mu.size)
 
     def to_spectral(self, grid: Real) -> Complex:
-        """Project `[K, J, 2J]` on the harmonics, to `[K, T+1, T+2]`, the column n = T+1 included."""
+        """Project fields `[K, J, 2J]` on the harmonics; return `[K, T+1, T+2]`, including the column n = T+1."""
         fourier = np.fft.rfft(grid, axis=-1, norm="forward")[..., : self.truncation + 1] * self.weights[:, None]
         columns = np.ascontiguousarray(fourier.transpose(2, 1, 0)).view(np.float64)
         projected = (self.table.transpose(0, 2, 1) @ columns).view(np.complex128)
@@ -118,7 +120,7 @@ class Sphere:
 
 
 def invert_laplacian(sphere: Sphere, spectral: Complex) -> Complex:
-    """Solve laplacian(x) = `spectral` with global mean zero: x = -a^2 / (n (n+1)) times it."""
+    """Solve laplacian(x) = `spectral` for x with global mean zero: x = -a^2 / (n (n+1)) `spectral`."""
     return -(RADIUS**2) * spectral / np.where(sphere.n > 0, sphere.n * (sphere.n + 1), np.inf)
 
 
@@ -137,7 +139,7 @@ def velocity_from_vorticity(sphere: Sphere, vorticity: Complex) -> Complex:
 def geopotential_from_vorticity(sphere: Sphere, vorticity: Complex, mean: float = 54500.0) -> Complex:
     """Return the geopotential in linear balance, laplacian(phi) = div(f grad(psi)), m2 s-2, `[T+1, T+2]`.
 
-    It also holds at the equator (Lorenz 1960).
+    The linear balance is also valid at the equator (Lorenz 1960).
     """
     u_cos = velocity_from_vorticity(sphere, vorticity)[0]
     mu_vorticity = np.zeros_like(vorticity)  # mu times the vorticity, by the coupling of neighbours
@@ -155,9 +157,10 @@ def times(year: int, days: int | None = None) -> NDArray[np.datetime64]:
 
 
 def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: int) -> NDArray[np.float32]:
-    """Evaluate the `VARIABLES` of one state at latitudes of sines `mu` [J], `[5, J, longitudes]` float32.
+    """Evaluate the `VARIABLES` of a state on a grid, `[5, J, longitudes]` float32.
 
-    `table` is `legendre` of `mu`. If longitudes are too few for the truncation, fields are subsampled.
+    `mu` [J] are the sines of the grid's latitudes, and `table` is `legendre` of `mu`. If `longitudes` is too small for
+    the truncation, the fields are evaluated on a multiple of the longitudes, and subsampled.
     """
     wind, phi = velocity_from_vorticity(sphere, state[0]), geopotential_from_vorticity(sphere, state[0])
     spectral = np.concatenate([wind, state[1:], state[:1], phi[None]])
@@ -168,15 +171,16 @@ def snapshot(sphere: Sphere, state: Complex, mu: Real, table: Real, longitudes: 
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
-    """Write the year of a raw file as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
+    """Write a simulated year as CF NetCDF-4: float32 `VARIABLES` (time, latitude, longitude), 6-hourly.
 
-    The same settings give the same bytes on the same machine; seeds and years give independent trajectories. Memory
-    does not grow with the days. `progress` is called with the 6-hour steps done and in total.
+    The same settings give the same bytes on the same machine; different seeds or years give independent trajectories.
+    The memory does not depend on the number of days. `progress` is called with the number of 6-hour steps done, and
+    with their total number.
     """
     source, year = dataset.source, raw.index
     latitudes, longitudes, seed = source.latitudes, source.longitudes, source.seed
     resolved = min(longitudes // 2, latitudes) - 1
-    truncation = source.truncation or min(max(resolved, 21), 127)  # 21: needed for storms; 127: affordable for a year
+    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21; a year at 127 is affordable
     when = times(year, source.days)
     latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
     longitude = 360.0 * np.arange(longitudes) / longitudes
@@ -213,8 +217,9 @@ def create_series(
 ) -> list[Any]:
     """Create dimensions, coordinates and empty float32 variables; return the variables.
 
-    `hours` [T] count since 1970-01-01T00 UTC, axes are degrees; a variable has a name, units, long name and perhaps a
-    CF standard name. `chunk` times are stored together; contiguous if None.
+    `hours` [T] count from 1970-01-01T00 UTC; `latitude` and `longitude` are in degrees. Each of `variables` has a name,
+    units, a long name, and optionally a CF standard name. `chunk` times are stored together; if `chunk` is None, the
+    variables are contiguous.
     """
     axes = {"time": hours, "latitude": latitude, "longitude": longitude}
     units = {"time": "hours since 1970-01-01", "latitude": "degrees_north", "longitude": "degrees_east"}
@@ -236,7 +241,8 @@ def create_series(
 def advection(sphere: Sphere, state: Complex) -> Complex:
     """Return -div(velocity * (vorticity + f, temperature)), the inviscid unforced tendency.
 
-    Flux form keeps global means; without aliases energy and enstrophy are conserved up to the error of the time step.
+    The flux form conserves global means. Since there is no aliasing, energy and enstrophy are conserved up to the error
+    of the time step.
     """
     fields = sphere.to_grid(np.concatenate([velocity_from_vorticity(sphere, state[0]), state]))
     wind, carried = fields[:2], fields[2:]
@@ -253,9 +259,9 @@ def advection(sphere: Sphere, state: Complex) -> Complex:
 
 
 def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Complex:
-    """Return an isotropic random field of mean square near 1, low <= n <= high, `[T+1, T+2]`.
+    """Return an isotropic random field with mean square near 1 and wavenumbers low <= n <= high, `[T+1, T+2]`.
 
-    Coefficients do not depend on the truncation.
+    The coefficients do not depend on the truncation.
     """
     real, imaginary = np.random.Generator(bits).standard_normal((2, high + 1, high + 1))
     m, n = np.ogrid[: high + 1, : high + 1]
@@ -267,10 +273,10 @@ def noise(sphere: Sphere, low: int, high: int, bits: np.random.Philox) -> Comple
 
 
 def climate(sphere: Sphere) -> Complex:
-    """Return the fixed state that the model relaxes to, `[2, T+1, T+2]`.
+    """Return the fixed state towards which the model relaxes, `[2, T+1, T+2]`.
 
-    Jets u = 20 m/s sin^2(2 latitude) cos(latitude) and poles that are 46 K colder than the equator, plus frozen random
-    mountains, slowly approached and never reached, and continents, 17 K.
+    The state has jets u = 20 m/s sin^2(2 latitude) cos(latitude), and poles that are 46 K colder than the equator.
+    Fixed random fields are added: mountains to the vorticity, continents (17 K) to the temperature.
     """
     mu = sphere.mu[:, None] + np.zeros(2 * sphere.mu.size)
     jets = -8 * 20.0 / RADIUS * mu * (1 - mu**2) * (1 - 3 * mu**2)  # -(1/a) d(u cos(latitude)) / dmu
@@ -281,7 +287,10 @@ def climate(sphere: Sphere) -> Complex:
 
 
 def tendency(sphere: Sphere, state: Complex, target: Complex) -> Complex:
-    """Return d(state)/dt: `advection`, and relaxation to `target` in 10 and 8 days, all `[2, T+1, T+2]`."""
+    """Return d(state)/dt, the sum of `advection` and relaxation to `target`; all are `[2, T+1, T+2]`.
+
+    Vorticity relaxes in 10 days, temperature in 8 days.
+    """
     rates = 1 / (DAY * np.array([10.0, 8.0])[:, None, None])
     return advection(sphere, state) + rates * (target - state)
 
@@ -299,7 +308,7 @@ def fastest_wind(sphere: Sphere, state: Complex) -> float:
     """Return the largest wind speed on the grid, m/s; raise `UserError` if the integration failed."""
     wind = sphere.to_grid(velocity_from_vorticity(sphere, state[0]))
     fastest = float(np.sqrt((wind**2).sum(0) / (1 - sphere.mu[:, None] ** 2)).max())
-    if not (fastest < 400.0 and np.isfinite(state).all()):  # beyond it the integration is failing, whatever the step
+    if not (fastest < 400.0 and np.isfinite(state).all()):  # above 400 m/s the integration fails with any step
         raise UserError(
             f"simulated era5: the integration failed (fastest wind {fastest:.3g} m/s, expected below 400 m/s); lower "
             "`truncation`"
@@ -308,14 +317,15 @@ def fastest_wind(sphere: Sphere, state: Complex) -> float:
 
 
 def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
-    """Return the state 6 hours later, relaxed to `target`. Errors: see `fastest_wind`."""
+    """Return the state 6 hours later, relaxed to `target`; raise `UserError` if the integration failed."""
     with np.errstate(all="ignore"):  # `fastest_wind` reports overflows
-        # Courant number 1.5; the Runge-Kutta scheme is stable up to 2.8. An hour at most.
+        # The Courant number is at most 1.5, since the Runge-Kutta scheme is stable up to 2.8; a step is at most an
+        # hour.
         longest = 1.5 * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
         steps = int(np.ceil(INTERVAL / min(3600.0, longest)))
         scale = sphere.n * (sphere.n + 1) / (sphere.truncation * (sphere.truncation + 1))
-        # Linear and stiff, so integrated exactly after each step: e-folding time of 8 hours at the truncation, with a
-        # power of the Laplacian so high that storms are spared.
+        # The diffusion is linear and stiff, so that it is integrated exactly after each step. The e-folding time is 8
+        # hours at the truncation; the power of the Laplacian is so high that storms are hardly damped.
         diffusion = np.exp(-INTERVAL / steps / (3600 * 8.0) * scale**8)
         for _ in range(steps):
             state = diffusion * runge_kutta(lambda now: tendency(sphere, now, target), state, INTERVAL / steps)
@@ -326,7 +336,7 @@ def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
 def trajectory(sphere: Sphere, seed: int, year: int) -> Iterator[Complex]:
     """Yield the states `[2, T+1, T+2]` every 6 hours, without end.
 
-    They depend only on the seed, the year and the number of the interval.
+    The random numbers depend only on the seed, the year and the number of the interval.
     """
 
     def bits(interval: int, stream: int) -> np.random.Philox:

@@ -1,8 +1,8 @@
 """Combine the variables of atmospheric files into one stream of states [T, C, H, W].
 
-NetCDF and Zarr are opened with xarray, GRIB with cfgrib's index of messages, without reading values. The files are
-checked: every channel once at every time, at one step, on one grid. Then only the wanted variables, levels, times and
-windows are read.
+NetCDF and Zarr are opened with xarray, GRIB with cfgrib's index of messages; values are not read yet. Then the files
+are checked: each channel must exist exactly once at each time, and all must have the same step and grid. Finally only
+the wanted variables, levels, times and windows are read.
 
 Notation: `T` times (`datetime64[s]`, UTC), `L` levels (hPa), `H` latitudes (north to south), `W` longitudes (west to
 east).
@@ -35,7 +35,7 @@ from dlscale.extensions.era5_vit.era5.kind import SIMULATED_CHANNELS, Era5Datase
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Names of the axes: by CF, ECMWF's two generations of NetCDF, cfgrib, ARCO-ERA5 and WeatherBench2.
+#: Names by axis: the names of CF, of ECMWF's two generations of NetCDF, of cfgrib, ARCO-ERA5 and WeatherBench2.
 AXES = {
     "time": ("valid_time", "time"),
     "level": ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev"),
@@ -63,30 +63,31 @@ LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadti
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
 
-#: Molar mass of water vapour over that of dry air, by the gas constants of the IFS (J/kg/K).
+#: Ratio of the molar masses of water vapour and dry air, from the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
-_WATER, _ICE = 273.16, 250.16  # K: above the first all condensate is water, below the second ice
+_WATER, _ICE = 273.16, 250.16  # K; all condensate is water above _WATER, and ice below _ICE
 
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """One variable of one file, its values not read yet."""
+    """Variable of a file, without its values, which are read later."""
 
-    origin: str  # the file or store, for messages
+    origin: str  # file or store, shown in messages
     channels: tuple[str, ...]  # `name`, or `name@level` for each of L levels; short names
     units: str
     long_name: str
     times: np.ndarray  # [T], datetime64[s], in any order
     latitude: np.ndarray  # [H], degrees, float64
     longitude: np.ndarray  # [W], degrees, float64
-    #: `load(times, levels, rows, columns)` reads indices [t] and [l] and a window [h, w], as float32 [t, l, h, w].
+    #: Function `load(times, levels, rows, columns)`, which reads the values at the indices `times` [t] and `levels` [l]
+    #: in the window `rows`, `columns`, and returns float32 [t, l, h, w].
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
     point_bytes: int  #: Bytes per point and level during reading: packed, decoded, masked, and as float32.
-    held: int = 1  #: Levels in a chunk, which are read together.
+    held: int = 1  #: Number of levels in a chunk; all of them are read together.
 
 
 def short(channel: str) -> str:
-    """Normalise `name` or `name@level` for comparison: short name, level without trailing zeros."""
+    """Normalise `name` or `name@level` for comparison: use the short name, and remove trailing zeros of the level."""
     name, at, level = channel.partition("@")
     with contextlib.suppress(ValueError):
         level = f"{float(level):g}"
@@ -100,7 +101,7 @@ def base(channel: str) -> str:
 
 @contextlib.contextmanager
 def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
-    """Translate errors as `files.reading` does, and silence the library's warnings."""
+    """Translate errors as `files.reading` does, and silence warnings of the reading library."""
     with files.reading(origin, advice), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -109,14 +110,17 @@ def reading(origin: str | os.PathLike[str], advice: str = TORN) -> Iterator[None
 def open_variables(
     path: Path, wanted: Collection[str], stack: contextlib.ExitStack
 ) -> tuple[list[Variable], list[str]]:
-    """Open a GRIB or NetCDF file, closed by `stack`; return its `wanted` variables and the names of all."""
+    """Open a GRIB or NetCDF file; return the `wanted` variables and the names of all variables.
+
+    `stack` closes the file.
+    """
     if path.is_dir():
         raise UserError(
             f"{path}: a folder; expected a file: list the files in it (a Zarr store needs source kind zarr)"
         )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
-    if b"GRIB" in head:  # bulletins may have a heading before it
+    if b"GRIB" in head:  # in bulletins a heading may precede this word
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         engine = "h5netcdf"
@@ -129,28 +133,28 @@ def open_variables(
     else:
         content = f"begins with {head[:8]!r}" if head else "is empty"
         raise UserError(
-            f"{path}: neither GRIB nor NetCDF: it {content}; unpack an archive, convert other forms of NetCDF with "
-            "`nccopy -k nc4 IN OUT`, or fetch the file again: it may be torn"
+            f"{path}: neither GRIB nor NetCDF: the file {content}. Unpack an archive, convert other forms of NetCDF "
+            "with `nccopy -k nc4 IN OUT`, or fetch a torn file again"
         )
     with reading(path):
         return gridded(stack.enter_context(open_xarray(path, engine)), str(path), wanted)
 
 
 def open_xarray(place: str | Path, engine: str, **options: Any) -> xr.Dataset:
-    """Open a file or store lazily."""
+    """Open a file or store without reading values or decoding times."""
     import xarray as xr
 
     return xr.open_dataset(place, engine=engine, decode_times=False, cache=False, **options)
 
 
 def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
-    """Return the wanted variables of an xarray dataset, and the names of all."""
+    """Return the wanted variables of an xarray dataset, and the names of all variables."""
     names = [str(name) for name in dataset.data_vars]
     return [_gridded(dataset[name], origin) for name in names if base(name) in wanted], names
 
 
 def _gridded(array: xr.DataArray, origin: str) -> Variable:
-    """Describe one variable; raise `UserError` unless it is a series of states on a regular grid."""
+    """Describe a variable; raise `UserError` unless the variable is a series of states on a regular grid."""
     name, known = str(array.name), [name for names in AXES.values() for name in names]
     array = array.isel({dim: 0 for dim, size in array.sizes.items() if size == 1 and dim not in known})
     axes: dict[str, xr.DataArray] = {}
@@ -159,14 +163,14 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
             axes[kind] = there[0]
     dims = [axis.dims[0] for axis in axes.values()]
     complete = {"time", "latitude", "longitude"} <= axes.keys() and array.size > 0
-    # Without `valid_time`, the times of a forecast are its start times.
+    # If a forecast has no `valid_time`, its times are start times, which cannot be used.
     dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
     if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
-        if "expver" in array.dims:  # ERA5 and its preliminary form fill each other's gaps
+        if "expver" in array.dims:  # each of ERA5 and its preliminary form has the times that the other lacks
             raise UserError(
-                f"{origin}: '{name}' has the dimensions {sizes}: `expver` holds ERA5 and ERA5T, each with the times "
-                f"that the other lacks; join both with xarray, `{name}.max('expver')`, which skips missing values"
+                f"{origin}: '{name}' has the dimensions {sizes}: `expver` contains ERA5 and ERA5T, each with the times "
+                f"that the other lacks. Join both with xarray, `{name}.max('expver')`, which skips missing values"
             )
         raise UserError(
             f"{origin}: '{name}' has the dimensions {sizes}; expected one each of {', '.join(AXES['time'])} (of a "
@@ -187,7 +191,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
-        # Transpose only after reading: a lazy transposition would make the library read point by point.
+        # Transpose after reading, because a lazy transposition makes the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
@@ -209,14 +213,17 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
 
 
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return latitudes north to south, longitudes west to east, and whether latitudes began in the south."""
+    """Return latitudes from north to south, longitudes from west to east, and whether the latitudes were reversed.
+
+    Raise `UserError` if the axes are not in order.
+    """
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
-    if (abs(np.diff(longitude)) > 180.0).any():  # ..., 355, 0, 5: continue with 360, 365
+    if (abs(np.diff(longitude)) > 180.0).any():  # replace …, 355, 0, 5 by …, 355, 360, 365
         longitude = np.unwrap(longitude, period=360.0)
         if (np.diff(longitude) < 0).any():
             raise UserError(
-                f"{where}: longitudes leap back over the meridian (0, …, 359), so they are in two pieces; sort them, "
-                "e.g. with `cdo sellonlatbox,-180,180,-90,90 IN OUT`"
+                f"{where}: longitudes jump back at the meridian (0, …, 359), so that the region is in two pieces. Sort "
+                "the longitudes, e.g. with `cdo sellonlatbox,-180,180,-90,90 IN OUT`"
             )
     south_first = bool(latitude[0] < latitude[-1])
     latitude = latitude[::-1] if south_first else latitude
@@ -227,7 +234,7 @@ def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[n
 
 
 def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
-    """Decode CF times to datetime64[s]."""
+    """Decode CF times to datetime64[s]; raise `UserError` if this is impossible."""
     import xarray as xr
 
     try:
@@ -238,8 +245,8 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
     except Exception as error:
         units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
         raise UserError(
-            f"{origin}: its times cannot be read (units: {units}, calendar: {calendar}); expected dates of the "
-            "standard calendar, e.g. 'hours since 1900-01-01'; convert another calendar with xarray's "
+            f"{origin}: the times cannot be read (units: {units}, calendar: {calendar}); expected dates of the "
+            "standard calendar, e.g. 'hours since 1900-01-01'. Convert another calendar with xarray's "
             "`convert_calendar('standard', align_on='date')`"
         ) from error
     rounded = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours in float32 are inexact
@@ -247,7 +254,7 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
 
 
 def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
-    """Replace evenly spaced, ascending indices by a slice, which every format reads fast."""
+    """Replace evenly spaced, ascending indices by a slice, which is fast in all formats."""
     indices = np.asarray(indices)
     steps = np.unique(np.diff(indices))
     if steps.size > 1 or (steps.size == 1 and steps[0] <= 0):
@@ -256,9 +263,10 @@ def _compact(indices: Sequence[int] | np.ndarray) -> slice | np.ndarray:
 
 
 def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
-    """Return the wanted variables of a GRIB file, one per level, and the names of all.
+    """Return the wanted variables of a GRIB file, one for each level, and the names of all variables.
 
-    xarray is not used: it fills missing messages with NaN, and silently takes the first of two of one time.
+    xarray is not used, because xarray fills missing messages with NaN, and silently takes the first of two messages of
+    the same time.
     """
     try:
         from cfgrib import cfmessage, messages
@@ -268,7 +276,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
     with reading(path):
-        # Keys that distinguish variables, then their times.
+        # The keys distinguish variables; the last key distinguishes the times of a variable.
         keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
         index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
@@ -284,8 +292,11 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
-    """Raise `UserError` if messages follow the last in the index: ecCodes takes a damaged one for the end."""
-    # If fields share a message, an offset is a pair: first byte of the message, number of the field.
+    """Raise `UserError` if messages follow the last message in the index.
+
+    ecCodes takes a damaged message for the end of the file.
+    """
+    # If a message has several fields, an offset is a pair: first byte of the message, number of the field.
     last = max(offset[0] if isinstance(offset, tuple) else offset for offset in offsets)
     with open(stream.path, "rb") as file:
         file.seek(last + stream[last]["totalLength"])
@@ -294,7 +305,7 @@ def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
 
 
 def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
-    """Describe the GRIB messages of one channel on one grid."""
+    """Describe the GRIB messages of a channel on a grid as a variable."""
     first, where = stream[entries[0][1]], f"{path}: '{channel}'"
     kind = first["gridType"]
     if kind not in ("regular_ll", "regular_gg") or any(first.get(key) for key in SCANNING):
@@ -313,13 +324,13 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
 
     times = np.array([time for time, _ in entries], "datetime64[s]")
     units, long_name = str(first["units"]), str(first["name"])
-    # Values are packed, float64 in ecCodes, and float64 here.
+    # A value exists packed, as float64 in ecCodes, as float64 in Python, and as float32.
     return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, point_bytes=29)
 
 
 @functools.cache
 def _silence_eccodes() -> IO[str]:
-    """Silence ecCodes, whose errors arrive as exceptions; cached, so that the file stays open."""
+    """Silence the messages of ecCodes, whose errors also raise exceptions; the cache keeps the file open."""
     import eccodes
 
     nowhere = open(os.devnull, "w")  # noqa: SIM115
@@ -328,9 +339,9 @@ def _silence_eccodes() -> IO[str]:
 
 
 def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
-    """Return the saturation vapour pressure, Pa, for K: over water, ice, or a mixture between.
+    """Return the saturation vapour pressure, Pa, over water, ice or a mixture, for temperatures in K.
 
-    Tetens' formula as in ERA5 (ECMWF 2016, IFS Documentation Cy41r2, part IV, eq. 7.4 to 7.6).
+    The formula is Tetens', as in ERA5 (ECMWF 2016, IFS Documentation Cy41r2, part IV, eq. 7.4 to 7.6).
     """
     t = np.asarray(temperature, np.float64)
     water = 611.21 * np.exp(17.502 * (t - 273.16) / (t - 32.19))
@@ -340,14 +351,17 @@ def saturation_pressure(temperature: np.ndarray) -> np.ndarray:
 
 
 def relative_humidity(temperature: np.ndarray, specific_humidity: np.ndarray, pressure: float) -> np.ndarray:
-    """Return the relative humidity, %, for K, kg/kg and Pa; like ERA5's, it may lie outside of 0 to 100."""
+    """Return the relative humidity, %, for temperature (K), specific humidity (kg/kg) and pressure (Pa).
+
+    As in ERA5, the relative humidity may be below 0 or above 100.
+    """
     q = np.asarray(specific_humidity, np.float64)
     vapour = pressure * q / (_EPSILON + (1.0 - _EPSILON) * q)
     return np.asarray(100.0 * vapour / saturation_pressure(temperature))
 
 
 def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Variable]:
-    """Add relative humidity if it is wanted and only temperature and specific humidity are available."""
+    """Add relative humidity if it is wanted but missing, and temperature and specific humidity are available."""
     by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
     if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
         return variables
@@ -356,7 +370,7 @@ def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Va
 
 
 def _humidity(t: Variable, q: Variable) -> Variable:
-    """Describe relative humidity on the common levels of both variables, computed during reading."""
+    """Describe relative humidity on the levels that both variables have; its values are computed during reading."""
     places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
     levels = [level for level in places[1] if level and level in places[0]]
 
@@ -366,7 +380,7 @@ def _humidity(t: Variable, q: Variable) -> Variable:
             for variable, its in zip((t, q), places, strict=True)
         )
         out = np.empty_like(kelvin)
-        for at in np.ndindex(out.shape[:3]):  # one circle of latitude at a time: little memory for float64
+        for at in np.ndindex(out.shape[:3]):  # a circle of latitude at a time, to save memory for float64
             out[at] = relative_humidity(kelvin[at], moisture[at], 100.0 * float(levels[chosen[at[1]]]))
         return out
 
@@ -383,19 +397,19 @@ def _humidity(t: Variable, q: Variable) -> Variable:
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
-#: Larger values mark missing data: 3.4e38 in GRIB, 9.97e36 in NetCDF.
+#: Maximum valid value; larger values mark missing data (3.4e38 in GRIB, 9.97e36 in NetCDF).
 LARGEST = 1e30
 
 
 def wanted_names(dataset: Era5Dataset) -> set[str]:
-    """Return the short names of the variables needed for a dataset's channels."""
+    """Return the short names of the variables that are needed for a dataset's channels."""
     names = {base(channel) for channel in dataset.channels}
     return names | {"t", "q"} if "r" in names else names
 
 
 def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Source:
-    """Open the raw files of one part, GRIB or NetCDF."""
-    if isinstance(dataset.source, Era5Zarr):  # cropped and averaged when they were fetched
+    """Open the raw GRIB or NetCDF files of a part of a dataset."""
+    if isinstance(dataset.source, Era5Zarr):  # the files were cropped and averaged when they were fetched
         dataset = dataset.model_copy(update={"crop": None, "downsample": 1})
     dataset = dataset.model_copy(update={"channels": dataset.channels or list(SIMULATED_CHANNELS)})
     wanted, names = wanted_names(dataset), list[str]()
@@ -411,7 +425,11 @@ def open_source(dataset: Era5Dataset, part: Part, paths: list[Path]) -> Era5Sour
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """A variable in a source: its `levels` [c] are channels `positions` [c], its times `indices` [t] are `rows` [t]."""
+    """Part of a source that is read from a variable.
+
+    The variable's `levels` [c] are the source's channels `positions` [c]; the variable's times `indices` [t] are the
+    source's times `rows` [t].
+    """
 
     variable: Variable
     levels: list[int]
@@ -421,10 +439,10 @@ class _Segment:
 
 
 class Era5Source(Source):
-    """One field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset asks.
+    """Source with the field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset requires.
 
-    Its times are the multiples of `step_hours` from midnight UTC in the period; None: all times. Raises `UserError` for
-    missing or repeated channels or times, and for grids that differ or are smaller than the crop.
+    The times are the multiples of `step_hours` from midnight UTC in the period; all times if `step_hours` is None.
+    Raise `UserError` for missing or repeated channels or times, and for grids that differ or are smaller than the crop.
     """
 
     def __init__(
@@ -436,7 +454,7 @@ class Era5Source(Source):
         label: str,
         advice: str = TORN,
     ) -> None:
-        self.files = contextlib.ExitStack()  # open files, closed with the source
+        self.files = contextlib.ExitStack()  # open files, which are closed with the source
         self._label, self._advice, self._downsample = label, advice, dataset.downsample
         channels = [short(channel) for channel in dataset.channels]
         holders = _holders(channels, with_humidity(variables, channels), names, label)
@@ -461,7 +479,7 @@ class Era5Source(Source):
         axes = {"latitude": first.latitude[self._window[0]], "longitude": first.longitude[self._window[1]]}
         self.coordinates = {name: axis.reshape(-1, self._downsample).mean(axis=1) for name, axis in axes.items()}
         self.row_coordinates = {"time": self.times.astype(np.int64) / 3600.0}
-        self.summed = ("fields",)  # for the climatology
+        self.summed = ("fields",)  # the climatology needs sums of this field
         self.attributes: dict[str, Any] = {
             "long_names": [holders[channel][0].long_name for channel in channels],
             "source_files": list(dict.fromkeys(segment.variable.origin for segment in self._segments)),
@@ -476,7 +494,7 @@ class Era5Source(Source):
         return _Segment(variable, levels, positions, indices, np.searchsorted(self.times, variable.times[indices]))
 
     def _footprint(self, segment: _Segment) -> int:
-        """Bound the bytes that one row of a segment needs while it is read and averaged."""
+        """Return an upper bound of the bytes that a row of a segment needs while it is read and averaged."""
         variable, asked = segment.variable, len(segment.levels)
         levels = min(asked * variable.held, len(variable.channels))
         read = variable.point_bytes * levels * variable.latitude.size * variable.longitude.size
@@ -494,7 +512,7 @@ class Era5Source(Source):
                 continue
             place = (segment.rows[low:high, None] - start, segment.positions)
             with reading(segment.variable.origin, self._advice):
-                # Unnamed values, so that their memory is freed before the next read.
+                # The loaded values have no name, so that their memory is freed before the next read.
                 out[place] = block_average(
                     segment.variable.load(segment.indices[low:high], segment.levels, *self._window),
                     self._downsample,
@@ -510,9 +528,9 @@ class Era5Source(Source):
         raise UserError(
             f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
             f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
-            f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block); exclude "
-            "such times with `split`, such points with `crop`, or fill them; if the values should be there, the copy "
-            "may be incomplete: copy it again"
+            f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block). Exclude "
+            "such times with `split` or such points with `crop`, or fill the values. If the original has these values, "
+            "the copy may be incomplete: copy it again"
         )
 
     def close(self) -> None:
@@ -520,20 +538,22 @@ class Era5Source(Source):
 
 
 def _holders(channels: list[str], variables: list[Variable], names: list[str], label: str) -> dict[str, list[Variable]]:
-    """Return the variables that hold each channel."""
+    """Return the variables that contain each channel; raise `UserError` if a channel is missing."""
     holders = {channel: [v for v in variables if channel in v.channels] for channel in channels}
     for channel in (channel for channel, its in holders.items() if not its):
         levels = dict.fromkeys(each for v in variables for each in v.channels if base(each) == base(channel))
         there = list(levels or dict.fromkeys(names))
         most = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
-        raise UserError(f"{label}: no file holds the channel '{channel}'{nearest(channel, there)}; there are: {most}")
+        raise UserError(
+            f"{label}: no file contains the channel '{channel}'{nearest(channel, there)}; the files contain: {most}"
+        )
     return holders
 
 
 def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
-    """Raise `UserError` unless all variables are on the grid of `first`, and those of a channel have one unit.
+    """Raise `UserError` unless all variables have the grid of `first`, and all variables of a channel the same unit.
 
-    Grids may differ by rounding and by full turns.
+    Rounding errors, and longitudes that differ by 360 degrees, are allowed.
     """
     for channel, variables in holders.items():
         for other in variables:
@@ -550,14 +570,17 @@ def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
                 )
                 raise UserError(
                     f"'{channel}' is on another grid or in other units: {found}, in '{other.units}'; expected "
-                    f"{expected}, in '{variables[0].units}'; bring all to one grid, and each channel to one unit"
+                    f"{expected}, in '{variables[0].units}'. Convert all to the same grid, and each channel to one unit"
                 )
 
 
 def _common_times(
     holders: dict[str, list[Variable]], period: Period | None, step_hours: int | None, label: str
 ) -> np.ndarray:
-    """Return the times [T], ascending, that every channel has exactly once, at one step."""
+    """Return the times [T], ascending, which have a constant step and which each channel has exactly once.
+
+    Raise `UserError` if times are missing or repeated, or if the step changes.
+    """
     kept, days = dict[str, np.ndarray](), list[Any]()
     for channel, variables in holders.items():
         there = np.sort(np.concatenate([variable.times for variable in variables]))
@@ -569,8 +592,8 @@ def _common_times(
         if there[0] >= first + 1 or not there[-1] >= last or not times.size:
             raise UserError(
                 f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
-                f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}; set the dataset's `split` within that, "
-                "change `step_hours`, add files, or fetch a torn file again"
+                f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}. Set the dataset's `split` within these "
+                "times, change `step_hours`, add files, or fetch a torn file again"
             )
         kept[channel] = times
     every = np.unique(np.concatenate(list(kept.values())))
@@ -590,9 +613,9 @@ def _common_times(
                 f"{label}: '{channel}' is missing, appears twice or breaks the step of "
                 f"{step / np.timedelta64(1, 'h'):g} h at {_text(wrong[0])} ({wrong.size} such times; in "
                 f"{' and '.join(origins[:2]) or 'no file'}); {'cut these times from one file, ' * overlap}add the file "
-                "that holds it, set `split` around a gap, or "
-                "set `step_hours` (means over months have no step); of several members, forecast steps or kinds of "
-                "levels select one beforehand, for GRIB with `grib_copy -w number=0 IN OUT`"
+                "with the missing time, set `split` around a gap, or set `step_hours` (monthly means have no step). "
+                "If there are several members, forecast steps or kinds of levels, first select one of them, for GRIB "
+                "with `grib_copy -w number=0 IN OUT`"
             )
     return expected
 

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _LONGEST_WAIT_S = 30.0
-# public archives are read without an account, unless fsspec's own configuration names one
+# Public archives are read without an account, unless fsspec's configuration names an account.
 _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": "anon"}, "s3": {"anon": True}}
 
 
 def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[int, int], None] | None = None) -> None:
     """Copy `dataset.channels` over `raw.period` from the store `raw.origin` to the NetCDF-4 file `out`.
 
-    Only needed variables, levels and times are fetched, within `store.MEMORY` or one chunk, whichever is more,
-    then cropped and averaged. The store is a folder, or a URL that fsspec knows.
+    Only needed variables, levels and times are fetched; then they are cropped and averaged. A block takes at most
+    `store.MEMORY`, or the memory of a chunk if a chunk is larger. The store is a folder, or a URL that fsspec supports.
     """
     import h5netcdf
 
@@ -40,7 +40,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     advice = "the store may be incomplete or damaged: copy it again"
     if remote:
         advice = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
-    # Retry each block after pauses of 1 s or more: a short failure must not end hours of reading.
+    # Retry each block after pauses of 1 s or more, so that a short failure does not end hours of reading.
     retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(4 if remote else 1),
         wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT_S),
@@ -75,12 +75,12 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         scheme = urlsplit(origin).scheme
         options = {"storage_options": {**_PUBLIC.get(scheme, {}), **fsspec.config.conf.get(scheme, {})}}
     try:
-        with warnings.catch_warnings():  # e.g. that metadata are not consolidated
+        with warnings.catch_warnings():  # for example a warning that metadata are not consolidated
             warnings.simplefilter("ignore")
             return open_xarray(urls.full_url(origin) if remote else origin, "zarr", chunks=None, **options)
-    except Exception as error:  # a package for such addresses may be missing, too
+    except Exception as error:  # for example, a package for such addresses is missing
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         raise UserError(
-            f"{origin}: there is no Zarr store that can be opened ({text}); expected a folder or address of a group; "
+            f"{origin}: the Zarr store cannot be opened ({text}); expected the folder or address of a Zarr group; "
             f"{advice}"
         ) from error

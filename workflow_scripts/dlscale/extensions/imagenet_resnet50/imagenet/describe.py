@@ -19,7 +19,7 @@ from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, counted
 
 
 def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe packs; colour statistics come from evenly spread training images."""
+    """Describe packs; the statistics of colours are from about 200 evenly spaced training images."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     training: list[Pack] = []
     facts: list[str] = []
@@ -27,7 +27,9 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
         pack = Pack(path)
         splits[part.split].append(File.of(path, folder, len(pack.labels), pack.digest))
         training += [pack] if part.split == "train" else []
-        if pack.skipped and part.raws[0].index == 0:  # each pack holds the counts of its split
+        if (
+            pack.skipped and part.raws[0].index == 0
+        ):  # each pack contains the counts of the split, so one pack is enough
             facts.append(f"{part.split}: {many(sum(pack.skipped.values()), 'file')} skipped ({counted(pack.skipped)})")
         if pack.classes != training[0].classes:
             raise UserError(f"{path}: classes differ from {sources[0]}; delete both packs and run the workflow again")
@@ -38,7 +40,11 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
     colours = Moments.empty(3)
     for pack, row in tracked(looked_at, "looking", len(looked_at), "images"):
         colours = colours.merged(Moments.of(np.asarray(pack.image(row)).reshape(-1, 3), 1))
-    shape = (len(labels), 3, *np.median(edges_N2, axis=0).astype(int).tolist())  # the median; images differ in size
+    shape = (
+        len(labels),
+        3,
+        *np.median(edges_N2, axis=0).astype(int).tolist(),
+    )  # the median size, since images differ in size
     images = Field("images", ("red", "green", "blue"), ("1",) * 3, shape, 1, (), "uint8")
     classes = Field("labels", ("class",), ("1",), labels.shape, None, (), "int64")
     names, shorter = training[0].classes, edges_N2.min(axis=1)

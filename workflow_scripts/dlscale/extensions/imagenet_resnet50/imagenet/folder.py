@@ -1,4 +1,7 @@
-"""Pack folders of classes, DIR/CLASS/**/*.jpg, in torchvision's ImageFolder order, and detect changes."""
+"""Pack the images in folders of classes, DIR/CLASS/**/*.jpg, and detect changes of the images.
+
+The order of images is the order of torchvision's ImageFolder.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from dlscale.core.files import no_pipe, stamp
 from dlscale.core.text import many
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Picture, counted, shard, write_pack
 
-#: Suffixes of images, in any case. The content decides a file's format, one of `pack.FORMATS`.
+#: Suffixes of images, in lower or upper case. The format of a file, one of `pack.FORMATS`, is read from its content.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".webp", ".tif", ".tiff", ".bmp"),
     *(".jp2", ".j2k", ".ppm", ".pgm", ".pbm", ".pnm"),
 )
-#: Files and folders that operating systems add, ignored without a report.
+#: Names of files and folders that operating systems add; such files are ignored without a report.
 JUNK = re.compile(r"\._.*|\.ds_store|thumbs\.db|desktop\.ini|__macosx", re.IGNORECASE)
-#: Largest number of skipped files that a log names, per reason.
+#: Maximum number of skipped files that a log names for each reason.
 MAX_NAMED_FILES = 1000
 REMEDY = "add images of this class, or remove its folder from both splits"
 
@@ -37,21 +40,23 @@ Skipped = tuple[str, Path]
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
-    """Pack one shard of a split."""
+    """Pack a shard of a split: the raw file's index is the number of the shard."""
     source, split = dataset.source, raw.name.partition("-")[0]
     classes, folder = check_classes(source.train, source.valid), Path(getattr(source, split))
     found, skipped = pictures(folder, classes)
-    if raw.index == 0:  # once a split
+    if raw.index == 0:  # log skipped files once for each split
         _log_skipped(folder, skipped)
     part = shard(len(found), raw.index, getattr(dataset.shards, split))
     chosen = found[part.start : part.stop]
-    files = _digest(classes, [_line(folder, Path(picture.name)) for picture in chosen])  # of this pack alone
+    files = _digest(
+        classes, [_line(folder, Path(picture.name)) for picture in chosen]
+    )  # digest of this pack's files only
     write_pack(out, chosen, classes, dataset.form, progress, files, Counter(reason for reason, _ in skipped))
 
 
 @functools.lru_cache
 def check_classes(train: str, valid: str) -> list[str]:
-    """Return the names of the classes; raise `UserError` if the splits' classes differ."""
+    """Return the names of the classes; raise `UserError` if the classes of the splits differ, or are fewer than two."""
     classes, other = class_names(Path(train)), class_names(Path(valid))
     if classes != other:
         missing = {valid: set(classes) - set(other), train: set(other) - set(classes)}
@@ -61,12 +66,14 @@ def check_classes(train: str, valid: str) -> list[str]:
             "in both splits, or remove its folder from the other split"
         )
     if len(classes) < 2:
-        raise UserError(f"{train}: only one folder in it, {classes[0]}; expected one for each of at least two classes")
+        raise UserError(
+            f"{train}: contains only the folder {classes[0]}; expected a folder for each class, at least two"
+        )
     return classes
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the sorted names of folders and links in a folder, without hidden ones."""
+    """Return the sorted names of the folders and links in a folder, without hidden and system folders."""
     try:
         entries = [
             entry for entry in os.scandir(folder) if not entry.is_file() and (entry.is_dir() or entry.is_symlink())
@@ -75,21 +82,26 @@ def class_names(folder: Path) -> list[str]:
         _refuse(error)
     names = sorted(entry.name for entry in entries if entry.name[0] != "." and not JUNK.fullmatch(entry.name))
     if not names:
-        raise UserError(f"{folder}: no folders in it; expected one for each class, with its images")
+        raise UserError(
+            f"{folder}: contains no folders; expected a folder for each class, with the images of the class"
+        )
     return names
 
 
 def images(folder: Path, name: str) -> tuple[list[Path], list[Skipped]]:
-    """Return images and skipped files of a class and its subfolders; raise `UserError` without images."""
+    """Return the images and the skipped files of a class; raise `UserError` if the class has no images.
+
+    Subfolders are searched as well.
+    """
     found, skipped = _listing(folder, name)
     if not found:
         why = f"; {_summary(skipped)}" if skipped else f" ({', '.join(SUFFIXES)})"
-        raise UserError(f"{folder / name}: no images in it{why}; {REMEDY}")
+        raise UserError(f"{folder / name}: no images in this folder{why}; {REMEDY}")
     return found, skipped
 
 
 def pictures(folder: Path, classes: list[str]) -> tuple[list[Picture], list[Skipped]]:
-    """Return images, class by class, and skipped files of a split."""
+    """Return the images of a split, class by class, and the skipped files."""
     found, skipped = list[Picture](), _outside(folder)
     for label, name in enumerate(classes):
         paths, others = images(folder, name)
@@ -99,7 +111,7 @@ def pictures(folder: Path, classes: list[str]) -> tuple[list[Picture], list[Skip
 
 
 def _outside(folder: Path) -> list[Skipped]:
-    """Return the files of a split outside of its classes."""
+    """Return the files of a split that are not in the folder of a class."""
     skipped = list[Skipped]()
     for path in sorted(folder.iterdir()):
         hidden = path.name[0] == "."
@@ -111,7 +123,7 @@ def _outside(folder: Path) -> list[Skipped]:
 
 
 def _listing(folder: Path, name: str) -> tuple[list[Path], list[Skipped]]:
-    """Return images and skipped files below `folder / name`, in the order of torchvision."""
+    """Return the images and the skipped files below `folder / name`, in the order of torchvision."""
     found, skipped = list[Path](), list[Skipped]()
     for root, folders, names in sorted(os.walk(folder / name, onerror=_refuse)):
         inner = Path(root).relative_to(folder)
@@ -136,7 +148,7 @@ def _summary(skipped: list[Skipped]) -> str:
 
 
 def _log_skipped(folder: Path, skipped: list[Skipped]) -> None:
-    """Log skipped files: a warning that counts them, and their names."""
+    """Log a warning with the number of skipped files, and the files' names."""
     if skipped:
         logging.warning("%s: %s", folder, _summary(skipped))
     for reason in dict.fromkeys(reason for reason, _ in skipped):
@@ -152,20 +164,20 @@ def _content(path: Path) -> bytes:
 
 @functools.lru_cache
 def shard_digests(folder: str, shards: int) -> list[str]:
-    """Return a digest of each shard of a split: its classes, and names, sizes and times of images."""
+    """Return a digest of each shard of a split, from the classes and the names, sizes and times of the images."""
     split = Path(folder)
     names = class_names(split)
-    with ThreadPoolExecutor(8) as pool:  # on a network file system each access waits
+    with ThreadPoolExecutor(8) as pool:  # threads, since each access to a network file system waits
         found = pool.map(lambda name: [_line(split, path) for path in images(split, name)[0]], names)
         lines = [line for of_class in found for line in of_class]
-    if len(lines) < shards:  # the stage raises; a dry run must not
+    if len(lines) < shards:  # the stage reports this error; a dry run must not fail
         return [_digest(names, lines)] * shards
     shares = (shard(len(lines), number, shards) for number in range(shards))
     return [_digest(names, lines[share.start : share.stop]) for share in shares]
 
 
 def packed(pack: Path) -> str | None:
-    """Return the digest of the files that a pack was made of, if it has one."""
+    """Return the digest of the files from which a pack was made; None if the pack is missing or has no digest."""
     with contextlib.suppress(OSError), h5py.File(pack) as file:
         return file.attrs.get("files")
     return None
@@ -179,9 +191,11 @@ def _line(folder: Path, path: Path) -> str:
     try:
         return "/".join((str(path.relative_to(folder)), *map(str, stamp(path))))
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot look at this file ({error.strerror}); repair or remove it") from None
+        raise UserError(
+            f"{error.filename}: cannot read this file's size and time ({error.strerror}). Repair or remove the file"
+        ) from None
 
 
 def _refuse(error: OSError) -> NoReturn:
-    """Raise the message for a folder that cannot be listed."""
+    """Raise `UserError` for a folder that cannot be listed."""
     raise UserError(f"{error.filename}: cannot read this folder ({error.strerror})") from None

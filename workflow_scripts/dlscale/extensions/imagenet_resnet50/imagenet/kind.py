@@ -78,7 +78,11 @@ class ImageSamples(Strict):
 
     kind: Literal["images"]
     size: Extent = Field(224, description="Edge of the model's input, in pixels.")
-    resize: Extent = Field(256, description="Validation: the shorter edge is resized to this, then cropped.")
+    resize: Extent = Field(
+        256,
+        description="Validation: the shorter edge of an image is resized to this number of pixels, then the image is "
+        "cropped.",
+    )
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Smallest and largest fraction of the image's area in a training crop."
     )
@@ -130,7 +134,7 @@ class Imagenet(DatasetKind):
         return self.origins(dataset)
 
     def raw_settings(self, dataset: ImagenetDataset, raw: RawFile) -> dict[str, Any]:
-        """Return the settings that decide the content of a pack, without those of the other split."""
+        """Return the settings on which the content of a pack depends, without settings of the other split."""
         split = raw.name.partition("-")[0]
         source = dataset.source.model_dump(mode="json", exclude=set[str](PACKED))
         images, shards = getattr(dataset.source, split), getattr(dataset.shards, split)
@@ -148,7 +152,10 @@ class Imagenet(DatasetKind):
         return Outline({"labels": (1, ())}, rows, numbers, {"labels": 10})
 
     def look(self, dataset: ImagenetDataset, raw: RawFile, made: pathlib.Path) -> str | None:
-        """Return a digest of the names, sizes and times of a pack's images."""
+        """Return a digest of the names, sizes and times of a pack's images; None for simulated images.
+
+        If the folder of images is missing, return the digest in the existing pack.
+        """
         source = dataset.source
         if not isinstance(source, ImageFolders):
             return None
@@ -160,7 +167,7 @@ class Imagenet(DatasetKind):
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():
                 folder.check_classes(source.train, source.valid)
             digest = folder.shard_digests(raw.origin, getattr(dataset.shards, raw.name.partition("-")[0]))[raw.index]
-        else:  # without a pack the stage reports the missing folder
+        else:  # if the pack is missing as well, the stage reports the missing folder
             digest = folder.packed(made)
         return digest
 

@@ -1,4 +1,6 @@
-"""A pack: an HDF5 file of many images of any size, written and read one image at a time.
+"""Write and read packs: HDF5 files with many images of any size, written and read one image at a time.
+
+The datasets of a pack:
 
 ===========  =============================================================================================
 `bytes`      uint8 [total]: the images one after the other, contiguous in the file, so that they can be mapped
@@ -7,9 +9,9 @@
 `classes`    names of the classes, in the order of the labels
 ===========  =============================================================================================
 
-Attributes: `form`: `encoded` (unchanged files, JPEG or PNG) or `decoded` (RGB [H, W, 3]); `sha256` of everything;
-`files`, the digest of the packed files' names, sizes and times; `skipped`, JSON: the split's files in no pack, counted
-by reason.
+The attributes of a pack: `form` is `encoded` (unchanged image files) or `decoded` (pixels, RGB [H, W, 3]); `sha256` is
+the digest of all datasets; `files` is the digest of the packed files' names, sizes and times; `skipped` is JSON with
+the number of the split's files that no pack contains, by reason.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.files import atomic_write, reading
 from dlscale.data import store
 
-#: Formats that Pillow decodes itself. For other formats it may start another program (for EPS, Ghostscript).
+#: Formats that Pillow decodes itself. For other formats Pillow may start another program, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
 #: Shorter edge, in pixels, to which larger images are reduced if pixels are packed.
 EDGE = 256
@@ -43,12 +45,12 @@ def open_image(file: IO[bytes]) -> Image.Image:
 
 
 def short_edge(height: int, width: int, edge: int) -> tuple[int, int]:
-    """Return height and width for a shorter edge of `edge`; the longer edge is rounded down."""
+    """Return height and width after resizing the shorter edge to `edge`; the longer edge is rounded down."""
     return (edge, int(edge * width / height)) if height <= width else (int(edge * height / width), edge)
 
 
 class Pack:
-    """One pack: its bytes are mapped, everything else is in memory."""
+    """Open pack: the images are mapped from the file, everything else is in memory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -61,7 +63,7 @@ class Pack:
             self.classes = [name.decode() for name in file["classes"][()]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pack, (self.path,)  # pickling would copy the mapping
+        return Pack, (self.path,)  # pickling the attributes would copy the mapped images
 
     def stored(self, row: int) -> np.ndarray:
         """Return an image's file, uint8 [bytes], or its pixels, uint8 [H, W, 3]."""
@@ -103,7 +105,7 @@ def shard(count: int, number: int, shards: int) -> range:
 
 
 def counted(reasons: Mapping[str, int]) -> str:
-    """Return reasons with their counts, the most frequent first."""
+    """Return reasons with their counts as a text, beginning with the most frequent reason."""
     return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
 
 
@@ -116,10 +118,10 @@ def write_pack(
     files: str | None = None,
     skipped: Mapping[str, int] | None = None,
 ) -> None:
-    """Write a pack of the pictures, in their order, of the `form` `encoded` or `decoded`.
+    """Write the pictures, in their order, into a pack with the `form` `encoded` or `decoded`.
 
-    HDF5 stores contiguous values only if their number is known; until then an unnamed temporary file holds them.
-    `files` is the digest of `folder.shard_digests`.
+    HDF5 can store contiguous values only after their number is known, so that the values are first written into an
+    unnamed temporary file. `files` is the digest from `folder.shard_digests`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with atomic_write(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
@@ -153,15 +155,15 @@ def write_pack(
 
 
 def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
-    """Return the bytes to store, height and width of an image; raise if it cannot be decoded."""
+    """Return the bytes to store, and height and width, of an image; raise an error if the image cannot be decoded."""
     with open_image(io.BytesIO(file)) as image:
         width, height = image.size
         if image.mode.startswith(("I", "F")):  # Pillow's modes of more than 8 bits
             raise ValueError(
-                f"grey of more than 8 bits, mode {image.mode}, with unknown black and white; scale it to 8 bits"
+                f"grey of more than 8 bits, mode {image.mode}, with unknown black and white; scale the image to 8 bits"
             )
         if form == "encoded":
-            image.draft("RGB", (1, 1))  # a JPEG is read completely, but few pixels are computed
+            image.draft("RGB", (1, 1))  # check a JPEG quickly: the file is read completely, but few pixels are computed
             image.load()
             return file, (height, width)
         if min(height, width) > EDGE:

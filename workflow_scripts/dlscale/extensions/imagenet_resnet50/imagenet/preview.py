@@ -1,4 +1,4 @@
-"""Preview of images: some side by side, and the counts of classes."""
+"""Preview of a dataset of images: some images side by side, and the counts of classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EDGE = 96  # of each image, pixels
 
 
 def preview(manifest: Manifest) -> Iterator[Panel]:
-    """Return a panel of images, evenly spread over the first training pack, and one of its labels."""
+    """Yield a panel with evenly spaced images of the first training pack, and a panel with the pack's labels."""
     pack = Pack(manifest.path(manifest.files("train")[0]))
     rows = np.unique(np.linspace(0, len(pack.labels) - 1, STRIP**2).astype(int)).tolist()
     shown = np.stack([np.asarray(ImageOps.fit(pack.image(row), (EDGE, EDGE))) for row in rows])

@@ -1,7 +1,8 @@
-"""Samples of packed images: random resized crops, mirrored at random, or the middle of the resized image.
+"""Samples of packed images.
 
-Like torchvision's `RandomResizedCrop` and `RandomHorizontalFlip`, or `Resize` and `CenterCrop`, on Pillow images. Shape
-suffix: N images.
+Training samples are random resized crops, mirrored at random, like torchvision's `RandomResizedCrop` and
+`RandomHorizontalFlip` on Pillow images. Other samples are the middle of the resized image, like `Resize` and
+`CenterCrop`. Shape suffix: N images.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ RATIO, FLIPPED = (3 / 4, 4 / 3), 0.5
 def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale: tuple[float, float]) -> np.ndarray:
     """Return top, left, height and width of the crops from sample `first` on, int64 [N, 4].
 
-    Like torchvision's `RandomResizedCrop.get_params` for images of height and width `edges_N2`: draw an area, uniform
-    in `scale`, and an aspect ratio, with uniform logarithm, until the crop fits. After ten tries, take the middle.
+    `edges_N2` are heights and widths of the images. As in torchvision's `RandomResizedCrop.get_params`, an area,
+    uniform in `scale`, and an aspect ratio, with uniform logarithm, are drawn until the crop fits. If no crop fits in
+    ten tries, the crop is the middle of the image.
     """
     count = len(edges_N2)
     height_N, width_N = edges_N2.T
@@ -38,7 +40,7 @@ def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale:
     missing_N = np.ones(count, bool)
     logs = np.log(RATIO)
     for number in range(10):
-        if number % 2 == 0:  # a stream has four words per sample: two tries
+        if number % 2 == 0:  # a stream has four words per sample, which are enough for two tries
             words = sampling.words(seed, epoch, f"shape{number // 2}", count, first)
         area, log = (_uniform(words[:, 2 * (number % 2) + which]) for which in (0, 1))
         area = height_N * width_N * (scale[0] + (scale[1] - scale[0]) * area)
@@ -74,7 +76,7 @@ def _middle(height: int, width: int) -> tuple[int, int, int, int]:
 
 
 class Images(CroppedImages):
-    """Samples that are crops of the images of a split."""
+    """Crops of the images of a split."""
 
     def __init__(self, manifest: Manifest, split: str, settings: ImageSamples, seed: int) -> None:
         self.packs = [Pack(manifest.path(file)) for file in manifest.files(split)]
@@ -87,7 +89,7 @@ class Images(CroppedImages):
 
     @property
     def encoded(self) -> bool:
-        """Whether the packs hold image files instead of pixels."""
+        """Whether the packs contain image files instead of pixels."""
         return self.packs[0].form == "encoded"
 
     def windows(self, epoch: int, indices: range) -> ImageWindows:
@@ -105,7 +107,9 @@ class Images(CroppedImages):
             return ImageWindows(images, labels, crops_N4[:, :2], crops_N4[:, 2:], resized_N2, start_N2, flip_N)
         resized = [short_edge(height, width, self._settings.resize) for height, width in edges_N2.tolist()]
         resized_N2 = np.array(resized, np.int64).reshape(-1, 2)
-        start_N2 = np.rint((resized_N2 - size) / 2).astype(np.int64)  # halves to even, as torchvision does
+        start_N2 = np.rint((resized_N2 - size) / 2).astype(
+            np.int64
+        )  # halves are rounded to even numbers, as in torchvision
         return ImageWindows(images, labels, corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool))
 
     def _rows(self, epoch: int, indices: range) -> list[tuple[int, int]]:
@@ -114,7 +118,7 @@ class Images(CroppedImages):
         return list(zip(packs, rows, strict=True))
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """Return tasks that write the samples `indices` into `x` [n, 3, H, W]; write `y` [n] at once."""
+        """Return tasks that write the samples `indices` into `x` [n, 3, H, W]; write `y` [n] immediately."""
         chosen = self.windows(epoch, indices)
         y[:] = chosen.labels
         rows = enumerate(self._rows(epoch, indices))
@@ -127,7 +131,7 @@ class Images(CroppedImages):
             each[number].tolist() for each in places
         )
         size = self._settings.size
-        # Cut out first, so that pixels around the crop do not blend into its edges.
+        # Cut out the crop before resizing, so that pixels around the crop do not blend into its edges.
         crop = self.packs[pack].image(row).crop((left, top, left + width, top + height))
         resized = crop.resize((columns, rows), Image.Resampling.BILINEAR)
         pixels = np.asarray(resized.crop((first_column, first_row, first_column + size, first_row + size)))

@@ -1,4 +1,7 @@
-"""JPEGs of ten textures: a disc or square with a pattern, at random position, size and colours, on a noisy ground."""
+"""Simulate JPEGs of ten textures: a disc or square with a pattern, on a noisy ground.
+
+Position, size and colours of the figure are random; the pattern is the class.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from PIL import Image
 
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Picture, shard, write_pack
 
-#: Patterns: phase as a function of (x, y), pixels from the figure's middle, and the period in pixels.
+#: Patterns by class: the phase as a function of x and y (pixels from the figure's middle) and of the period (pixels).
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
     "checks": lambda x, y, p: np.sin(2 * np.pi * x / p) * np.sin(2 * np.pi * y / p),
     "diagonals": lambda x, y, p: np.sin(2 * np.pi * (x + y) / (1.4 * p)),
@@ -30,7 +33,7 @@ CLASSES = list(PATTERNS)
 
 
 def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | None], None]) -> None:
-    """Pack one shard of a split."""
+    """Pack a shard of a split: the raw file's index is the number of the shard."""
     source, split = dataset.source, raw.name.partition("-")[0]
     chosen = shard(getattr(source, split), raw.index, getattr(dataset.shards, split))
     seeds = [[source.seed, split == "valid", number] for number in chosen]

@@ -26,7 +26,7 @@ def labels(count: int, seed: int, split: int) -> np.ndarray:
 
 
 def images(count: int, seed: int, split: int, progress: Callable[[int, int | None], None]) -> np.ndarray:
-    """Return the images of these digits, uint8 [count, 28, 28]: 0 is black."""
+    """Return the images of a split's digits, uint8 [count, 28, 28]; 0 is black."""
     rng = np.random.default_rng([seed, split, 1])
     y, x = np.mgrid[:SIZE, :SIZE].astype(np.float32)
     drawn = np.empty((count, SIZE, SIZE), np.uint8)

@@ -1,4 +1,4 @@
-"""IDX files (http://yann.lecun.com/exdb/mnist), gzipped or not: images uint8 [N, H, W], labels uint8 [N]."""
+"""Read IDX files (http://yann.lecun.com/exdb/mnist), gzipped or not: images uint8 [N, H, W], labels uint8 [N]."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 
 CLASSES = 10
-#: Names of IDX's types other than unsigned bytes, by code.
+#: Names of the types of IDX files other than unsigned bytes, by code.
 TYPES = {9: "signed bytes", 11: "16-bit integers", 12: "32-bit integers", 13: "32-bit floats", 14: "64-bit floats"}
-#: Largest file, unpacked bytes.
+#: Maximum size of a file after unpacking, bytes.
 LARGEST = 10**9
 
 
@@ -30,22 +30,23 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> IdxSource:
 
 
 def read_idx(path: Path, ndim: int) -> np.ndarray:
-    """Return the unsigned bytes of an IDX file of `ndim` axes and at most `LARGEST` bytes."""
+    """Return the unsigned bytes of an IDX file with `ndim` axes; raise `UserError` for other or too large files."""
     if path.is_dir():
         raise UserError(f"{path}: a folder; expected an IDX file")
     with reading(path), open(path, "rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
-        # Read to the end: there gzip checks the checksum.
+        # Read to the end of the file, where gzip verifies the checksum.
         data = (gzip.GzipFile(fileobj=raw) if zipped else raw).read(LARGEST + 1)
     if len(data) > LARGEST:
         raise UserError(
-            f"{path}: larger than {LARGEST / 1e9:g} GB unpacked, the most that fits into memory; split the file"
+            f"{path}: larger than {LARGEST / 1e9:g} GB after unpacking, the maximum for reading into memory. Split the "
+            "file"
         )
     if data[:2] == b"\0\0" and len(data) > 3 and data[2] in TYPES:
         raise UserError(
-            f"{path}: an IDX file of {TYPES[data[2]]} with {data[3]} axes, expected unsigned bytes with {ndim}; "
-            "QMNIST's extended labels have this form: keep their first column, the digit, as bytes"
+            f"{path}: an IDX file of {TYPES[data[2]]} with {data[3]} axes, expected unsigned bytes with {ndim} axes. "
+            "QMNIST's extended labels have this form: extract their first column, the digit, as bytes"
         )
     if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
         raise UserError(
@@ -62,7 +63,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
 
 
 class IdxSource(Source):
-    """Images uint8 [N, 1, H, W] and labels int64 [N] of one part."""
+    """Images uint8 [N, 1, H, W] and labels int64 [N] of a part of a dataset."""
 
     def __init__(self, part: Part, images: Path, labels: Path) -> None:
         self._images, self._labels = read_idx(images, 3), read_idx(labels, 1)

@@ -1,9 +1,10 @@
 """Watch the steps of an unchanged PyTorch program: Python loads this file when it starts.
 
-`dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, two of its functions are
-wrapped: each optimiser's step, and the next batch of each loader. A `sitecustomize` that this one hides is loaded as
-well. The environment is read once, here. An error of the hook does not reach the program: the hook stops, and writes
-the reason into the folder of steps. For Python 3.8 and later.
+`dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, the hook wraps two functions
+of PyTorch: the step of each optimiser, and the function that returns a loader's next batch. If this file hides another
+`sitecustomize`, the hook loads the other file as well. The environment is read once, when this file is loaded. An error
+of the hook does not reach the program: the hook stops, and writes the reason into the folder of steps. For Python 3.8
+and later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
-#: Folder of steps, and process id of the profiler; empty if not requested.
+#: Folder into which steps are written, and process id of the profiler; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
 
@@ -61,7 +62,7 @@ class Watcher:
                 make(module)
                 try:
                     then(module)
-                except Exception as error:  # an unknown version of PyTorch
+                except Exception as error:  # for example with an unknown version of PyTorch
                     self._log.stop(error)
 
             with contextlib.suppress(AttributeError):  # a loader with slots
@@ -76,7 +77,7 @@ class Watcher:
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             try:
-                # A compiled step cannot be noted. PyTorch 2.0 has no `is_compiling`: then `bool()` returns False.
+                # A compiled step cannot be noted. PyTorch 2.0 lacks `is_compiling`; its default `bool()` returns False.
                 if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                     return
                 log.step(number(optimizer))
@@ -93,7 +94,10 @@ class Watcher:
             self._window = window
 
     def _number(self, optimizer: Any) -> int:
-        """Return an optimiser's number; a new optimiser may have the address of a deleted one."""
+        """Return an optimiser's number.
+
+        The address is not enough, because a new optimiser may have the address of a deleted optimiser.
+        """
         number, own = self._known.get(id(optimizer), (0, None))
         if own is None or own() is not optimizer:
             try:
@@ -105,7 +109,10 @@ class Watcher:
         return number
 
     def _optimizers_of_pytorch_1(self, module: Any) -> None:
-        """Wrap the step of each optimiser class at its first instance: PyTorch 1 has no hook for all classes."""
+        """Wrap the step of each optimiser class when its first instance is made.
+
+        PyTorch 1 lacks a hook for all classes.
+        """
         make, log, number = module.Optimizer.__init__, self._log, self._number
 
         def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +152,7 @@ class Watcher:
             return index
 
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
-            loader.__dict__.pop("_dlscale_samples", None)  # of unused batches of the last epoch
+            loader.__dict__.pop("_dlscale_samples", None)  # sizes of unused batches of the last epoch
             return reset(loader, *args, **kwargs)
 
         def following(loader: Any) -> Any:
@@ -164,7 +171,7 @@ class Watcher:
                 wait, own = clock() - begin, loader.__dict__
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
-                drawn = own.get("_dlscale_samples")  # known for any type of batch
+                drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 samples = drawn.pop(0) if drawn else samples_of(batch, own.get("_dlscale_size", 0))
                 note(own["_dlscale_number"], wait, samples)
             except Exception as error:
@@ -175,7 +182,7 @@ class Watcher:
 
 
 def length(index: Any) -> int:
-    """Return the number of samples that a sampler chose for a batch; 0 if it is unknown."""
+    """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown."""
     try:
         return len(index)
     except Exception:
@@ -183,7 +190,7 @@ def length(index: Any) -> int:
 
 
 def followed(optimizer: Any) -> int:
-    """Return the bytes of the gradients that an optimiser uses; 0 if they are unknown."""
+    """Return the bytes of the gradients that an optimiser uses; 0 if the size is unknown."""
     try:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         return sum(each.numel() * each.element_size() for each in weights if each.requires_grad)
@@ -192,7 +199,7 @@ def followed(optimizer: Any) -> int:
 
 
 def hidden() -> str | None:
-    """Return the file of the `sitecustomize` that this one hides, if there is one."""
+    """Return the file of another `sitecustomize` that this file hides; None if there is no other."""
     try:
         path = [place for place in sys.path if Path(place).resolve() != HERE]
         spec = PathFinder.find_spec("sitecustomize", path)
@@ -202,27 +209,30 @@ def hidden() -> str | None:
 
 
 def let_look() -> None:
-    """Allow the profiler and its children to read this process: Linux (Yama) may allow only ancestors."""
+    """Allow the profiler and its children to read this process, since Linux (Yama) may allow only ancestors."""
     import ctypes
 
     ctypes.CDLL(None).prctl(0x59616D61, int(PROFILED), 0, 0, 0)  # PR_SET_PTRACER
 
 
 def write_whole_lines() -> None:
-    """Make each of several processes write complete lines: parts of lines would mix in a shared log."""
+    """Make this process write complete lines if it is one of several processes.
+
+    Otherwise parts of lines would mix in a shared log. A terminal's stream is left unchanged.
+    """
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if all(os.environ.get(name, "1") in ("", "1") for name in sizes):
         return
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or replaced
+        with contextlib.suppress(Exception):  # the stream is closed, or was replaced
             if not stream.isatty():
                 stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
 def start() -> None:
-    """Watch this process, if requested."""
+    """Watch this process if the environment requests steps or a profile."""
     if PROFILED:
-        with contextlib.suppress(Exception):  # a Python without ctypes
+        with contextlib.suppress(Exception):  # Python may lack ctypes
             let_look()
             os.register_at_fork(after_in_child=let_look)
     if STEPS:
