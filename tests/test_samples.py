@@ -314,7 +314,7 @@ def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
 
 
 def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> None:
-    """All offsets are equally likely, also the last, which the published range omitted; large volumes occur more often."""
+    """All offsets are equally likely, also the last, which the published range omitted; larger volumes occur more."""
     samples = crops(volumes, train=40_000)
     offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
     table = samples.table(0)
