@@ -79,7 +79,9 @@ def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.Ca
     assert main(["compare", str(before), str(after)]) == 0
     said = capsys.readouterr().out
     first, fast = (rows(said)[f"p.{name}"] for name in ("first", "fast"))
-    assert first.startswith("100 100 1.00× ± 0.060, within noise – 0."), "the first run has no speed-up over itself"
+    assert first.startswith("100 100 1.00× ± 0.060, within noise – 0."), (
+        "the first run must not have a speed-up over itself"
+    )
     assert re.match(r"150 180 1\.20× ± 0\.0\d+ 1\.20× ± 0\.0", fast)
     assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
 

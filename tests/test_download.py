@@ -216,7 +216,9 @@ def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target
 
 
 def lying(start: int = 0, etag: str | None = None, named: bool = True) -> Callable[[Answer], None]:
-    """Return a response of 206 with a Content-Range shifted by `start` or missing, or with another ETag."""
+    """Return a misbehaviour: status 206 with a Content-Range that is shifted by `start` or missing, or with another
+    ETag.
+    """
 
     def misbehave(answer: Answer) -> None:
         offset, size = answer.offset() + start, len(BODY)
@@ -269,9 +271,9 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
 def test_what_cannot_be_fetched_is_one_message(
     remote: Remote, target: Path, script: list[Any], options: dict[str, Any], words: str, requests: int
 ) -> None:
-    """A failed download ends in one message and leaves no file.
+    """A failed download ends with one message and leaves no file.
 
-    Only attempts after server errors are repeated; a refusal and a wrong digest are final.
+    Only requests that end in server errors are repeated. A refusal or a wrong digest is final.
     """
     remote.script = list(script)
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:.*data\.bin: .*{words}"):
@@ -306,7 +308,7 @@ def test_what_cannot_be_fetched_is_one_message(
 )
 def test_hidden(url: str, shown: str) -> None:
     assert urls.hidden(url) == shown
-    assert urls.hidden(shown) == shown, "a redacted address stays unchanged"
+    assert urls.hidden(shown) == shown, "a redacted address must stay unchanged"
 
 
 @pytest.mark.parametrize(
