@@ -1,4 +1,4 @@
-"""The two studies at any size, without a configuration file: settings, model, step, data on a grid."""
+"""The two studies at any size, without a configuration file: settings, model, step and gridded data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {"cosmo_unet": ("unet3d", "crops"), "era5_vit": ("vit", "pairs")}
 
 
 def sizes(small: bool) -> tuple[Case, Case, Case]:
-    """Return the published U-Net, ViT and large ViT with the batch of one GPU, or `small` versions."""
+    """Return the published U-Net, the ViT and the large ViT with the batch size of one GPU, or `small` versions."""
     if small:
         vit: dict[str, Any] = {"depth": 2, "heads": 2}
         return (
@@ -60,11 +60,11 @@ class Case:
     model
         Settings of the model.
     grid
-        Points of a sample: [D, H, W], a cube, or [H, W].
+        Grid points of a sample: [D, H, W] with three equal edges, or [H, W].
     batch_size
         Samples per step.
     channels
-        Channels of the atmosphere, in and out; unused for cosmic boxes.
+        Channels of the atmosphere's input and target; unused for cosmic boxes.
     """
 
     study: str
@@ -82,7 +82,7 @@ class Case:
     def run(self, **over: Any) -> Run:
         """Return a resolved run; `over` overrides published settings.
 
-        Mappings are merged key by key; those with a `kind` replace the published ones.
+        Mappings are merged key by key. A mapping with a `kind` replaces the published mapping.
         """
         model, samples = KINDS[self.study]
         raw: dict[str, Any] = {
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def manifest(self) -> Any:
-        """Parts of a manifest that a study needs to build its model."""
+        """The fields of a manifest that a study needs to build its model."""
         (inputs, *_), (outputs, *_) = self.shapes
         named = {"Nbody": inputs, "Hydro": outputs, "fields": inputs}
         return SimpleNamespace(
@@ -118,11 +118,11 @@ class Case:
         return self._study.loss(self.run())
 
     def step(self, device: torch.device, spread: float = 0.0, world: World | None = None, **over: Any) -> Step:
-        """Return the step of a run, with the same initial weights every time, plus noise of `spread`."""
+        """Return the step of a run. The initial weights are always equal, plus noise of standard deviation `spread`."""
         run = self.run(**over)
 
         def make() -> nn.Module:
-            with device, torch.no_grad():  # drawn on the device: large models have many weights
+            with device, torch.no_grad():  # draw noise on the device, because large models have many weights
                 model = self.network(run)
                 for p in model.parameters() if spread else ():
                     p.add_(spread * torch.randn(p.shape))
@@ -142,17 +142,17 @@ class Case:
         return self.batch(step.device, size)
 
     def flops(self) -> float:
-        """Return the FLOPs of a sample, forward and backward, by the study's formula."""
+        """Return the FLOPs of a sample by the study's formula, forward and backward."""
         forward = self._study.flops(self.run(), self.manifest)
         assert forward is not None
         return 3 * forward
 
     def write(self, path: Path, rows: int) -> None:
-        """Write data as the assemble stage does: a volume of `rows`^3 cells, or `rows` times."""
+        """Write data as the assemble stage does: a volume of `rows`^3 cells, or a series of `rows` times."""
         loading.write(path, self._fields(rows), "float16", channels_last=self.study == "cosmo_unet")
 
     def samples(self, path: Path, rows: int, count: int) -> GridSamples:
-        """Return the samples, `count` per epoch, of a file from `write`."""
+        """Return the samples of a file from `write`, `count` per epoch."""
         manifest = self.described(path, rows, count)
         if self.study == "cosmo_unet":
             settings = CropSamples(kind="crops", crop=self.grid[0], train=count)
@@ -162,7 +162,8 @@ class Case:
     def described(self, path: Path, rows: int, count: int) -> Manifest:
         """Return the manifest of a file from `write`, with at least `count` samples.
 
-        The file of a series is listed as often as needed: epochs are long, and the page cache holds the file once.
+        The file of a series is listed as often as needed. Epochs are then long, although the page cache holds the file
+        only once.
         """
         if self.study == "cosmo_unet":
             return loading.manifest(path, "cosmo", self._fields(rows))

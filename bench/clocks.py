@@ -12,9 +12,9 @@ from typing import Any
 
 #: Queried fields, in the order of the columns.
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
-#: Field of the reasons for reduced clocks; newer drivers use the second name.
+#: Field of the reasons for reduced clocks: first the older drivers' name, then the newer drivers' name.
 REASONS = ("clocks_throttle_reasons.active", "clocks_event_reasons.active")
-#: NVML's bits (nvmlClocksEventReasons); without bit 0, an idle GPU.
+#: Name of each reason by its bit in NVML (nvmlClocksEventReasons). Bit 0 is left out because it means an idle GPU.
 BITS = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -29,23 +29,23 @@ MILLISECONDS = 250
 
 
 def command(device: str, reasons: str) -> list[str]:
-    """Return the command that prints a line of figures every `MILLISECONDS`."""
+    """Return the `nvidia-smi` command that prints a line of figures every `MILLISECONDS`."""
     query = ",".join([*FIELDS, reasons])
     fields = [f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--loop-ms={MILLISECONDS}"]
     return ["nvidia-smi", f"--id={device}", *fields]
 
 
 def _number(cell: str) -> float:
-    """Return a cell's number, decimal or hexadecimal; NaN if it is unknown (`[N/A]`)."""
+    """Return a cell's number, decimal or hexadecimal; NaN for an unknown value (`[N/A]`)."""
     with contextlib.suppress(ValueError):
         return float(int(cell, 16)) if cell.startswith("0x") else float(cell)
     return math.nan
 
 
 class Sampler:
-    """Reader of lines of figures, in a thread, until it is closed; without `nvidia-smi` it reads none.
+    """Read lines of figures in a thread until the sampler is closed; without `nvidia-smi`, read no lines.
 
-    `device` is a GPU's UUID or number in `nvidia-smi`, which ignores CUDA_VISIBLE_DEVICES.
+    `device` is the GPU's UUID or its number in `nvidia-smi`, which ignores CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, device: str) -> None:
@@ -56,7 +56,7 @@ class Sampler:
         self._thread.start()
 
     def _read(self, device: str) -> None:
-        for reasons in REASONS:  # nvidia-smi exits at once if it does not know the name
+        for reasons in REASONS:  # nvidia-smi exits at once if it does not know the field's name
             if self._closed:
                 return
             try:
@@ -65,7 +65,7 @@ class Sampler:
                 )
             except OSError:
                 return
-            if self._closed:  # while the process was starting
+            if self._closed:  # `close` was called while the process was starting
                 self._process.kill()
             assert self._process.stdout is not None
             for line in self._process.stdout:
@@ -78,7 +78,7 @@ class Sampler:
     def between(self, start: float, end: float) -> dict[str, Any]:
         """Return the figures between two times of `time.monotonic`.
 
-        Samples with the GPU less than 50 % busy are left out, unless all are.
+        Samples in which the GPU is less than 50 % busy are left out, unless all samples are.
         """
         seen = [values for moment, values in list(self._samples) if start <= moment <= end]
         busy = [values for values in seen if values[4] >= 50] or seen

@@ -1,8 +1,8 @@
-"""Digits per second in training: PyTorch's MNIST example (`bench.published_digits`) against the plan `mnist_fast`.
+"""Training speed, digits/s: PyTorch's MNIST example (`bench.published_digits`) against the plan `mnist_fast`.
 
-Real digits are used if their files exist (in `data`, or in `shared/data/mnist` next to the repository), else simulated
-ones. Both programs first train for three epochs, to compare accuracy. Then they take turns of one epoch, to compare the
-speed of the training loop alone, without validation, start or compilation.
+The digits are real if their files exist (in `data`, or in `shared/data/mnist` next to the repository), else simulated.
+To compare accuracy, both programs first train for three epochs. To compare the speed of the training loop, the programs
+then take turns of one epoch. The speed excludes validation, start and compilation.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.conftest import ROOT, make_dataset
 PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")
 FILES = {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}
 PLACES = (ROOT / "data", ROOT.parent / "shared/data/mnist")
-#: Least speed of dlscale over the published program's. On a CPU convolutions take most of the time, so a factor of ten
-#: is out of reach, as the second row shows; on a GPU the published loader takes most of it.
+#: Least ratio of dlscale's speed to the published program's. On a CPU, convolutions take most of the time, so that a
+#: factor of ten is out of reach (see the second row). On a GPU, the published loader takes most of the time.
 TARGET = 1.2
 
 
@@ -51,7 +51,7 @@ def source(quick: bool) -> dict[str, Any]:
 
 @contextmanager
 def cores(count: int) -> Iterator[None]:
-    """Limit this process, and processes started meanwhile, to `count` cores."""
+    """Limit this process, and the processes that it starts meanwhile, to `count` cores."""
     threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:count])
     torch.set_num_threads(count)
@@ -65,7 +65,7 @@ def cores(count: int) -> Iterator[None]:
 class Theirs:
     """The published program on a dataset's images; each call trains and returns samples/s.
 
-    The first call trains for three epochs, later calls for one.
+    The first call trains for three epochs; each later call trains for one epoch.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -88,7 +88,7 @@ class Theirs:
 class Ours:
     """dlscale's trainer on the same images; each call trains and returns samples/s of the last epoch.
 
-    The first call trains for three epochs, later calls for one.
+    The first call trains for three epochs; each later call trains for one epoch.
     """
 
     def __init__(self, run: Any, manifest: Path, folder: Path, stack: ExitStack) -> None:
@@ -103,7 +103,8 @@ class Ours:
     def __call__(self) -> float:
         training = {"epochs": 1 if self.accuracy else EPOCHS, "steps": None}
         run = self.run.model_copy(update={"training": self.run.training.model_copy(update=training)})
-        checkpoints = Checkpoints(self.folder / str(next(self._turns)), keep=1)  # nothing to resume from
+        # a new folder, so that the training does not resume
+        checkpoints = Checkpoints(self.folder / str(next(self._turns)), keep=1)
         fit = Trainer(run, self.session.step, self.session.share(), self.loaders, self.metrics, checkpoints, World())
         last = fit.fit()[-1]
         self.accuracy = self.accuracy or last.metrics["accuracy"]
@@ -111,14 +112,14 @@ class Ours:
 
 
 def digits(options: Options) -> list[Row]:
-    """Measure on one core and on two, against the published program and the arithmetic's limit."""
+    """Compare speed with the published program and with the arithmetic's limit, on one core and on two."""
     data = {"kind": "mnist", "source": source(options.quick)}
     manifest = make_dataset(options.folder / "digits", data) / "manifest.json"
     settings = {"targets": [PLAN], "datasets": {"digits": data}}
     plans = {PLAN: {"settings": {"dataset": "digits", "training": {"epochs": EPOCHS}}}}
     known = resolve.load({**settings, "plans": plans})
     runs = known.plans[PLAN]
-    run = (runs.get("bf16") or runs["resident"]).run  # the compiled step is no faster on a CPU
+    run = (runs.get("bf16") or runs["resident"]).run  # the rung `bf16` has a compiled step, which is no faster on a CPU
     rows = []
     for count in range(1, 1 + min(2, len(os.sched_getaffinity(0)))):
         with cores(count), ExitStack() as stack:
@@ -127,7 +128,8 @@ def digits(options: Options) -> list[Row]:
             contest: dict[str, Callable[[], float]] = {"ours": ours, "theirs": theirs}
             found = in_turns(max(2, options.repetitions // 2), contest)
             forward = registry.study(run.study).flops(run, ours.session.manifest)
-            flops = 3 * (forward or 0.0) - 2 * 9 * run.model.widths[0] * 26 * 26  # images need no gradient
+            # the gradient of the images is not computed
+            flops = 3 * (forward or 0.0) - 2 * 9 * run.model.widths[0] * 26 * 26
             peaks = {kind: measure_peaks(kind, CPU).flops for kind in ("fp32", run.precision)}
         counted = {
             "samples an epoch": theirs.samples,

@@ -4,12 +4,12 @@
     python3 bench/gpu.py --json FILE [--continue] [--seconds SECONDS] [--only TEXT ...] [--skip TEXT ...]
                                [--list] [--markdown FILE] [--wheels FOLDER] [--device cuda|cpu] [--quick]
 
-The program also runs on a machine without a network. It needs torch, numpy, and the wheels that `make bench-gpu-wheels`
-collects for `--wheels`. Rows whose packages are missing (numba, DALI, tensorboard, ...) are skipped and give the
-reason. A call takes at most `--seconds` and lists the rows that did not fit; the next call does these with
-`--continue`. FILE holds each row as soon as it is done, with the clocks, power and temperature during it.
+The program also runs without a network. It needs torch, numpy and the wheels that `make bench-gpu-wheels` collects for
+`--wheels`. A row whose package is missing (numba, DALI, tensorboard, ...) is skipped and names the package. A call
+takes at most `--seconds` and lists the rows that did not fit; the next call with `--continue` measures these rows. Each
+finished row is written to FILE at once, with the GPU's clocks, power and temperature during the row.
 
-The exit status is 1 if a check fails. A missed target is reported, but is not a failure.
+The exit status is 1 if a check fails. A missed target is reported, but does not change the exit status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from dlscale.core.machine import let_threads_wait  # noqa: E402
 
-let_threads_wait()  # before anything loads OpenMP
+let_threads_wait()  # before any import loads OpenMP
 
 import torch  # noqa: E402
 
@@ -52,9 +52,9 @@ from bench.tasks import (  # noqa: E402
     read,
 )
 
-#: Modules of this folder, and functions that return their tasks, the most valuable first. A first call of eight minutes
-#: checks values and measures and profiles the U-Net; a second covers NCCL, a user's commands and the ViT; a third the
-#: verdicts.
+#: Modules of this folder and their functions that return tasks, the most valuable first. A first call of eight minutes
+#: checks values, then measures and profiles the U-Net. A second call covers NCCL, a user's commands and the ViT; a
+#: third call covers the verdicts.
 ORDER = (
     ("gpu_machine", "tasks"),
     ("gpu_checks", "quick"),
@@ -76,7 +76,7 @@ GRACE = 30
 
 
 def all_tasks(bench: Bench) -> list[Task]:
-    """Return the tasks of all modules; a missing package becomes a skipped row that names it."""
+    """Return the tasks of all modules; a missing package gives a skipped row that names the package."""
     tasks = list[Task]()
 
     def missing(package: str | None) -> Values:
@@ -93,7 +93,7 @@ def all_tasks(bench: Bench) -> list[Task]:
 
 
 def heading(args: argparse.Namespace) -> Values:
-    """Return the facts that identify a call: time, commit, device, version."""
+    """Return the facts that identify a call: time, commit, device and versions."""
 
     def git(*words: str) -> str:
         try:
@@ -151,11 +151,11 @@ def main() -> int:
         parser.error("--continue: the file to continue is missing; give --json FILE")
     if args.wheels and not (wheels := sorted(args.wheels.glob("*.whl"))):
         parser.error(f"--wheels: no *.whl in {args.wheels}; collect them with make bench-gpu-wheels")
-    logging.disable(logging.INFO)  # log lines of the stages
+    logging.disable(logging.INFO)  # hide the log lines of the stages
     device = torch.device(args.device)
 
     def clean() -> None:
-        # PyTorch stops compiling a function once it has too many compiled versions.
+        # PyTorch stops compiling a function that has too many compiled versions.
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
@@ -164,13 +164,14 @@ def main() -> int:
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dlscale-bench-", None, True)))
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # an empty cache: the first compilation is cold
+        # an empty cache, so that the first compilation is cold
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
         if args.wheels:
             for wheel in wheels:
                 with zipfile.ZipFile(wheel) as archive:
                     archive.extractall(folder / "packages")
             sys.path.insert(0, str(folder / "packages"))
-        # Processes of the stages must find the same packages.
+        # The processes of the stages must find the same packages.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         bench = Bench(device, args.quick, folder)
         tasks = chosen(all_tasks(bench), args.only, args.skip)

@@ -1,4 +1,4 @@
-"""Checks of values on a GPU: every loader's samples, every rung's step, graphs, resuming."""
+"""Checks of values on a GPU: the samples of every loader, the step of every rung, CUDA graphs and resuming."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ VIT = Case("era5_vit", {"patch": 4, "embed_dim": 64, "depth": 1, "heads": 2}, (1
 CROPS = Case("cosmo_unet", {"widths": [4]}, (16, 16, 16), batch_size=4)
 PAIRS = Case("era5_vit", {}, (24, 48), batch_size=4, channels=6)
 
-#: Optimiser with an update linear in the gradient. Adam makes a full step, of either sign, for a gradient near zero.
+#: Optimiser whose update is linear in the gradient. Adam would make a full step, of either sign, even for a gradient
+#: near zero.
 SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.5, "momentum": 0.9}
-#: Tolerance of a sample's values, relative and absolute: the rounding of a fused multiply-add.
+#: Tolerance of a sample's values, relative and absolute: the rounding difference of a fused multiply-add.
 DECODING = 1e-6
 WORKERS = 4
 
 
 class Errors(dict[str, float]):
-    """The greatest error of each kind so far."""
+    """The greatest error of each kind so far, by name."""
 
     def hold(self, name: str, error: float, tolerance: float) -> None:
         """Record an error; raise if it exceeds the tolerance or is NaN."""
@@ -43,7 +44,7 @@ class Errors(dict[str, float]):
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of the truth."""
+    """Return the relative error: the norm of the difference over the norm of the truth."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
 
@@ -73,13 +74,13 @@ def loader_of(
         kind="direct", workers=workers, resident="never" if kind == "streamed" and bench.cuda else "always"
     )
     loader = direct_loader.build(samples, settings, share, bench.device)
-    if kind == "streamed" and not bench.cuda:  # the GPU's code path, on the CPU
+    if kind == "streamed" and not bench.cuda:  # on the CPU, use the GPU's code path
         loader._backend = Streamed(samples, batch_size, loader._slots, bench.device)
     return loader
 
 
 def samples_equal(bench: Bench, kind: str) -> Values:
-    """Compare two epochs, incomplete last batches included, with plain reads while the device is busy."""
+    """Compare all batches of two epochs with plain reads while the device is busy; the last batch is incomplete."""
     errors = Errors()
     for case, rows, count in ((CROPS, 24, 30), (PAIRS, 8, 14)):
         path = bench.folder / f"check-{case.study}.h5"
@@ -105,10 +106,10 @@ def samples_equal(bench: Bench, kind: str) -> Values:
 
 
 def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
-    """Compare the batches of steps with plain reads, with the host many batches ahead of the device.
+    """Compare the batches that steps receive with plain reads, while the host runs many batches ahead of the device.
 
-    A GPU first gets a second of other work, so that the check notices batches that are overwritten before a step reads
-    them.
+    A GPU first gets a second of other work, so that the check notices a batch that is overwritten before a step reads
+    it.
     """
     if over:
         bench.need_cuda()
@@ -120,7 +121,7 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
         samples = case.samples(path, rows, count)
         step = case.step(bench.device, precision="bf16", **FUSED, **over) if bench.cuda else make(bench, case)
         with closing(loader_of(bench, samples, kind, case.batch_size)) as loader:
-            for x, y in loader.epoch(0):  # capture, and everything that is made only once
+            for x, y in loader.epoch(0):  # the first epoch captures the graph and allocates buffers
                 step(x, y)
             read: list[tuple[torch.Tensor, torch.Tensor]] = []
             done: list[torch.cuda.Event] = []
@@ -145,17 +146,19 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
 
 # --- rungs -------------------------------------------------------------------------------------------------------
 
-#: Tolerances: of prediction and loss; of gradients and the update.
-# Rungs only sum in another order. The longest sum, of 6 x 8^3 = 3072 terms, has a float32 error of some 2^-24 x
-# sqrt(3072) / 2.5 = 1e-6; transforms (FFT, Winograd) have 20 times as much, TensorFloat-32 2e-4 to 5e-4. The error may
-# change the sign of one unit of a layer's 12 x 2^3 x 6 = 576, which is 1 / sqrt(576) = 0.04 of a gradient.
+#: Tolerances of a rung: (prediction and loss, gradients and weight update).
+#:
+#: Rungs differ from the plain step only in the order of sums. The longest sum has 6 x 8^3 = 3072 terms, so that its
+#: float32 error is about 2^-24 x sqrt(3072) / 2.5 = 1e-6. Transforms (FFT, Winograd) have 20 times this error;
+#: TensorFloat-32 has 2e-4 to 5e-4. The error may change the sign of one of the 12 x 2^3 x 6 = 576 units of a layer,
+#: which changes a gradient by 1 / sqrt(576) = 0.04.
 FP32 = 1e-4, 0.05
-HALF = 0.004, 0.06  # 11 bits; TensorFloat-32 has 11, too
-BF16 = 0.02, 0.2  # 8 bits; a few units of a layer change sign
+HALF = 0.004, 0.06  # 11 bits, as in TensorFloat-32
+BF16 = 0.02, 0.2  # 8 bits; a few units per layer change sign
 BOTH = UNET, VIT
 FUSED: dict[str, Any] = {"optimizer": {"fused": True}}
 TOP: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True, "memory_format": "channels_last"}
-#: Settings; tolerances; the studies that have the rung.
+#: Settings of a rung, its tolerances, and the studies that have the rung.
 Rung = tuple[dict[str, Any], tuple[float, float], tuple[Case, ...]]
 RUNGS: dict[str, Rung] = {
     "tf32": ({"precision": "tf32"}, HALF, BOTH),
@@ -183,17 +186,18 @@ COMPILED: dict[str, Rung] = {
 
 
 def make(bench: Bench, case: Case, **over: Any) -> Step:
-    """Return a small step with plain SGD."""
+    """Return the step of a small case with plain SGD."""
     return case.step(bench.device, spread=0.1, **over | {"optimizer": SGD | over.get("optimizer", {})})
 
 
 def observe(step: Step, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return prediction, loss, gradients and weight changes of one step by name, in float32."""
+    """Return prediction, loss, gradients and weight changes of one step, by name, in float32."""
     found = {"prediction": step.predict(x).clone()}
     step.gradients(x, y)
     scale = step.scaler.get_scale()
     for name, p in step.model.named_parameters():
-        if p.grad is not None and not name.endswith("attention.k.bias"):  # zero, up to rounding
+        # the gradient of this bias is zero, except for rounding
+        if p.grad is not None and not name.endswith("attention.k.bias"):
             found[f"gradient of {name}"] = p.grad.float() / scale
     before = {name: value.clone() for name, value in step.weights.state_dict().items()}
     found["loss"] = step(x, y).clone()
@@ -204,16 +208,17 @@ def observe(step: Step, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Ten
 
 
 def rung_equals_plain(bench: Bench, rung: Rung) -> Values:
-    """Compare a rung's step with the plain float32 step, on a full and on a smaller batch."""
+    """Compare a rung's step with the plain float32 step, on a full batch and on a smaller batch."""
     over, (exact, loose), cases = rung
     errors = Errors()
     for case in cases:
         for size in (6, 5):
             plain = make(bench, case)
             x, y = case.batch(bench.device, size)
-            # Targets far from the prediction, where the L1 has a kink and rounding would flip gradients.
+            # Keep targets far from predictions, because rounding would flip gradients at the kink of the L1 loss.
             y = plain.predict(x) + y + 0.2 * y.sign()
-            truth = observe(plain, x, y)  # before the next step: TensorFloat-32 is a process-wide switch
+            # before the next step is made, because TensorFloat-32 is a process-wide switch
+            truth = observe(plain, x, y)
             try:
                 step = make(bench, case, **over)
             except UserError as error:
@@ -245,7 +250,7 @@ GRAPHS_COMPILED: dict[str, dict[str, Any]] = {"compile default": {"compile": {"m
 
 
 def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
-    """Compare ten steps with CUDA graphs, some on smaller batches, with the same steps without."""
+    """Compare ten steps with CUDA graphs, some on smaller batches, with ten steps without graphs."""
     bench.need_cuda()
     errors = Errors()
     over = over if "optimizer" in over else {**over, **FUSED}
@@ -261,21 +266,21 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
                 set_learning_rate(step.optimizer, 1e-3 * (number + 1))
             truth, loss = eager(x, y), graphed(x, y)
             errors.hold("loss", distance(loss, truth), 1e-3)
-            x.fill_(float("nan"))  # as the loader overwrites a batch with its next one
+            x.fill_(float("nan"))  # overwrite the batch, as the loader does with its next batch
         weights = graphed.weights.state_dict()
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
-                # Gradients are summed in any order. For those that are nearly zero, 1e-5 of all, Adam makes a full step
-                # of either sign: 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the weights) = 0.003. A stale batch or rate
-                # would give 0.1.
+                # Gradients are summed in any order. For gradients near zero (1e-5 of all gradients), Adam makes a full
+                # step of either sign, so that weights may differ by 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the
+                # weights) = 0.003. A stale batch or learning rate would give 0.1.
                 errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)
 
 
 def resume_with_graphs(bench: Bench) -> Values:
-    """Compare restored steps with an uninterrupted one, all with CUDA graphs.
+    """Compare steps after a restore with an uninterrupted step, all with CUDA graphs.
 
-    The saved state is restored into the same step and into a new one.
+    The saved state is restored twice: into the same step and into a new step.
     """
     bench.need_cuda()
     errors = Errors()
@@ -288,7 +293,7 @@ def resume_with_graphs(bench: Bench) -> Values:
             first(x, y)
         saved = {name: shard.copy("cpu") for name, shard in first.shards().items()}
         scaler = first.scaler.state_dict()
-        for x, y in batches[:3]:  # steps that restoring must undo
+        for x, y in batches[:3]:  # steps that the restore must undo
             first(x, y)
         for step in (first, second):
             step.load(saved, scaler)
@@ -300,7 +305,7 @@ def resume_with_graphs(bench: Bench) -> Values:
 
 
 def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
-    """Check that no step, nor the trainer's sum of losses, waits for the device.
+    """Check that neither a step nor the trainer's sum of losses waits for the device.
 
     PyTorch is set to raise if the host waits.
     """
@@ -326,7 +331,7 @@ def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
 
 
 def mode_runs(bench: Bench, mode: str) -> Values:
-    """Compare steps in a compiler mode that captures graphs itself with plain steps."""
+    """Compare plain steps with steps in a compiler mode that captures its own graphs."""
     bench.need_cuda()
     errors = Errors()
     plain, step = make(bench, VIT), make(bench, VIT, compile={"mode": mode})
@@ -342,7 +347,7 @@ def compiled_equals_plain(bench: Bench, rung: Rung) -> Values:
 
 
 def quick(bench: Bench) -> list[Task]:
-    """Return the checks that take seconds."""
+    """Return the checks that take only seconds."""
     first = [
         Task("check", f"samples, {kind}", 20 if kind == "dali" else 3, partial(samples_equal, bench, kind))
         for kind in ("resident", "streamed", "dali")
@@ -361,7 +366,7 @@ def quick(bench: Bench) -> list[Task]:
 
 
 def ahead(bench: Bench) -> list[Task]:
-    """Return the checks for batches overwritten too early; slow, since the device must be kept busy."""
+    """Return the checks for batches that are overwritten too early; slow, because the device must be kept busy."""
     forms: dict[str, dict[str, Any]] = {"": {}, ", CUDA graph": {"cuda_graph": True}}
     return [
         Task("check", f"samples ahead, {kind}{name}", 20, partial(samples_ahead, bench, kind, over))
@@ -371,7 +376,7 @@ def ahead(bench: Bench) -> list[Task]:
 
 
 def slow(bench: Bench) -> list[Task]:
-    """Return the checks that compile."""
+    """Return the checks that compile the model."""
     last = [Task("check", name, 30, partial(compiled_equals_plain, bench, rung)) for name, rung in COMPILED.items()]
     last += [
         Task("check", f"CUDA graph, {name}", 20, partial(graph_equals_eager, bench, over))

@@ -47,13 +47,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # --- peaks -------------------------------------------------------------------------------------------------------
 
-#: Upper bounds on an H200 by the data sheet: TFLOP/s of dense products, memory TB/s.
+#: Upper bounds for an H200 by the data sheet: dense matrix products, TFLOP/s, and memory, TB/s.
 DATASHEET = {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}
 DATASHEET_TB = 4.8
 
 
 def peaks(bench: Bench, precision: str) -> Values:
-    """Measure the peaks used for MFU and rooflines; for bf16, also relative to the machine's rows."""
+    """Measure the peaks that MFU and rooflines use; for bf16, also compare them with the group `machine`."""
     set_matmul_precision(precision)
     found = measure_peaks(precision, bench.device)
     rates: Values = {"TFLOP/s": found.flops / 1e12, "TB/s": found.bytes_per_second / 1e12}
@@ -69,12 +69,12 @@ def peaks(bench: Bench, precision: str) -> Values:
 
 # --- runs, explained ---------------------------------------------------------------------------------------------
 
-#: Settings of the ladders' first rungs.
+#: Settings of the first rung of each study's ladder.
 FIRST: dict[str, dict[str, Any]] = {
     "cosmo_unet": {"precision": "tf32", "loader": {"kind": "torch", "workers": 2}},
     "era5_vit": {"precision": "tf32", "loader": {"kind": "torch", "workers": 0}},
 }
-#: Activity left out of tables: rows of kind `gap` have it.
+#: Activity left out of tables, because rows of kind `gap` also contain this time.
 IDLE = {"idle_seconds"}
 STREAMED = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "never"}}
 RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}}
@@ -84,7 +84,7 @@ def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[To
     """Profile a run, then measure its throughput, as the stages do.
 
     Returns the evidence for a verdict, the profile's longest entries, and host and device times. Both parts use one
-    session, which compiles once; other rows measure compilation.
+    session, so that the model is compiled once; other rows measure compilation.
     """
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     world, found = World(device=bench.device), {}
@@ -187,7 +187,7 @@ def _activity(activity: Activity) -> list[Values]:
 
 
 def _kinds(rows: list[TopEntry]) -> list[Values]:
-    """Return the time of kernels by kind, or of operators on a CPU."""
+    """Return the time of the kernels by kind; on a CPU, the time of the operators."""
     kind = "kernel" if any(row.kind == "kernel" for row in rows) else "operator"
     times = defaultdict[str, float](float)
     for row in rows:
@@ -218,7 +218,7 @@ def _memory(found: Memory) -> list[Values]:
     used, measured = found.predicted, found.measured
     fixed = used.parameters + used.optimizer
     rows = [
-        ("set-up", used.parameters, measured.get("set-up")),  # the optimiser has its state only after a step
+        ("set-up", used.parameters, measured.get("set-up")),  # no optimiser state, which only exists after a step
         ("forward", used.parameters + used.activations, measured.get("forward")),
         ("backward", used.parameters + used.gradients, measured.get("backward")),
         ("step", fixed + used.gradients, measured.get("step")),
@@ -236,7 +236,7 @@ def _memory(found: Memory) -> list[Values]:
 def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     """Compare the predicted memory of a step with the allocator's peak.
 
-    They must agree within a tenth, because libraries also take workspaces.
+    The values must agree within a tenth. They cannot agree exactly, because libraries also allocate workspaces.
     """
     bench.need_cuda()
     run = case.run(**over)
@@ -259,7 +259,7 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
 # --- planted bottlenecks -----------------------------------------------------------------------------------------
 
 STUDY = Path(__file__).with_name("bottlenecks") / "plant.py"
-#: A clean run of the study of `bench/bottlenecks`, bound by large matrix products of a GPU.
+#: Clean run of the study in `bench/bottlenecks`. Its speed is limited by the GPU's large matrix products.
 PLANT: dict[str, Any] = {
     "study": "plant",
     "dataset": "plant",
@@ -274,17 +274,17 @@ PLANT: dict[str, Any] = {
     "throughput": {"warmup": 1, "trials": 3, "batches": 8, "seconds": 0},
     "profile": {"skip": 3, "steps": 6},
 }
-#: Changes for a quick run, which only tries the program.
+#: Settings of a quick run, which only tries the program.
 SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials": 2, "batches": 2, "seconds": 0}}
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A run of this study, and its planted bottleneck; None for a clean run."""
+    """A run of the study `plant` and its planted bottleneck; None for a clean run."""
 
     cause: str | None
     over: dict[str, Any] = field(default_factory=dict)
-    width: int = 1024  #: Numbers in a row of the data.
+    width: int = 1024  #: Numbers per row of the data.
 
 
 PLANTS = {
@@ -304,9 +304,9 @@ PLANTS = {
 
 
 def plant(bench: Bench, planted: Planted) -> Values:
-    """Judge a run with a planted bottleneck; on a GPU, return whether the verdict names it.
+    """Judge a run with a planted bottleneck; on a GPU, return whether the verdict names the bottleneck.
 
-    A clean run passes if the verdict finds no cause. Other causes of a planted run are listed, but do not count.
+    A clean run passes if the verdict finds no cause. Additional causes of a planted run are listed, but do not count.
     """
     registry.add("plant", STUDY)
     raw = dict(PLANT)
@@ -329,7 +329,7 @@ def plant(bench: Bench, planted: Planted) -> Values:
 
 
 def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
-    """Return the manifest of random rows with long epochs; create the files on first use."""
+    """Return the manifest of random rows with long epochs; create the files at the first call."""
     folder = bench.folder / f"rows-{width}"
     manifest = folder / "manifest.json"
     if not manifest.exists():
@@ -346,7 +346,7 @@ def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
 
 
 def telemetry(bench: Bench, case: Case) -> Values:
-    """Compare a training's speed with telemetry running and stopped, and telemetry's joules with its watts."""
+    """Compare a training's speed with telemetry running and stopped; compare telemetry's joules with its watts."""
     import pynvml  # noqa: F401 - telemetry of a GPU needs it
 
     step, file = case.step(bench.device, **BEST[case.study]), bench.folder / "seen.csv"
@@ -374,7 +374,7 @@ def telemetry(bench: Bench, case: Case) -> Values:
 
 
 def _of_gpu(bench: Bench, rows: list[record.Sample]) -> Values:
-    """Return telemetry's means of the GPU; raise if its energy counter contradicts its power."""
+    """Return telemetry's means for the GPU; raise if its energy counter contradicts its power."""
     summary = record.summary(rows)
     used = record.energy([rows])
     powers = [[replace(row, gpus=tuple(replace(gpu, joules=None) for gpu in row.gpus)) for row in rows]]

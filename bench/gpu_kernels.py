@@ -1,4 +1,4 @@
-"""Where a step's time goes: its kernels and idle time, and each convolution, attention and decoding by itself."""
+"""Where the time of a step is spent: kernels and idle time; single convolutions, attention kernels and decoders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.direct_loader import Resident, on_device
 from dlscale.train.attention import BACKENDS, only, registered
 
-#: Settings of the rung before compilation.
+#: Settings of each study's last rung before compilation.
 BEST: dict[str, dict[str, Any]] = {
     "cosmo_unet": {
         "precision": "bf16",
@@ -39,10 +39,10 @@ BEST: dict[str, dict[str, Any]] = {
 
 # --- a step's kernels --------------------------------------------------------------------------------------------
 
-#: Patterns of kernel names by kind; the first match counts. On a CPU they apply to operations.
+#: Pattern of kernel names by kind; the first match counts. On a CPU, the patterns apply to operators.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    # Names of products contain layouts, too: sm90_xmma_fprop_implicit_gemm_..._nhwckrsc_nhwc_...
+    # The names of matrix products also contain layouts: sm90_xmma_fprop_implicit_gemm_..._nhwckrsc_nhwc_...
     "layout": r"(nchw|nhwc|ncdhw|ndhwc)_?to|(?<!conv_)transpose|converttensor|im2col",
     "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
     "optimiser": r"multi_tensor|adam|sgd|foreach",
@@ -81,7 +81,7 @@ def launches(bench: Bench, action: Callable[[], object], count: int) -> list[Lau
 
 
 def outermost(events: Iterable[dict[str, Any]]) -> list[Launch]:
-    """Return the events of a trace that lie within no other event of their thread."""
+    """Return the events of a trace that lie within no other event of the same thread."""
     found, ends = list[Launch](), defaultdict[Any, float](lambda: -math.inf)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= ends[event["tid"]]:
@@ -95,7 +95,7 @@ def _launch(event: dict[str, Any]) -> Launch:
 
 
 def busy(found: list[Launch]) -> tuple[float, float]:
-    """Return the microseconds with work running, and those from first start to last end."""
+    """Return two times in microseconds: with work running, and from the first start to the last end."""
     covered, end = 0.0, -math.inf
     for launch in sorted(found, key=lambda launch: launch.start):
         last = launch.start + launch.duration
@@ -105,12 +105,12 @@ def busy(found: list[Launch]) -> tuple[float, float]:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel."""
+    """Return the kind of a kernel, by name."""
     return next((kind for kind, text in KINDS.items() if re.search(text, name.lower())), "elementwise, sums")
 
 
 def shares(found: list[Launch], steps: int) -> dict[str, list[Values]]:
-    """Return ms per step by kind and of the longest kernels, as two tables."""
+    """Return two tables: ms per step by kind, and ms per step of the longest kernels."""
     kinds, names, counts = defaultdict[str, float](float), defaultdict[str, float](float), defaultdict[str, int](int)
     for launch in found:
         kinds[kind_of(launch.name)] += launch.duration
@@ -134,15 +134,15 @@ def shares(found: list[Launch], steps: int) -> dict[str, list[Values]]:
 
 
 def _short(name: str) -> str:
-    """Return a kernel's name without common prefixes, at most 70 characters."""
+    """Return a kernel's name without common prefixes, cut to 70 characters."""
     return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::", "", name)[:70]
 
 
 def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> Values:
-    """Return the ms that the host needs to launch a step, and the device to run it.
+    """Return the ms that the host needs to launch a step, and the ms that the device needs to run the step.
 
-    Host time is that of single steps, each begun on an idle device: in a row, the host would wait for room in the
-    device's queue. Device time is that of consecutive steps, by events (on a CPU, by the clock).
+    Host time is measured on single steps that begin on an idle device. With consecutive steps, the host would wait for
+    space in the device's queue. Device time is measured on consecutive steps, by events (on a CPU, by the clock).
     """
     launching, times = list[float](), list[float]()
     for _ in range(count):
@@ -172,7 +172,7 @@ def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
         bench.need_cuda()
     step = case.step(bench.device, **BEST[case.study], **over)
     action = partial(step, *case.delivered(step))
-    for _ in range(2 if bench.quick else 10):  # warm-up: search of algorithms, compilation, capture
+    for _ in range(2 if bench.quick else 10):  # warm-up: algorithm search, compilation, graph capture
         action()
     found = host_and_device(bench, action, 2 if bench.quick else 10)
     seen = launches(bench, action, STEPS)
@@ -203,7 +203,7 @@ class Convolution:
     weight
         Shape of the weights, padding included.
     flops
-        FLOPs of one pass over a sample: 2 per cell of the coarser grid and weight, without padding.
+        FLOPs of one pass over a sample, without padding: 2 per weight for each cell of the coarser grid.
     """
 
     name: str
@@ -226,8 +226,8 @@ class Convolution:
 def convolutions(case: Case) -> list[Convolution]:
     """Return the convolutions of a model, in order of computation.
 
-    A layer whose channels do not divide by 8 comes twice, the second time padded to multiples of 8: this shows the cost
-    of few channels, which `space_to_depth` avoids.
+    A layer whose channels are not multiples of 8 is listed twice, the second time padded to multiples of 8. The pair
+    shows the cost of few channels, which `space_to_depth` avoids.
     """
     found = list[Convolution]()
 
@@ -252,7 +252,7 @@ def convolutions(case: Case) -> list[Convolution]:
 
 
 def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch.memory_format) -> Values:
-    """Measure a layer's forward pass, and the gradients of its input and of its weights, in bf16."""
+    """Measure a layer in bf16: its forward pass and the gradients of its input and weights."""
 
     def random(*shape: int) -> torch.Tensor:
         values = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
@@ -278,11 +278,11 @@ def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch
 def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: int | None) -> Values:
     """Measure all convolutions of a model in one layout.
 
-    If `search` is None, cuDNN guesses the fastest algorithm, else it tries the first `search` of its list (0: all;
-    PyTorch's default: 10).
+    If `search` is None, cuDNN guesses the fastest algorithm. Otherwise cuDNN tries the first `search` algorithms of its
+    list (0: all algorithms; PyTorch's default: 10).
 
-    A new thread measures, because PyTorch keeps the algorithm of each shape per thread, searched or guessed. Layers
-    that take microseconds are bound by their launch here.
+    A new thread measures, because PyTorch keeps the chosen algorithm of each shape per thread. Layers that take
+    microseconds are limited by their launch.
     """
     rows, errors = list[Values](), list[BaseException]()
 
@@ -306,7 +306,8 @@ def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format,
         cudnn.benchmark, cudnn.benchmark_limit = before
     if errors:
         raise errors[0]
-    # The model's time: of layers that come twice, the padded ones; the first layer's input needs no gradient.
+    # The model's time counts only the padded version of a layer that is listed twice. The first layer's input needs no
+    # gradient.
     padded = {str(row["layer"]).removesuffix(", padded") for row in rows if ", padded" in str(row["layer"])}
     computed = [row for row in rows if row["layer"] not in padded]
     parts = {name: sum(row[f"{name} ms"] for row in computed) for name in ("forward", "input", "weight")}
@@ -324,7 +325,8 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
     """Measure an attention kernel at each head dimension, in bf16 and the model's layout.
 
     `width` is split into heads. FLOPs are counted as in the FlashAttention papers (Dao 2023, arXiv:2307.08691, section
-    4.1): 4 N^2 times the width forward, and 2.5 times that backward, which computes the scores again.
+    4.1): 4 N^2 times the width for the forward pass. The backward pass has 2.5 times as many FLOPs, because it
+    recomputes the scores.
     """
     rows = list[Values]()
     for dimension in HEAD_DIMENSIONS:
@@ -338,7 +340,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
 
         def both(tensors: tuple[torch.Tensor, ...] = (q, k, v), gradient: torch.Tensor = gradient) -> None:
             for tensor in tensors:
-                tensor.grad = None  # accumulation would take time
+                tensor.grad = None  # drop gradients, because accumulating them would take time
             F.scaled_dot_product_attention(*tensors).backward(gradient)
 
         row: Values = {"head dimension": dimension, "heads": heads}
@@ -350,7 +352,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
                 whole = bench.seconds(both, 2 if bench.quick else 5)
             row |= {"forward ms": 1e3 * forward, "forward TFLOP/s": flops / forward / 1e12}
             row |= {"both ms": 1e3 * whole, "both TFLOP/s": 3.5 * flops / whole / 1e12, "why not": ""}
-        except (RuntimeError, ImportError) as error:  # the kernel is missing, or memory is too small for it
+        except (RuntimeError, ImportError) as error:  # the kernel is missing, or memory is too small for the kernel
             row |= dict.fromkeys(("forward ms", "forward TFLOP/s", "both ms", "both TFLOP/s"), "")
             row["why not"] = " ".join(str(error).split())[:80]
         rows.append(row)
@@ -361,7 +363,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
 
 # --- decoding ----------------------------------------------------------------------------------------------------
 
-#: Ways to decode: whether by the kernel, else by PyTorch's operations.
+#: Value of `fused` by label: decode with the Triton kernel, or with PyTorch's operations.
 DECODERS = {"kernel": True, "operations": False}
 
 
@@ -380,10 +382,10 @@ def decoder(fused: bool, device: torch.device) -> Iterator[None]:
 
 
 def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
-    """Measure the decoding of a batch from values on the device.
+    """Measure how fast the device decodes the stored values of a batch.
 
-    If `wide`, the values are so many that indices need 64 bits. GB/s counts the least bytes: every stored value read
-    once, every decoded value written once.
+    If `wide`, there are so many values that indices need 64 bits. GB/s counts the minimum traffic: each stored value is
+    read once and each decoded value written once.
     """
     if wide:
         bench.need_cuda()
@@ -422,7 +424,7 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
 
 
 def profiles(bench: Bench) -> list[Task]:
-    """Return the profiles of a step, with and without CUDA graphs."""
+    """Return the profiles of a step with and without CUDA graphs."""
     unet, vit, _ = sizes(bench.quick)
     return [
         Task(f"profile {label}", name, 30 if case is unet else 15, partial(profile, bench, case, over))
@@ -450,7 +452,7 @@ def layers(bench: Bench) -> list[Task]:
     found += [
         Task("attention", kind, 10, partial(attention, bench, kind, samples, tokens, width))
         for kind in BACKENDS
-        if kind != "math"  # keeps all scores in memory
+        if kind != "math"  # the kind `math` keeps all scores in memory
     ]
     return found
 

@@ -1,4 +1,4 @@
-"""Reference figures for the other rows: names, versions, and rates of the hardware. Needs only torch."""
+"""Reference figures for the other rows: names, versions and hardware rates. Needs only torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic", "flash_attn_interfac
 
 
 def is_h200(bench: Bench) -> bool:
-    """Return whether the targets of an H200 apply: never without a GPU, nor in a quick run."""
+    """Return whether the targets for an H200 apply: false without a GPU and in a quick run."""
     there = bench.cuda and torch.cuda.is_available() and not bench.quick
     return there and "H200" in torch.cuda.get_device_name(bench.device)
 
@@ -48,7 +48,7 @@ def machine(bench: Bench) -> Values:
 
 
 def product(bench: Bench) -> Values:
-    """Return the rate of a large bf16 matrix product, the best of two sizes."""
+    """Return the rate of a large bf16 matrix product: the better of two sizes."""
     best = 0.0
     for size in (8192, 16384) if bench.cuda and not bench.quick else (256,):
         a, b, c = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(3))
@@ -57,14 +57,14 @@ def product(bench: Bench) -> Values:
 
 
 def copying(bench: Bench) -> Values:
-    """Return the rate of a copy in memory, counting bytes read and written."""
+    """Return the rate of a copy within device memory; bytes read and bytes written both count."""
     size = 2**32 if bench.cuda and not bench.quick else 2**24
     source, target = (torch.zeros(size, dtype=torch.uint8, device=bench.device) for _ in range(2))
     return {"TB/s": 2 * size / bench.seconds(partial(target.copy_, source), 5) / 1e12}
 
 
 def to_device(bench: Bench) -> Values:
-    """Return the rate of copies from pinned memory."""
+    """Return the rate of copies from pinned memory to the device."""
     bench.need_cuda()
     size = 2**24 if bench.quick else 2**30
     source = torch.zeros(size, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
-"""Timings on a GPU: the ladders of both studies, a large model, batch sizes, loaders alone.
+"""Timings on a GPU: the ladders of both studies, a large model, batch sizes, and loading without training.
 
-Targets on an H200 are those that docs/benchmarks.md expects ("On a GPU").
+The targets for an H200 are the expectations in docs/benchmarks.md ("On a GPU").
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from dlscale.parallel.world import World
 from dlscale.train import memory
 from dlscale.train.step import Step
 
-#: TFLOP/s of dense bf16 matrix products by data sheet; the first name contained in the card's counts.
+#: Dense bf16 matrix products by data sheet, TFLOP/s, by part of the card's name; the first match counts.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}
-#: Least ratio to the rung before that counts as «no slower»; the noise is 2 %.
+#: Least ratio to the previous rung that counts as «no slower»; the noise is 2 %.
 NO_SLOWER = 0.98
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 
@@ -40,7 +40,7 @@ COMPILE: dict[str, Any] = {"compile": {"mode": "default"}}
 
 
 def utilisation(bench: Bench, samples_per_second: float, case: Case) -> Values:
-    """Return the fractions of the measured and of the data sheet's bf16 rate."""
+    """Return the fractions of the measured bf16 peak and of the data sheet's bf16 peak."""
     rate, found = samples_per_second * case.flops() / 1e12, Values()
     if peak := bench.found.get(PRODUCT, {}).get("TFLOP/s"):
         found["MFU (measured peak)"] = rate / peak
@@ -54,7 +54,7 @@ def utilisation(bench: Bench, samples_per_second: float, case: Case) -> Values:
 
 
 class Data:
-    """Samples of one study on disk, created on first use."""
+    """Samples of one study in a file, which is written on first use."""
 
     def __init__(self, bench: Bench, case: Case, rows: int, count: int) -> None:
         self.case = case
@@ -83,7 +83,7 @@ class Data:
             yield loader
 
     def rate(self, kind: str, step: Step | None, settings: Throughput) -> float:
-        """Return samples/s of training on a loader's batches; without a `step`, of loading alone."""
+        """Return samples/s of training on a loader's batches, or of loading only if `step` is None."""
         with self.loader(kind) as loader:
             batches = (each for epoch in itertools.count() for each in loader.epoch(epoch))
             with closing(batches):
@@ -91,7 +91,7 @@ class Data:
 
 
 def median(bench: Bench, batches: Iterator[Batch], step: Step | None, settings: Throughput) -> float:
-    """Return samples/s, the median of the trials."""
+    """Return samples/s: the median of the trials."""
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
         if step is not None:
@@ -101,9 +101,9 @@ def median(bench: Bench, batches: Iterator[Batch], step: Step | None, settings: 
 
 
 def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:
-    """Return the seconds of a first step that compiles, and of one that finds its code on disk.
+    """Return the seconds of a first step that compiles, and of a step that finds its compiled code on disk.
 
-    The first may also find code on disk that an earlier rung compiled.
+    The first step may also find code that an earlier rung compiled.
 
     Parameters
     ----------
@@ -122,19 +122,19 @@ def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:
     found = {"compile s": once()}
     if warm:
         torch.compiler.reset()
-        clear_caches()  # the caches in memory
+        clear_caches()  # clear only the caches in memory
         found["from disk s"] = once()
     return found
 
 
 class Ladder:
-    """Rungs of one study, each measured by itself with the settings of the rungs before it."""
+    """Rungs of one study. Each rung is measured separately, with the settings of all earlier rungs."""
 
     def __init__(self, bench: Bench, case: Case, data: Data, kinds: tuple[str, ...], settings: Throughput) -> None:
         self.bench, self.case, self.data, self.kinds, self.settings = bench, case, data, kinds, settings
 
     def rung(self, over: dict[str, Any], first_compiled: bool, before: str) -> Values:
-        """Return samples/s on one batch and from each kind of loader, utilisation and peak memory.
+        """Return samples/s on a repeated batch and on each kind of loader, utilisation and peak memory.
 
         `before` is the label of the previous rung's row.
         """
@@ -154,14 +154,14 @@ class Ladder:
         return found
 
     def tasks(self, label: str, rungs: Rungs, targets: dict[str, dict[str, float]]) -> list[Task]:
-        """Return a task for each rung; each keeps earlier rungs' settings and changes some."""
+        """Return one task per rung; each rung keeps the settings of the earlier rungs and changes some."""
         tasks, over, compiled, before = list[Task](), dict[str, Any](), False, ""
         for name, change in rungs.items():
             over = {key: value for key, value in {**over, **change}.items() if value is not None}
             first = "compile" in over and not compiled
             compiled = compiled or first
             do = partial(self.rung, dict(over), first, before)
-            # 35 s: cuDNN's search takes up to 30 s.
+            # A rung takes 35 s, because cuDNN's search takes up to 30 s.
             seconds = 60 if first or "reduce" in name or "attention" in name else 35
             tasks.append(Task(label, name, seconds, do, targets.get(name, {})))
             before = tasks[-1].label
@@ -190,7 +190,7 @@ UNET_RUNGS: Rungs = {
 
 
 def large(bench: Bench, case: Case, settings: Throughput) -> Values:
-    """Measure a large model with all optimisations; halve its batch until it fits."""
+    """Measure a large model with all optimisations; halve the batch size until the batch fits in memory."""
     bench.need_cuda()
     over: dict[str, Any] = {"precision": "bf16", "optimizer": {"fused": True}, **COMPILE, "attention": "auto"}
     batch_size = case.batch_size
@@ -205,7 +205,7 @@ def large(bench: Bench, case: Case, settings: Throughput) -> Values:
             if batch_size == 1:
                 raise
             step = batch = None  # type: ignore[assignment]
-        torch.cuda.empty_cache()  # outside of the handler, whose traceback keeps the tensors
+        torch.cuda.empty_cache()  # after the handler, because the traceback keeps the tensors alive
         batch_size //= 2
     found |= utilisation(bench, found["SYNTHETIC"], case)
     found["peak GB"] = memory.peak(bench.device) / 1e9
@@ -213,9 +213,9 @@ def large(bench: Bench, case: Case, settings: Throughput) -> Values:
 
 
 def loading(bench: Bench, data: Data, case: Case, kind: str, settings: Throughput) -> Values:
-    """Measure a loader alone, against copies of as many stored bytes from pinned memory."""
+    """Measure loading only; compare it with copying as many stored bytes from pinned memory."""
     found: Values = {"samples/s": data.rate(kind, None, settings)}
-    stored = 2 * sum(torch.Size(shape).numel() for shape in case.shapes)  # fp16
+    stored = 2 * sum(torch.Size(shape).numel() for shape in case.shapes)  # 2 bytes per value of fp16
     found["stored MB/sample"] = stored / 1e6
     if copied := bench.found.get(PINNED, {}).get("GB/s"):
         found["floor samples/s"] = copied * 1e9 / stored
@@ -236,7 +236,7 @@ def sized(bench: Bench, case: Case, over: dict[str, Any], batch_size: int, setti
 
 
 def data(bench: Bench) -> tuple[Data, Data]:
-    """Return the samples of both studies."""
+    """Return the data of both studies."""
     unet, vit, _ = sizes(bench.quick)
     if bench.quick:
         return Data(bench, unet, 24, 20), Data(bench, vit, 8, 20)
@@ -244,14 +244,14 @@ def data(bench: Bench) -> tuple[Data, Data]:
 
 
 def _trials(bench: Bench) -> tuple[Throughput, Throughput]:
-    """Return settings for few and for many batches; the warm-up trial includes recording a graph."""
+    """Return the settings for few and for many batches; the warm-up trial includes the capture of a graph."""
     if bench.quick:
         return (Throughput(warmup=1, trials=2, batches=5, seconds=0),) * 2
     return Throughput(warmup=1, trials=3, batches=10, seconds=0), Throughput(warmup=1, trials=3, batches=30, seconds=0)
 
 
 def expected(bench: Bench, rate: float, kind: str = "FULL resident") -> dict[str, float]:
-    """Return a target, if this is an H200."""
+    """Return the target for a kind of loader; empty unless the device is an H200."""
     return {kind: rate} if is_h200(bench) else {}
 
 
@@ -267,7 +267,7 @@ def unet(bench: Bench) -> list[Task]:
 
 
 def vit(bench: Bench) -> list[Task]:
-    """Return the rungs of the ViT, and the large one."""
+    """Return the rungs of the ViT and the measurement of the large ViT."""
     (_, case, wide), (few, _), (_, years) = sizes(bench.quick), _trials(bench), data(bench)
     targets = {
         "compile": expected(bench, 147),
@@ -280,7 +280,7 @@ def vit(bench: Bench) -> list[Task]:
 
 
 def sweeps(bench: Bench) -> list[Task]:
-    """Return steps of growing batches, not compiled, since that takes a minute per size."""
+    """Return the measurements of growing batch sizes, uncompiled because compilation takes a minute per size."""
     unet, vit, _ = sizes(bench.quick)
     few, many = _trials(bench)
     most = {"precision": "bf16", "optimizer": {"fused": True}}
@@ -298,7 +298,7 @@ def sweeps(bench: Bench) -> list[Task]:
 
 
 def loaders(bench: Bench) -> list[Task]:
-    """Return the loaders alone."""
+    """Return the measurements of loading only."""
     _, many = _trials(bench)
     return [
         Task(label, kind, 15 if kind == "dali" else 5, partial(loading, bench, source, source.case, kind, many))

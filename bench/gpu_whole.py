@@ -1,7 +1,7 @@
-"""Checks of the complete program: one rank with NCCL; training, resuming and measuring as a user runs them.
+"""Checks of the complete program: one rank with NCCL; training, resuming and measuring with the user's commands.
 
-One rank exchanges nothing, but everything around an exchange runs: the process group, DistributedDataParallel, its
-hooks, buckets and streams.
+One rank exchanges no data, but the code around the exchange runs: the process group, DistributedDataParallel, hooks,
+buckets and streams.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from dlscale.train.step import Step
 class Several(World):
     """A world of one rank that reports two data-parallel ranks, so that the model is wrapped.
 
-    Strategies read `data_size`. Code that exchanges other values reads `size`, which stays 1: means are the rank's own.
+    Strategies read `data_size`. Code that exchanges other values reads `size`, which stays 1, so that means are the
+    rank's own values.
     """
 
     @property
@@ -50,7 +51,7 @@ class Several(World):
 
 @contextmanager
 def group(bench: Bench) -> Iterator[World]:
-    """Open a process group of one rank: NCCL's on a GPU, gloo's elsewhere."""
+    """Open a process group of one rank, with NCCL on a GPU and with gloo on a CPU."""
     store = dist.HashStore()
     device = torch.device("cuda", torch.cuda.current_device()) if bench.cuda else bench.device
     backend, own = ("nccl", device) if bench.cuda else ("gloo", None)
@@ -62,7 +63,7 @@ def group(bench: Bench) -> Iterator[World]:
 
 
 def made(case: Case, world: World, over: dict[str, Any]) -> Step:
-    """Return a step in a world, with the same weights every time."""
+    """Return a step in a world; the initial weights are always equal."""
     run = case.run(**{**over, "optimizer": over.get("optimizer", SGD)})
 
     def model() -> torch.nn.Module:
@@ -84,7 +85,7 @@ def exchanges() -> int:
 
 
 def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
-    """Compare wrapped steps with plain ones: losses and, if compiled, one graph of equally many calls."""
+    """Compare wrapped steps with plain steps: losses, exchanges and, if compiled, numbers of graphs and calls."""
     from torch._dynamo.utils import counters
 
     if over.get("cuda_graph"):
@@ -104,7 +105,7 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
                     raise Skip(str(error)) from None
                 x, y = case.batch(world.device)
                 before = exchanges()
-                losses.append([step(x, y) for _ in range(15)])  # enough to record a CUDA graph
+                losses.append([step(x, y) for _ in range(15)])  # enough steps to record a CUDA graph
                 bench.wait()
                 seen.append(exchanges() - before)
                 graphs.append({key: counters["stats"][key] for key in ("unique_graphs", "calls_captured")})
@@ -123,7 +124,7 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
 
 
 def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
-    """Measure a plain and a wrapped step: the cost of gradient hooks and buckets."""
+    """Measure a plain step and a wrapped step; the difference is the cost of gradient hooks and buckets."""
     settings = Throughput(warmup=1, trials=3, batches=2 if bench.quick else 20, seconds=0)
     found = Values()
     with group(bench) as world:
@@ -136,35 +137,36 @@ def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
 # --- as a user runs it -------------------------------------------------------------------------------------------
 
 PATIENCE = 150.0
-EPOCHS = 24  # of 8 steps: long enough to stop the training midway
+EPOCHS = 24  # epochs of 8 steps: enough time to stop the training midway
 
 
 def stage(bench: Bench, name: str, folder: Path, *words: object) -> subprocess.Popen[str]:
-    """Start a stage in a process of its own, as the workflow's commands do."""
+    """Start a stage in its own process, as the workflow's commands do."""
     command = [sys.executable, "-m", "dlscale", name, *map(str, words), "--device", bench.device.type]
     with (folder / f"{name}.log").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
 def ended(process: subprocess.Popen[str], log: Path, wanted: int = 0) -> None:
-    """Wait for a stage; raise unless its exit status is `wanted`."""
+    """Wait for a stage to end; raise unless its exit status is `wanted`."""
     status = process.wait(PATIENCE)
     if status != wanted:
         raise AssertionError(f"exit status {status}, expected {wanted}: {log.read_text()[-400:]}")
 
 
 def epochs(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl so far."""
+    """Return the records in metrics.jsonl so far, one per epoch."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def end_to_end(bench: Bench) -> Values:
-    """Check that a stopped and resumed training reaches the losses of an uninterrupted one; measure samples/s.
+    """Check that a resumed training reaches the losses of an uninterrupted training; measure samples/s.
 
-    Losses may differ by rounding, because sums are taken in another order.
+    Losses may differ by rounding, because sums are computed in another order.
     """
-    for package in ("tensorboard", "matplotlib"):  # imported by the stages; skip the check if they are missing
+    # the stages import both packages, so skip the check if a package is missing
+    for package in ("tensorboard", "matplotlib"):
         __import__(package)
     case = Case("cosmo_unet", {"widths": [8, 16]}, (32, 32, 32) if bench.cuda else (16, 16, 16), batch_size=8)
     folder = bench.folder / "end to end"
@@ -195,7 +197,8 @@ def end_to_end(bench: Bench) -> Values:
             while process.poll() is None and not epochs(out) and time.monotonic() < start + PATIENCE:
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            ended(process, out / "train.log", 75)  # saved; call it again
+            # status 75: the training has saved its state and must be called again
+            ended(process, out / "train.log", 75)
             process = training()
         ended(process, out / "train.log")
         found[f"{name} s"] = time.monotonic() - start
@@ -215,11 +218,11 @@ def end_to_end(bench: Bench) -> Values:
 
 
 def described(case: Case, folder: Path) -> Path:
-    """Write the manifest of `train.h5` and `valid.h5` as the describe stage would; return its path."""
+    """Write the manifest of `train.h5` and `valid.h5` as the describe stage does; return its path."""
     fields = loading.cosmo_fields(2 * case.grid[0])
     manifests = [loading.manifest(folder / name, "cosmo", fields) for name in ("train.h5", "valid.h5")]
     splits = {split: each.splits["train"] for split, each in zip(("train", "valid"), manifests, strict=True)}
-    normal = {  # statistics of the written values
+    normal = {  # mean and standard deviation of the random values
         name: info.model_copy(update={"mean": [0.0] * len(info.channels), "std": [1.0] * len(info.channels)})
         for name, info in manifests[0].fields.items()
     }
@@ -229,7 +232,7 @@ def described(case: Case, folder: Path) -> Path:
 
 
 def tasks(bench: Bench) -> list[Task]:
-    """Return the checks of one rank, and of a user's commands."""
+    """Return the checks of one rank and of the user's commands."""
     backend = "NCCL" if bench.cuda else "gloo"
     forms: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -254,7 +257,7 @@ def tasks(bench: Bench) -> list[Task]:
 
 
 def last(bench: Bench) -> list[Task]:
-    """Return the checks to run last: a failing graph with exchanges may break the process."""
+    """Return the checks that run last, because a failing graph with exchanges may break the process."""
     graph: dict[str, Any] = {"optimizer": {**SGD, "fused": True}, "cuda_graph": True}
     return [
         Task(f"one rank, {'NCCL' if bench.cuda else 'gloo'}", name, 10, partial(one_rank, bench, {**graph, **over}))

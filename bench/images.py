@@ -1,8 +1,8 @@
-"""Images/s of the loaders: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in batches of 16.
+"""Loading speed, images/s: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in batches of 16.
 
-The reference is the published program's loader, restated operation by operation (`bench.published`): image folders,
-PyTorch's DataLoader, fast collate, with its best number of workers. A second reference is the pipeline of DALI's
-example. The floor is Pillow's decoding alone.
+The reference is the published program's loader (image folders, PyTorch's DataLoader, fast collate), restated operation
+by operation in `bench.published`, with its best number of workers. A second reference is the pipeline of DALI's
+example. The lower bound on time is Pillow's decoding without any other work.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, 
 from dlscale.extensions.imagenet_resnet50.imagenet.samples import Images
 
 SIZE, BATCH = 224, 16
-HEIGHT, WIDTH = 375, 500  # of most photographs in ImageNet
+HEIGHT, WIDTH = 375, 500  # size of most photographs in ImageNet
 DECODING = "Pillow's decoding alone"
 EXAMPLE = "DALI's example"
-#: Least speed of each loader over the published program's best. With decoded images Pillow still resizes.
+#: Least ratio of each loader's speed to the published program's best. Pillow resizes decoded images, too.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.2, "direct, decoded": 2.5, "DALI": 1.1}
 
 
 def photograph(seed: int) -> bytes:
-    """Return a JPEG of noise with the spectrum (amplitudes fall as 1/f) and size of a photograph."""
+    """Return a JPEG of noise with a photograph's size and spectrum (amplitudes fall as 1/f)."""
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None])
     frequency[0, 0] = 1.0
     noise = np.fft.rfft2(rng.standard_normal((3, HEIGHT, WIDTH))) / frequency
-    grey = np.fft.irfft2(noise[0] + 0.3 * noise, (HEIGHT, WIDTH))  # correlated colours
+    grey = np.fft.irfft2(noise[0] + 0.3 * noise, (HEIGHT, WIDTH))  # correlate the colours
     pixels = np.clip(128 + 50 * grey / grey.std(), 0, 255).astype(np.uint8).transpose(1, 2, 0)
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=90)
@@ -53,7 +53,7 @@ def photograph(seed: int) -> bytes:
 
 
 def write(where: Path, count: int) -> dict[str, str]:
-    """Write image folders of two classes; return the source settings of their dataset."""
+    """Write image folders of two classes; return the dataset's source settings."""
     for split, images in (("train", count), ("valid", 2)):
         for number in range(images):
             path = where / split / "ab"[number % 2] / f"{number:05d}.jpg"
@@ -78,7 +78,7 @@ def packed(source: dict[str, str], form: str, where: Path) -> Images:
 
 
 def torch_rate(stack: ExitStack, samples: Images, workers: int) -> Callable[[], float]:
-    """Return a function that delivers one epoch and returns images/s, without first batches."""
+    """Return a function that delivers an epoch and returns images/s, without the first batch of each worker."""
     settings = TorchLoader(kind="torch", workers=workers)
     loader = stack.enter_context(closing(torch_loader.build(samples, settings, Share(BATCH), CPU)))
     epochs = iter(range(10**9))
@@ -86,14 +86,14 @@ def torch_rate(stack: ExitStack, samples: Images, workers: int) -> Callable[[], 
 
 
 def program_rate(stack: ExitStack, source: dict[str, str], workers: int) -> Callable[[], float]:
-    """Return such a function for the published program."""
+    """Return a function that measures the published program in the same way as `torch_rate`."""
     loader = published.image_loader(Path(source["train"]), SIZE, BATCH, workers)
-    stack.callback(setattr, loader, "_iterator", None)  # ends the worker processes
+    stack.callback(setattr, loader, "_iterator", None)  # end the worker processes
     return steady_rate(lambda: loader, workers)
 
 
 def example_rate(source: dict[str, str], count: int) -> Callable[[], float]:
-    """Return such a function for the pipeline of DALI's example."""
+    """Return a function that measures the pipeline of DALI's example in the same way as `torch_rate`."""
     pipeline = published.dali_pipeline(Path(source["train"]), SIZE, BATCH, THREADS)
 
     def measure() -> float:
@@ -106,7 +106,7 @@ def example_rate(source: dict[str, str], count: int) -> Callable[[], float]:
 
 
 def decoding(stack: ExitStack, source: dict[str, str]) -> Callable[[], float]:
-    """Return a function that decodes all files, in threads, and returns images/s."""
+    """Return a function that decodes all files in threads and returns images/s."""
     files = [path.read_bytes() for path in sorted(Path(source["train"]).glob("*/*"))]
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
 
@@ -122,7 +122,7 @@ def decoding(stack: ExitStack, source: dict[str, str]) -> Callable[[], float]:
 
 
 def ours(stack: ExitStack, samples: dict[str, Images], source: dict[str, str]) -> Contestants:
-    """Return the contestants with threads: the direct loader, DALI and DALI's example."""
+    """Return the contestants that use threads: the direct loader, DALI and DALI's example."""
     direct = DirectLoader(kind="direct", workers=THREADS)
     found = {
         name: rate(stack, direct_loader.build(samples[form], direct, Share(BATCH), CPU))
@@ -139,7 +139,7 @@ def ours(stack: ExitStack, samples: dict[str, Images], source: dict[str, str]) -
 
 
 def images(options: Options) -> list[Row]:
-    """Measure training samples from JPEGs and from pixels."""
+    """Measure the loading of training samples from JPEGs and from decoded images."""
     source = write(options.folder, 64 if options.quick else 128)
     samples = {form: packed(source, form, options.folder) for form in ("encoded", "decoded")}
     with ExitStack() as stack:

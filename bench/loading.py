@@ -1,8 +1,8 @@
-"""Samples/s of the loaders: crops of a volume and pairs of a time series, in the page cache and cold.
+"""Loading speed, samples/s: crops of a volume and pairs of a time series, in the page cache and cold.
 
-The reference is the published programs' loader, restated operation by operation (`bench.published`), with its best
-number of workers. It takes turns with the other loaders; its first batches are left out, as in those programs. The
-floor is a copy of as many stored bytes into reused buffers.
+The reference is the published programs' loader, restated operation by operation in `bench.published`, with its best
+number of workers. It takes turns with the other loaders. Its first batches do not count, as in the published programs.
+The lower bound on time is a copy of as many stored bytes into reused buffers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
-#: Least speed of each loader over the published loader's.
+#: Least ratio of each loader's speed to the published loader's.
 CROPS = {"direct, fp16 channels last": 12.0}
 PAIRS = {"direct, fp16": 10.0}
 
@@ -61,7 +61,7 @@ Contestants = dict[str, Callable[[], float]]
 def write(
     path: Path, fields: list[Field], dtype: str = "float32", channels_last: bool = False, chunk: int | None = None
 ) -> None:
-    """Write random values: contiguous float32 as published, or as the assemble stage stores them."""
+    """Write random values: contiguous float32 as in the published files, or as the assemble stage stores them."""
     # Absolute values, because densities cannot be negative.
     tile = np.abs(np.random.default_rng(0).standard_normal(2**22, dtype=np.float32))
     with h5py.File(path, "w") as file:
@@ -77,7 +77,7 @@ def write(
 
 
 def manifest(path: Path, kind: str, fields: list[Field]) -> Manifest:
-    """Describe a file as the describe stage would: volumes in model units, series in physical ones."""
+    """Describe a file as the describe stage does: volumes in model units, series in physical units."""
     info = {} if fields[0].channel_axis == 0 else {"stored": "physical"}
     return manifest_of(path.parent, kind, fields, {"train": [(path.name, fields[0].rows)]}, **info)
 
@@ -130,7 +130,7 @@ def dali_rates(
 
 
 def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
-    """Return a function that delivers one epoch and returns its samples/s, the wait for the first batch included."""
+    """Return a function that delivers one epoch and returns samples/s, including the wait for the first batch."""
     stack.enter_context(closing(loader))
     epochs = iter(range(10**9))
 
@@ -143,10 +143,10 @@ def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
 
 
 def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[[], float]:
-    """Return a function that delivers one epoch and returns its samples/s without the first batch of each worker.
+    """Return a function that delivers one epoch and returns samples/s, without the first batch of each worker.
 
-    The published programs leave out one batch of about a thousand. Here an epoch has few batches, and the first batches
-    of several workers arrive together.
+    The published programs leave out one batch of about a thousand. In this benchmark an epoch has few batches, and the
+    first batches of several workers arrive together.
     """
 
     def measure() -> float:
@@ -161,14 +161,14 @@ def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[
 
 
 def program_rate(stack: ExitStack, dataset: published.Pieces, batch_size: int, workers: int) -> Callable[[], float]:
-    """Return such a function for the published programs' loader."""
+    """Return a function that measures the published programs' loader in the same way as `steady_rate`."""
     loader = published.loader(dataset, batch_size, workers)
-    stack.callback(setattr, loader, "_iterator", None)  # ends the worker processes
+    stack.callback(setattr, loader, "_iterator", None)  # end the worker processes
     return steady_rate(lambda: loader, workers)
 
 
 def torch_rate(stack: ExitStack, samples: GridSamples, batch_size: int, workers: int) -> Callable[[], float]:
-    """Return such a function for dlscale's baseline, the `torch` loader."""
+    """Return a function that measures dlscale's baseline, the `torch` loader, in the same way as `steady_rate`."""
     loader = stack.enter_context(closing(torch_of(samples, batch_size, workers)))
     epochs = iter(range(10**9))
     return steady_rate(lambda: loader.epoch(next(epochs)), workers)
@@ -184,7 +184,8 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     ]
     for field in fields:
         for file in range(len(field.readers)):
-            if (whole := field.mapped(file)) is not None:  # touch each page once: page faults are not part of reading
+            # touch each page once, because page faults are not part of reading
+            if (whole := field.mapped(file)) is not None:
                 whole.transpose(field.order_of(file)).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
     epochs = iter(range(10**9))
 
@@ -214,7 +215,7 @@ void rows(char *to, const char *from, const long *n, const long *stride, long wi
 
 
 def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder: Path) -> Callable[[], float]:
-    """Return a function like that of `reading`, with a bare loop in C over the rows of boxes."""
+    """Return a function that measures the same as that of `reading`, but with a C loop over the rows of boxes."""
     (folder / "rows.c").write_text(ROWS_IN_C)
     library = folder / f"rows{len(list(folder.glob('rows*.so')))}.so"
     subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, folder / "rows.c"], check=True)
@@ -226,7 +227,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
     epochs = iter(range(10**9))
 
     def prepared(boxes: BoxIndex, index: int) -> list[tuple[Any, ...]]:
-        """Return the arguments of a sample's two calls."""
+        """Return the arguments of the two C calls for a sample."""
         calls = list[tuple[Any, ...]]()
         for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
             whole = field.mapped(boxes.file[index])
@@ -260,7 +261,7 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
 def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) -> Callable[[], float]:
     """Return a function that copies the bytes of `count` samples into buffers and returns samples/s."""
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-    source = np.ones((max(4, 2**29 // sample_bytes), sample_bytes), np.uint8)  # more than any cache holds
+    source = np.ones((max(4, 2**29 // sample_bytes), sample_bytes), np.uint8)  # larger than any cache
     target = np.ones((batch_size, sample_bytes), np.uint8)
 
     def copy(index: int) -> None:
@@ -277,14 +278,15 @@ def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) ->
 def cold(path: Path, make: Callable[[], Loader], read: list[float]) -> Callable[[], float]:
     """Return a function that delivers one epoch of a file outside the page cache and returns samples/s.
 
-    It appends to `read` the bytes per sample that came from the disk, not counting worker processes. Zero bytes are
-    an error: the file was not cold.
+    The function appends to `read` the bytes per sample that came from the disk, without those of worker processes. Zero
+    bytes are an error, because they mean that the file was in the page cache.
     """
 
     def measure() -> float:
-        for of_epochs in (Crops.boxes, Crops.table, Pairs.boxes):  # their caches keep samples, which keep files mapped
+        # these functions cache samples, which keep files mapped
+        for of_epochs in (Crops.boxes, Crops.table, Pairs.boxes):
             of_epochs.cache_clear()
-        gc.collect()  # the page cache keeps mapped pages
+        gc.collect()  # free the mappings, because the page cache keeps mapped pages
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -311,7 +313,7 @@ def _disk_bytes() -> int:
 
 @dataclass(frozen=True)
 class Published:
-    """Samples of the published layout, as the published program and as dlscale read them."""
+    """Samples of the published layout, once for the published program and once for dlscale."""
 
     pieces: published.Pieces
     samples: GridSamples
@@ -319,17 +321,17 @@ class Published:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Loaders of one study against the published program's."""
+    """Loaders of one study, compared with the published program's loader."""
 
     label: str
     program: Published
-    ours: GridSamples  #: Samples with the stored bytes that are read and copied.
+    ours: GridSamples  #: Samples whose stored bytes the lower bounds read and copy.
     batch_size: int
-    targets: dict[str, float]  #: Least speed over the published program, by loader.
+    targets: dict[str, float]  #: Least ratio of speed to the published program's, by loader.
 
 
 def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:
-    """Measure all loaders in turns; `contestants` makes those other than the published loaders and floors."""
+    """Measure all loaders in turns; `contestants` makes all but the published loaders and the lower bounds."""
     label, ours, batch_size = comparison.label, comparison.ours, comparison.batch_size
     program, plain, targets = comparison.program.pieces, comparison.program.samples, comparison.targets
     stored = [(np.prod(field.shape), field.readers[0].dataset.dtype.itemsize) for field in (ours.input, ours.target)]
@@ -370,12 +372,12 @@ def compare(options: Options, comparison: Comparison, contestants: Callable[[Exi
 
 
 def best_of(rates: list[list[float]]) -> list[float]:
-    """Return the rates (one per repetition) with the greatest median."""
+    """Return the rates with the greatest median; each list has one rate per repetition."""
     return max(rates, key=statistics.median)
 
 
 def crops(options: Options) -> list[Row]:
-    """Measure 64^3 crops of 9 channels, turned at random, in batches of 16."""
+    """Measure 64^3 crops of 9 channels with random rotations, in batches of 16."""
     edge, few, many = (96, 48, 32) if options.quick else (512, 96, 256)
     fields = cosmo_fields(edge)
     paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours", "chunked")}
@@ -398,13 +400,13 @@ def crops(options: Options) -> list[Row]:
         return found | dali_rates(stack, samples("published", many), 16, {PLAIN: "h5py", ".npy mirrors": "numpy"})
 
     program = Published(published.Crops(paths["published"], 64, few), samples("published", few))
-    # Before `compare`: its samples keep their files mapped.
+    # Measure cold reads first, because the samples in `compare` keep their files mapped.
     cold_rows = colds(options, "64^3 crops", paths, lambda name: samples(name, 16 if options.quick else 32), 16)
     return compare(options, Comparison("64^3 crops", program, ours, 16, CROPS), contestants) + cold_rows
 
 
 def pairs(options: Options) -> list[Row]:
-    """Measure pairs of atmospheric states, 20 channels at 360 x 720, standardised, in batches of 4."""
+    """Measure pairs of atmospheric states, 20 standardised channels at 360 x 720, in batches of 4."""
     times, few, many = (13, 12, 12) if options.quick else (33, 24, 32)
     field = series_field(times, CHANNELS_ERA5, ROWS, COLUMNS)
     paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours")}
@@ -434,7 +436,7 @@ def pairs(options: Options) -> list[Row]:
 def colds(
     options: Options, label: str, paths: dict[str, Path], samples: Callable[[str], GridSamples], batch_size: int
 ) -> list[Row]:
-    """Measure cold reads: the direct loader on each layout against PyTorch's on the published one."""
+    """Measure cold reads: the direct loader on each layout, compared with PyTorch's loader on the published layout."""
     read: dict[str, list[float]] = {name: [] for name in ("torch, published layout", *paths)}
     found = in_turns(
         2 if options.quick else 3,

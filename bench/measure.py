@@ -1,4 +1,4 @@
-"""How the benchmarks measure: contestants take turns in one process, so that a busy machine slows all of them alike."""
+"""How the benchmarks measure: contestants take turns in one process, so that other programs slow all of them alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Options:
-    """How much to measure, and where files may be written."""
+    """Amount of measuring, and folder for files."""
 
     quick: bool
     folder: Path
@@ -26,13 +26,13 @@ class Row:
     Attributes
     ----------
     values, references
-        One for each repetition, in `unit`; value i and reference i were measured one after the other.
+        One number per repetition, in `unit`. Value i and reference i were measured one after the other.
     reference
-        Name of the reference: a bound that no program can pass, a simpler program, or a limit.
+        Name of the reference: a physical bound, a simpler program, or a limit.
     counted
         The bytes, FLOPs and sizes behind the numbers.
     target
-        Ratio to reach, if any; for seconds, the ratio not to exceed.
+        Least ratio to reach, or for seconds the greatest ratio allowed; None without a target.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def reached(self) -> bool:
-        """Whether the target is reached, if there is one."""
+        """Whether the target is reached; true without a target."""
         if self.target is None:
             return True
         return self.ratio <= self.target if self.unit == "s" else self.ratio >= self.target
@@ -62,7 +62,7 @@ class Row:
         return "" if self.target is None else f"{'pass' if self.reached else 'SHORT'} ({sign} {self.target:g})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return all attributes, the medians and the ratio."""
+        """Return all attributes, both medians and the ratio."""
         medians = {"value": statistics.median(self.values), "reference_value": statistics.median(self.references)}
         return {**asdict(self), **medians, "ratio": self.ratio}
 
@@ -84,7 +84,7 @@ HEADINGS = ["row", "median", "spread", "reference", "ratio", "target", "counted"
 
 
 def figures(value: float) -> str:
-    """Format a number with three significant figures, or as an integer from 1000 to 1e6."""
+    """Format a number with three significant figures; from 1000 to 1e6, as an integer."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
@@ -98,7 +98,7 @@ def table(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return one line with the number of targets, and the names of missed ones."""
+    """Return one line: how many targets are reached and missed, and the names of the missed targets."""
     targets = [row for row in rows if row.target is not None]
     short = [row.name for row in targets if not row.reached]
     names = ": " + "; ".join(short) if short else ""
@@ -106,7 +106,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def in_turns(repetitions: int, contestants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Call every contestant once as a warm-up, then all in turns; return their measurements by name."""
+    """Call every contestant once as a warm-up, then repeat turns; return the measurements by contestant."""
     for contestant in contestants.values():
         contestant()
     found: dict[str, list[float]] = {name: [] for name in contestants}

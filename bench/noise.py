@@ -1,12 +1,13 @@
 """Check that a report separates noise from a slow-down: `make bench-noise`, or `python -m bench.noise [--tries N]`.
 
-Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does. `first` is timed alternately
-with a copy of itself if paired timing lasts ten seconds or more. `copy` does the same work under other settings, so
-that it is not known as a copy. The step of `slow` has five per cent more layers. The report must find `copy` equal
-within noise, and `slow` slower. During half of the tries other programs keep all cores busy.
+Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does. The report must find the run
+`copy` equal to `first` within noise, and the run `slow` slower. `copy` does the same work as `first` under other
+settings, so that dlscale does not recognise it as a copy. `slow` has five per cent more layers. If paired timing lasts
+ten seconds or more, `first` is also timed alternately with a copy of itself. During half of the tries, other programs
+keep all cores busy.
 
-`dlscale compare --gate` is checked, too: it must pass the copies of two tries, and fail `slow`, presented as the same
-run of a later commit.
+The benchmark also checks `dlscale compare --gate` on pairs of tries. The command must pass their copies and fail
+`slow`, which is presented as the same run of a later commit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dlscale.report.speedup import SpeedUp, SpeedUps
 DEPTH = 40
 RUNS: dict[str, dict[str, Any]] = {
     "first": {},
-    "copy": {"model": {"slow_rank": 7}},  # with one process: no effect
+    "copy": {"model": {"slow_rank": 7}},  # no effect with a single process
     "slow": {"model": {"depth": round(1.05 * DEPTH)}},
 }
 SETTINGS: dict[str, Any] = {
@@ -49,14 +50,14 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Try:
-    """Result of one try: logarithms of speed ratios to the first run, with half-widths of their intervals."""
+    """Result of one try: logarithms of speed ratios to the first run, with half-widths of their 95 % intervals."""
 
     load: int
     floor: float
     copy: tuple[float, float]
     slow: tuple[float, float]
-    rounds: tuple[int, ...]  #: Rounds of paired timing, by run.
-    headline: str  #: Fastest run in the report on first and copy.
+    rounds: tuple[int, ...]  #: Rounds of paired timing, one number per run.
+    headline: str  #: Fastest run in the report on `first` and `copy`.
     seconds: float
 
     @property
@@ -79,7 +80,7 @@ class Try:
 
 
 def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threads: int) -> tuple[Try, PlanResult]:
-    """Measure the three runs while `load` programs keep cores busy."""
+    """Measure the three runs while `load` other programs keep cores busy."""
     start = time.monotonic()
     raw = {
         "studies": {"plant": str(stages.STUDY)},
@@ -118,20 +119,21 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
 
 
 def gated(plans: list[PlanResult]) -> list[tuple[bool, bool]]:
-    """Return whether `dlscale compare --gate` calls the copy and the slow run of each later plan slower."""
+    """Return whether `dlscale compare --gate` calls `copy` and `slow` slower, for each try after the first."""
     runs = [{run.name: run for run in each.runs} for each in plans]
     found = []
     for before, after in itertools.pairwise(runs):
         record = after["slow"].throughput
         assert record
-        same = record.model_copy(update={"compute": before["copy"].compute})  # as if its settings were the copy's
+        # present `slow` with the settings of `copy`
+        same = record.model_copy(update={"compute": before["copy"].compute})
         pairs = after["copy"], replace(after["slow"], throughput=same)
         found.append(tuple(compare.change("p.copy", before["copy"], each, looks=2)["slower"] for each in pairs))
     return found  # type: ignore[return-value]
 
 
 def plan(folder: Path, *runs: str) -> PlanResult:
-    """Write a plan of some runs, and read its results."""
+    """Write a plan of the named runs, and read its results."""
     path = folder / "plans/p/plan.yaml"
     known = [{"name": name, "label": name, "plan": "p", "run": name, "measure": ["throughput"]} for name in runs]
     record = {"plan": "p", "title": "p", "study": "plant", "kind": "set", "measure": ["throughput"], "runs": known}

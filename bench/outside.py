@@ -1,4 +1,4 @@
-"""Overhead of `dlscale measure`: short steps of a program, alternately with and without its hook."""
+"""Overhead of `dlscale measure`: short steps of a program, timed alternately with and without the hook."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dlscale.core.telemetry import sampled
 from dlscale.extensions.programs.hook.sitecustomize import Watcher
 from dlscale.extensions.programs.timed import FOLDER
 
-#: Least fraction of a program's speed that remains with the hook, and with hook and telemetry.
+#: Least ratio of speed: with the hook, and with hook and telemetry.
 HOOKED, MEASURED = 0.995, 0.99
 
-#: Samples per step; steps per turn that warm up the code, whose wrapping has just changed; steps that are timed.
+#: Samples per step; untimed steps per turn, because wrapping has changed the code; timed steps per turn.
 BATCH, WARM, STEPS = 64, 4, 4
 
-#: The module; PyTorch hides it behind another object of this name.
+#: Module `torch.optim.optimizer`, imported by name because PyTorch hides it behind an object of the same name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
 ITERATOR: Any = dataloader._BaseDataLoaderIter
 
@@ -36,9 +36,10 @@ ITERATOR: Any = dataloader._BaseDataLoaderIter
 def outside(options: Options) -> list[Row]:
     """Time turns of a few steps with and without the hook.
 
-    The median of the turns resists other programs. It leaves out the lines that the hook writes once a second; the time
-    of the hook's own lines includes them. Times are processor times of the program's thread, which runs the hook. The
-    second row also subtracts the sampler's processor time, as if the program had no other core.
+    The median over the turns resists disturbance by other programs. The median leaves out the lines that the hook
+    writes once a second, but the measurement of the hook's own code includes these lines. All times are processor times
+    of the program's thread, which also runs the hook. The second row also subtracts the sampler's processor time, as if
+    the program had only one core.
     """
     repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"
@@ -65,7 +66,7 @@ def outside(options: Options) -> list[Row]:
 
 
 class Program:
-    """A training of small steps, with or without the hook."""
+    """A training of small steps that can run with or without the hook."""
 
     def __init__(self) -> None:
         sizes = [256, 512, 512, 8]
@@ -83,7 +84,7 @@ class Program:
             yield from DataLoader(samples, batch_size=BATCH)
 
     def own(self, count: int = 10_000) -> float:
-        """Return the seconds that recording and writing a step take, without the calls of the hook."""
+        """Return the seconds that the hook takes to record and write a step, without the calls of its wrappers."""
         log, batch = self._watcher._log, next(self._batches)
         start = time.thread_time()
         for _ in range(count):
@@ -92,7 +93,7 @@ class Program:
         return (time.thread_time() - start) / count
 
     def run(self, hooked: bool) -> float:
-        """Return the processor seconds of `STEPS` steps."""
+        """Return the processor seconds of `STEPS` steps with or without the hook."""
         if hooked:
             self._watcher._optimizers(OPTIMIZER)
             self._watcher._loaders(dataloader)

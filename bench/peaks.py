@@ -1,6 +1,6 @@
-"""Spread of the measured peaks of one CPU: `python -m bench.peaks [PROCESSES [NEIGHBOURS]]`.
+"""Spread of the measured peaks of a CPU: `python -m bench.peaks [PROCESSES [NEIGHBOURS]]`.
 
-PROCESSES new processes measure the peaks one after the other, while NEIGHBOURS other processes keep cores busy.
+PROCESSES new processes measure the peaks one after the other. Meanwhile NEIGHBOURS other processes keep cores busy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = [f"{precision} {what}" for precision in PRECISIONS for what in ("GFLOP
 
 
 def main(processes: int = 10, neighbours: int = 0) -> None:
-    """Print the peaks of each process, then each column's spread: least and greatest over the median."""
+    """Print the peaks of each process, then the spread of each column: minimum and maximum over the median."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(neighbours)]
     try:
         rows = []

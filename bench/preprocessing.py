@@ -1,4 +1,4 @@
-"""MB/s and peak memory of the preprocess stage, against only reading the same file."""
+"""Speed, MB/s, and peak memory of the preprocess stage, compared with reading the same file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dlscale.data import preprocess, store
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
-#: Bytes of buffers: below the default, so that a file has several blocks.
+#: Bytes of the stage's buffers: below the default, so that a file has several blocks.
 MEMORY = 64_000_000
 
 
 def read(path: Path, rows: int = 4) -> None:
-    """Read all of a volume into one buffer, some rows at a time."""
+    """Read a complete volume, a few rows at a time, into one buffer."""
     with h5py.File(path) as file:
         for name in CHANNELS:
             found = file[name]
@@ -46,7 +46,7 @@ print(status["VmHWM"].split()[0])
 
 
 def peak_mb(*arguments: str) -> float:
-    """Return the peak resident memory of a stage, MB; without arguments, of its imports."""
+    """Return the peak resident memory of a stage, MB; without arguments, the peak of its imports."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts")}
     command = [sys.executable, "-c", PEAK, str(MEMORY), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -54,7 +54,7 @@ def peak_mb(*arguments: str) -> float:
 
 
 def volumes(options: Options) -> list[Row]:
-    """Downsample a volume by 2; peak memory should not grow with twice the edge."""
+    """Downsample a volume by 2; the peak memory should not grow if the edge doubles."""
     store.MEMORY = MEMORY
     paths = [options.folder / f"raw{edge}.h5" for edge in ((64, 128) if options.quick else (128, 256))]
     for path in paths:
@@ -70,7 +70,7 @@ def volumes(options: Options) -> list[Row]:
         preprocess.main(argparse.Namespace(config=settings, part=part, piece=0, source=[str(large)], out=str(out)))
 
     def rate() -> float:
-        out.unlink(missing_ok=True)  # outside of the timing: freeing the file of the previous turn
+        out.unlink(missing_ok=True)  # outside the timing, because freeing the previous file takes time
         return megabytes / seconds(stage)
 
     found = in_turns(
@@ -97,7 +97,7 @@ def volumes(options: Options) -> list[Row]:
 
 
 def states(options: Options) -> list[Row]:
-    """Downsample states from a NetCDF file by 2, against plain reads and reads of xarray."""
+    """Downsample states from a NetCDF file by 2, compared with plain reads and with reads through xarray."""
     import xarray as xr
 
     store.MEMORY = MEMORY
@@ -153,5 +153,5 @@ def states(options: Options) -> list[Row]:
 
 
 def figure(path: Path) -> str:
-    """Return a file's size, for a label."""
+    """Return a file's size in MB, for a label."""
     return f"{path.stat().st_size / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""Overhead of profiling: unused marks, NVTX ranges and each profiler, against the same steps without."""
+"""Overhead of profiling: unused marks, NVTX ranges and each profiler, compared with the same steps without them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step
 
-#: Least ratio of speed: unused marks cost nothing but noise, NVTX ranges less than 1 %.
+#: Least ratio of speed: unused marks may cost nothing but noise; NVTX ranges may cost less than 1 %.
 FREE, NVTX = 0.995, 0.99
 
 
 class _Unmarked(ast.NodeTransformer):
-    """Replaces each `with mark(...):` by its body."""
+    """Replace each `with mark(...):` by its body."""
 
     def visit_With(self, node: ast.With) -> Any:
         self.generic_visit(node)
@@ -52,7 +52,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def rate(run: Callable[..., None], step: Step, batch: Batch, count: int, context: Context = nullcontext) -> float:
-    """Return samples/s of steps within a context, without its entry and exit."""
+    """Return samples/s of steps within a context; the time to enter and exit the context does not count."""
     with context():
         start = time.perf_counter()
         run(step, itertools.repeat(batch), range(count))
@@ -61,7 +61,7 @@ def rate(run: Callable[..., None], step: Step, batch: Batch, count: int, context
 
 
 def profilers(options: Options) -> list[Row]:
-    """Measure marks on short steps, where they show best, and profilers on long ones, as in use."""
+    """Measure marks on short steps, whose overhead is largest, and profilers on long steps, as in use."""
     count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
     rows = []
     with one_thread():
@@ -83,7 +83,7 @@ def profilers(options: Options) -> list[Row]:
 
 
 def overheads(options: Options, case: Case) -> list[Row]:
-    """Measure steps with each profiler and without; the ratio is the remaining speed."""
+    """Measure steps with and without each profiler; the ratio is the remaining fraction of speed."""
     count, turns = (2, 2) if options.quick else (10, options.repetitions)
     batch, step = case.batch(CPU), case.step(CPU)
     functions = [*filter(inspect.isfunction, vars(Step).values()), type(step.model).forward]

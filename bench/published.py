@@ -1,6 +1,6 @@
 """Plain restatements of the published programs' loaders, models and step, as references.
 
-Parameters are in the order of dlscale's models, so that weights can be copied from one to the other.
+Parameters have the order of dlscale's models, so that weights can be copied between both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-if TYPE_CHECKING:  # `make bench-gpu` loads no photographs, and has no Pillow
+if TYPE_CHECKING:  # `make bench-gpu` loads no photographs and works without Pillow
     from PIL import Image
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,7 +26,7 @@ Pieces = Dataset[Pair]
 
 
 class UNet(nn.Module):
-    """Convolutions of stride 2 down, transposed ones up, each level's skip concatenated."""
+    """U-Net: convolutions of stride 2 down, transposed convolutions up; each level's skip is concatenated."""
 
     def __init__(self, in_channels: int, out_channels: int, widths: Sequence[int]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches to tokens, blocks, a linear head back to patches."""
+    """Vision transformer: patches to tokens, transformer blocks, and a linear head back to patches."""
 
     def __init__(self, grid: tuple[int, int], patch: int, channels: int, embed: int, depth: int, heads: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ViT(nn.Module):
         return self.unpatched(self.head(self.norm(x)))
 
     def unpatched(self, x: torch.Tensor) -> torch.Tensor:
-        """Return fields [B, C, H, W] from tokens that each hold the values of a patch."""
+        """Return fields [B, C, H, W] from tokens; each token holds the values of one patch."""
         (rows, columns), patch = self.tokens, self.patch
         x = x.reshape(len(x), rows, columns, patch, patch, self.channels)
         return torch.einsum("nhwpqc->nchpwq", x).reshape(len(x), self.channels, rows * patch, columns * patch)
@@ -117,7 +117,7 @@ def relative_l2(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    """Return a function that does one step of the published loop: learning rate, gradients, update."""
+    """Return a function that does one step of the published loop: set the learning rate, compute gradients, update."""
 
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         model.train()
@@ -132,9 +132,9 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
     return call
 
 
-#: The 24 turns of a cube in SC22's program, in its order, as (axes, signs): the axes are permuted, then those of sign
-#: -1 are reversed. The program calls all of them rotations. If two axes are swapped, every second turn is a reflection;
-#: so is the last turn of each cyclic order.
+#: Turns of a cube in SC22's program, in its order: 24 pairs (axes, signs). The axes are permuted, then the axes of sign
+#: -1 are reversed. The program calls all 24 rotations, but some are reflections: every second turn with two swapped
+#: axes, and the last turn of each of the two cyclic orders.
 TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     (tuple(map(int, axes)), tuple(-1 if str(axis) in mirrored else 1 for axis in range(3)))
     for axes, each in (
@@ -151,9 +151,9 @@ TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 
 
 class Crops(Dataset[Pair]):
-    """Random cubes of two fields: read into a reused buffer, turned as views, copied once.
+    """Random cubes of two fields: read into a reused buffer, turned as views, and copied once.
 
-    Like SC22's loader for HDF5 files, it turns both fields alike but not the velocity vectors.
+    Like SC22's loader for HDF5 files, this dataset turns both fields alike but does not turn the velocity vectors.
     """
 
     def __init__(self, path: Path, crop: int, count: int) -> None:
@@ -181,7 +181,7 @@ class Crops(Dataset[Pair]):
 
 
 class Pairs(Dataset[Pair]):
-    """Two states of a series, standardised in place."""
+    """Pairs of states of a series, standardised in place."""
 
     def __init__(self, path: Path, means: np.ndarray, stds: np.ndarray, count: int) -> None:
         self.path, self.means, self.stds, self.count = path, means, stds, count
@@ -204,7 +204,7 @@ class Pairs(Dataset[Pair]):
 
 
 def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
-    """Return PyTorch's loader as the published programs set it up."""
+    """Return PyTorch's DataLoader with the published programs' options."""
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -216,14 +216,14 @@ def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
     )
 
 
-#: Mean and standard deviation of red, green and blue that the published programs normalise by, in units of 255.
+#: Mean and standard deviation of red, green and blue with which the published programs normalise, in units of 255.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Photographs(Dataset["tuple[Image.Image, int]"]):
-    """Folders of classes, as torchvision reads them: `ImageFolder`, `RandomResizedCrop`, `RandomHorizontalFlip`.
+    """Image folders, read as by torchvision's `ImageFolder`, `RandomResizedCrop` and `RandomHorizontalFlip`.
 
-    Random numbers are drawn from torch one by one, as in torchvision.
+    Random numbers are drawn from torch one at a time, as in torchvision.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -259,7 +259,7 @@ class Photographs(Dataset["tuple[Image.Image, int]"]):
 
 
 def fast_collate(batch: list[tuple[Image.Image, int]]) -> Pair:
-    """Collate images to uint8 [B, C, H, W], each added to zeros, as in Apex's example."""
+    """Collate images to uint8 [B, C, H, W]; each image is added to zeros, as in Apex's example."""
     labels = torch.tensor([label for _, label in batch], dtype=torch.int64)
     width, height = batch[0][0].size
     images = torch.zeros((len(batch), 3, height, width), dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """Plain restatement of PyTorch's MNIST example, which the performance workshop profiles: reference for `mnist_cnn`.
 
-torchvision's dataset and transforms are restated operation by operation, so that the package is not needed.
+torchvision's dataset and transforms are restated operation by operation, so that torchvision is not needed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Digits(Dataset[Sample]):
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """Convert an image of bytes to float32 [C, H, W] from 0 to 1, as torchvision's `to_tensor`."""
+    """Convert an image of bytes to float32 [C, H, W] from 0 to 1, like torchvision's `to_tensor`."""
     values = torch.from_numpy(np.array(image, np.uint8, copy=True))
     values = values.view(image.size[1], image.size[0], len(image.getbands()))
     return values.permute((2, 0, 1)).contiguous().to(dtype=torch.get_default_dtype()).div(255)
 
 
 def normalized(values: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Normalise each channel as torchvision's `normalize`."""
+    """Normalise each channel like torchvision's `normalize`."""
     values = values.clone()
     means = torch.as_tensor(mean, dtype=values.dtype, device=values.device)
     stds = torch.as_tensor(std, dtype=values.dtype, device=values.device)
@@ -52,7 +52,7 @@ def normalized(values: torch.Tensor, mean: Sequence[float], std: Sequence[float]
 
 
 class Net(nn.Module):
-    """The network of the example."""
+    """The example's network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class Net(nn.Module):
 
 
 class Program:
-    """The program: Adadelta with rate 1, times 0.7 after each epoch; batches of 64 from one loader process.
+    """The example program: Adadelta with rate 1, times 0.7 after each epoch; batches of 64 from one loader process.
 
-    Lines that the example prints are appended to `printed`.
+    The lines that the example would print are appended to `printed`.
     """
 
     def __init__(self, train: Dataset[Sample], test: Dataset[Sample], workers: int = 1) -> None:
@@ -88,7 +88,7 @@ class Program:
         self.printed: list[str] = []
 
     def epoch(self, epoch: int) -> float:
-        """Train for an epoch; return the seconds of its loop."""
+        """Train for an epoch; return the seconds of the training loop."""
         start = time.perf_counter()
         self.model.train()
         for batch, (data, target) in enumerate(self.train_loader):
@@ -105,7 +105,7 @@ class Program:
         return seconds
 
     def accuracy(self) -> float:
-        """Return the fraction of right answers on the test images."""
+        """Return the fraction of correct answers on the test images."""
         self.model.eval()
         right = 0
         with torch.no_grad():

@@ -29,14 +29,14 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from tests.exchanged import Counting
 
 RANKS = 2
-#: Factor on the batch size of a case: enough computing to hide communication.
+#: Factor on the batch size of a case, so that computing is long enough to hide communication.
 LARGER = 8
 #: Seconds between saves.
 INTERVAL = 2.0
 
 
 def ranks(options: Options) -> list[Row]:
-    """Measure two processes of one thread each, which share a machine and its memory bandwidth."""
+    """Measure two processes of one thread each, which compete for the machine's memory bandwidth."""
     found = options.folder / "found.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -60,12 +60,12 @@ def _rank(rank: int, port: int, options: Options, found: Path) -> None:
 
 
 def _averaging(options: Options, case: Case, world: World) -> list[dict[str, Any]]:
-    """Return rows of a step against its twin without averaging, and against PyTorch's DDP in a bare loop."""
+    """Return rows that compare a step with its twin without averaging, and with PyTorch's DDP in a bare loop."""
     geometry = {"gpus_per_node": RANKS}
     step = case.step(CPU, world=world, geometry=geometry, batch_size=RANKS * case.batch_size)
     batch = case.batch(CPU, seed=world.rank)
     bare = _bare(case)
-    for _ in range(2):  # DDP arranges its buckets after its first step
+    for _ in range(2):  # two steps, because DDP arranges its buckets after its first step
         step(*batch), bare(*batch)
     with Counting() as counting:
         step(*batch)
@@ -112,7 +112,7 @@ def _bare(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def _saving(options: Options, case: Case) -> list[Row]:
-    """Return rows of a training that saves every two seconds: time not blocked, and rate."""
+    """Return two rows for a training that saves every two seconds: the fraction of unblocked time, and the speed."""
     step, batch, world = case.step(CPU), case.batch(CPU), World()
     checkpoints = Checkpoints(options.folder / case.study, keep=1, world=world)
     blocked, alone = list[float](), list[float]()
@@ -130,14 +130,14 @@ def _saving(options: Options, case: Case) -> list[Row]:
             step(*batch)
             done += 1
         spent = time.perf_counter() - begin
-        if save:  # wait for the rest of the write outside of the timed training
+        if save:  # wait for the rest of the write outside the timed training
             checkpoints.wait()
         return done * case.batch_size / spent
 
     step(*batch)
     found = in_turns(2 * options.repetitions, {"saving": lambda: train(True), "not": lambda: train(False)})
     record = CheckpointRecord(step=number, untrained=Untrained(valid_loss=1.0))
-    for _ in range(3):  # as if the training waited for the complete save
+    for _ in range(3):  # wait for the complete save, for comparison
         begin = time.perf_counter()
         checkpoints.save(record.model_copy(update={"step": number}), own_shards(step.shards(), world))
         checkpoints.wait()

@@ -1,7 +1,7 @@
 """The benchmarks of dlscale itself: `make bench`, or `python bench/run.py [--quick] [--json FILE] [GROUP ...]`.
 
-Each row is compared with a reference that is measured alternately with it, in the same process. Between machines and
-days compare ratios, not values. Some rows have a target, the ratio to reach; a missed target is not a failure.
+Each row is compared with a reference that is measured alternately with it, in the same process. Compare ratios, not
+values, between machines and days. Some rows have a target ratio; a missed target is not a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from dlscale.core.machine import let_threads_wait  # noqa: E402
 
-let_threads_wait()  # before anything loads OpenMP
+let_threads_wait()  # before any import loads OpenMP
 
 import torch  # noqa: E402
 
@@ -85,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.groups) - set(GROUPS):
         parser.error(f"unknown group: {', '.join(sorted(unknown))}; choose from: {', '.join(GROUPS)}")
-    logging.disable(logging.INFO)  # log lines of the stages
+    logging.disable(logging.INFO)  # hide the log lines of the stages
     facts = machine()
     print(f"{facts['device']['name']}, {facts['cores']} cores, load {facts['load']:.1f}; PyTorch {torch.__version__}")
     if facts["load"] > 0.5 * facts["cores"]:

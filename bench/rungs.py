@@ -1,4 +1,4 @@
-"""Samples/s of every rung of the ladder that a CPU supports, against the plain step of the same study."""
+"""Speed, samples/s, of every rung of the ladder that a CPU supports, compared with the plain step of the same study."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUNGS: dict[str, dict[str, Any]] = {
 
 
 def has_bf16() -> bool:
-    """Return whether the CPU multiplies bf16 natively; others convert, which is slower."""
+    """Return whether the CPU multiplies bf16 natively; CPUs that convert bf16 are slower."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -42,7 +42,7 @@ def has_bf16() -> bool:
 
 
 def rungs(options: Options) -> list[Row]:
-    """Measure each rung alternately with a plain step of its own."""
+    """Measure each rung alternately with its own plain step."""
     count, turns = (2, 2) if options.quick else (3, 3 * options.repetitions)
     rows = []
     with one_thread():
@@ -50,12 +50,12 @@ def rungs(options: Options) -> list[Row]:
             batch = case.batch(CPU)
             for name, over in RUNGS.items():
                 if options.quick and "compile" in over and case.study == "cosmo_unet":
-                    continue  # one study is enough to try it
+                    continue  # one study is enough for a quick run
                 torch.compiler.reset()
                 plain = case.step(CPU)
                 try:
                     step = case.step(CPU, **over)
-                except UserError as error:  # e.g. the compiler is missing
+                except UserError as error:  # for example, the compiler is missing
                     print(f"skipped: {NAMES[case.study]}, {name}: {error}")
                     continue
                 counted = counts(case, step.model, count)

@@ -1,4 +1,4 @@
-"""Independent tasks: one that fails or is skipped stops no other, and each result is saved at once."""
+"""Independent tasks: a failed or skipped task does not stop the other tasks, and each result is saved at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from bench.clocks import Sampler
 from bench.measure import figures
 
-#: Named values of a row; a list of dicts with the same keys is a table.
+#: Named values of a row. A value that is a list of dicts with the same keys is a table.
 Values = dict[str, Any]
 
 
@@ -31,9 +31,9 @@ class Task:
     Attributes
     ----------
     seconds
-        Approximate duration on an H200; a task does not start with less time left.
+        Approximate duration on an H200. The task does not start if less time is left.
     do
-        Returns named values; a check that fails raises.
+        Function that returns named values. A check raises if it fails.
     targets
         Least values to reach, by name.
     """
@@ -51,7 +51,10 @@ class Task:
 
 
 def chosen(tasks: list[Task], only: list[str], skip: list[str]) -> list[Task]:
-    """Return the tasks whose labels contain a text of `only` (all if empty) but no text of `skip`, ignoring case."""
+    """Return the tasks whose label contains a text of `only` and no text of `skip`; an empty `only` selects all tasks.
+
+    Case is ignored.
+    """
 
     def holds(task: Task, texts: list[str]) -> bool:
         return any(text.lower() in task.label.lower() for text in texts)
@@ -69,7 +72,7 @@ class Result:
         ok (no target), pass or SHORT (target reached or missed), FAILED, skipped (cannot run here), or not run (too
         little time left).
     why
-        Reason of the last three.
+        Reason of the states FAILED, skipped and not run.
     gpu
         Clocks, power and temperature during the task; see `bench.clocks`.
     """
@@ -91,7 +94,7 @@ class Result:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Values as text, except tables."""
+        """Values as text, without tables."""
         shown = {key: value for key, value in self.values.items() if not isinstance(value, list)}
         return {key: figures(v) if isinstance(v, int | float) else str(v) for key, v in shown.items()}
 
@@ -105,7 +108,7 @@ class Result:
         }
 
     def lines(self, width: int) -> str:
-        """Return the row, with its name padded to `width`, and its tables."""
+        """Return the row and its tables; the row's name is padded to `width`."""
         shown = [" ".join(item) for item in self.figures.items()]
         shown += [f"[{key} ≥ {figures(least)}]" for key, least in self.targets.items() if key in self.values]
         text = f"{self.status:8}{self.label:{width}}  {self.seconds:5.1f} s  {self.why or ', '.join(shown)}".rstrip()
@@ -119,7 +122,7 @@ class Result:
 
 
 def perform(task: Task, left: float, sampler: Sampler | None = None) -> Result:
-    """Do a task if `left` seconds suffice; a missing package makes it skipped, not failed."""
+    """Do a task if `left` seconds suffice. A task whose package is missing is skipped, not failed."""
     if left < task.seconds:
         why = f"it takes some {task.seconds:.0f} s, and {max(left, 0):.0f} s are left"
         return Result(task.group, task.name, "not run", 0.0, {}, task.targets, why)
@@ -157,11 +160,11 @@ def perform_all(
     seconds
         Time limit for all tasks.
     clean
-        Called after each task.
+        Function called after each task.
     earlier
-        Results of tasks that are not repeated; they keep the order of the tasks.
+        Results of tasks that are not repeated. They are sorted into the order of the tasks.
     found
-        Filled with the values of each task, by label.
+        Mapping that receives the values of each task, by label.
     """
     start, results = time.monotonic(), list[Result]()
     rest, found = {result.label: result for result in earlier}, {} if found is None else found
@@ -191,12 +194,12 @@ def perform_all(
 
 
 def read(path: Path) -> list[Result]:
-    """Return the results in a file of `perform_all`, except of tasks that were not run."""
+    """Return the results in a file of `perform_all`, except results of status `not run`."""
     return [r for r in (Result(**each) for each in json.loads(path.read_text())["results"]) if r.status != "not run"]
 
 
 def closing_words(results: list[Result]) -> str:
-    """Return one line that counts results by status, and names those short, failed or not run."""
+    """Return one line that counts results by status and names the rows that are SHORT, FAILED or not run."""
     parts = [f"{len(results)} rows"]
     for status in ("ok", "pass", "SHORT", "FAILED", "skipped", "not run"):
         names = [result.label for result in results if result.status == status]
@@ -207,7 +210,7 @@ def closing_words(results: list[Result]) -> str:
 
 
 def markdown(results: list[Result], heading: Values) -> str:
-    """Return all results as tables: one per group with a column per value, followed by its rows' own tables."""
+    """Return all results as tables: one table per group with a column per value, then the tables of its rows."""
     text = [", ".join(f"{key} {value}" for key, value in heading.items())]
     groups = dict.fromkeys(result.group for result in results)
     for group in groups:
@@ -236,7 +239,7 @@ def markdown(results: list[Result], heading: Values) -> str:
 
 
 def _pipes(cells: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, without its empty columns."""
+    """Return the lines of a Markdown table without empty columns."""
     keep = [n for n in range(len(cells[0])) if n == 0 or any(line[n] for line in cells[1:])]
     lines = ["| " + " | ".join(line[n].replace("|", "\\|") for n in keep) + " |" for line in cells]
     return [lines[0], "|" + "---|" * len(keep), *lines[1:]]
@@ -265,17 +268,17 @@ class Bench:
         return self.device.type == "cuda"
 
     def need_cuda(self) -> None:
-        """Skip the task without a GPU."""
+        """Skip the task if the device is not a GPU."""
         if not self.cuda:
             raise Skip("needs CUDA")
 
     def wait(self) -> None:
-        """Wait for the device."""
+        """Wait until the device is idle."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, action: Callable[[], object], count: int) -> float:
-        """Return the seconds per call over `count` calls: the least of three tries, after a warm-up call."""
+        """Return the seconds per call over `count` calls: the minimum of three tries, after a warm-up call."""
         action()
         return min(self.seconds_of(action, count) for _ in range(3))
 

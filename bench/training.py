@@ -1,6 +1,7 @@
-"""Samples/s of the trainer and its step, against a hand-written loop, the published step and their bounds.
+"""Speed, samples/s, of the trainer and its step, compared with a hand-written loop, the published step and upper
+bounds.
 
-Everything runs on one thread, in many short turns: other programs disturb single turns, which a median ignores.
+Everything runs on one thread in many short turns. Other programs disturb single turns, which a median ignores.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from dlscale.train.trainer import Trainer
 CPU = torch.device("cpu")
 UNET = Case("cosmo_unet", {"widths": [16, 32]}, (32, 32, 32), batch_size=2)
 VIT = Case("era5_vit", {"patch": 8, "embed_dim": 96, "depth": 4, "heads": 4}, (64, 128), batch_size=4, channels=16)
-#: Larger cases, nearer to the published sizes: more arithmetic per loaded value, tens of ms per step.
+#: Larger cases, closer to the published sizes: more arithmetic per loaded value, and tens of ms per step.
 FULL_UNET = Case("cosmo_unet", {"widths": [32, 64, 128]}, (32, 32, 32), batch_size=2)
 FULL_VIT = Case("era5_vit", {"patch": 8, "embed_dim": 192, "depth": 4, "heads": 4}, (96, 192), batch_size=1)
 NAMES = {"cosmo_unet": "U-Net", "era5_vit": "ViT"}
 #: Least ratio that counts as «no slower»; the noise is 2 %.
 NO_SLOWER = 0.98
-#: Least ratio of a loop without hooks: it may cost nothing but noise.
+#: Least ratio of a loop without hooks, which may cost nothing but noise.
 NO_COST = 0.995
 
 
@@ -62,7 +63,7 @@ def label(case: Case) -> str:
 
 
 def counts(case: Case, model: nn.Module, steps: int) -> dict[str, float]:
-    """Return the sizes behind the numbers of a row."""
+    """Return the sizes behind a row's numbers."""
     return {
         "threads": torch.get_num_threads(),
         "steps": steps,
@@ -104,7 +105,7 @@ def bare_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
 
 
 def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
-    """Return a function that trains for an epoch and returns its samples/s, as the trainer records them."""
+    """Return a function that trains for an epoch and returns the samples/s that the trainer records."""
     run, step = case.run(), case.step(CPU)
 
     def loader(size: int, batch_size: int) -> SyntheticLoader:
@@ -116,7 +117,8 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
     turns = itertools.count()
 
     def epoch() -> float:
-        checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)  # nothing to resume from
+        # a new folder, so that the training does not resume
+        checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)
         fit = Trainer(run, step, Share(case.batch_size), (batches, valid), Metrics(), checkpoints, World())
         return fit.fit()[0].samples_per_second
 
@@ -124,7 +126,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
 
 
 def published_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """Return the published program's model, with dlscale's weights, and its step."""
+    """Return the published program's model with dlscale's weights, and the program's step."""
     ours = case.step(CPU).model
     if case.study == "cosmo_unet":
         theirs: nn.Module = published.UNet(4, 5, case.model["widths"])
@@ -157,7 +159,7 @@ def ours(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def steps(options: Options) -> list[Row]:
-    """Measure both studies at small sizes: overhead shows best in short steps."""
+    """Measure both studies at small sizes, because short steps show overhead best."""
     count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
     rows = []
     with one_thread():
@@ -186,17 +188,17 @@ def steps(options: Options) -> list[Row]:
 
 
 def full(options: Options) -> list[Row]:
-    """Compare training on real samples with the slower of loading and computing."""
+    """Compare the speed of training on real samples with the slower of loading and computing."""
     with one_thread():
         return [full_row(options, case, rows) for case, rows in ((FULL_UNET, 64), (FULL_VIT, 16))]
 
 
 def full_row(options: Options, case: Case, rows: int) -> Row:
-    """Measure one study on a file of `rows`; loading, computing and training take turns."""
+    """Measure one study on a file of `rows` rows; loading, computing and training take turns."""
     batches, turns = (2, 2) if options.quick else (6, 4 * options.repetitions)
     settings = Throughput(
         warmup=1, trials=1, batches=batches, seconds=0
-    )  # one turn; the warm-up fills the loader's buffers
+    )  # one turn; the warm-up trial fills the loader's buffers
     path = options.folder / f"{case.study}.h5"
     case.write(path, rows)
     step, wanted = case.step(CPU), DirectLoader(kind="direct", workers=1)

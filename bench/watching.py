@@ -1,4 +1,4 @@
-"""Overhead of telemetry: the same training steps on all cores, with its process running and stopped."""
+"""Overhead of telemetry: the same training steps on all cores, with the telemetry process running and stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.core.telemetry import sampled
 
 
 def watching(options: Options) -> list[Row]:
-    """Measure both studies in turns of 1.5 s, because telemetry samples once a second."""
+    """Measure both studies in turns of 1.5 s, which exceed telemetry's sampling interval of 1 s."""
     return [_row(options, case) for case in (UNET, VIT)]
 
 
@@ -71,7 +71,7 @@ def watched_and_alone(
 def cpu_seconds(pid: int) -> float:
     """Return a process's processor time, seconds.
 
-    Without `schedstat`, as in some containers, the resolution is 0.01 s.
+    The resolution is 0.01 s without `schedstat`, which some containers lack.
     """
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
@@ -81,7 +81,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def sampling(file: Path) -> psutil.Process:
-    """Wait until `file` has content; return the process that writes it."""
+    """Wait until `file` has content; return the process that writes the file."""
     while not file.stat().st_size:
         time.sleep(0.01)
     return next(p for p in psutil.Process().children() if "dlscale.measure.telemetry" in p.cmdline())

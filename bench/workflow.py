@@ -1,4 +1,4 @@
-"""Waiting times of a user: the workflow's graph, a call with nothing to do, changes, resuming, imports."""
+"""Waiting times of a user: building the workflow's graph, a call with nothing to do, changes, resuming, imports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run
 from tests.workflow.conftest import Tree, copy_tree
 
 RUNS = 300
-#: Epochs that a training has done when it is resumed.
+#: Epochs that a training has completed before it is resumed.
 EPOCHS = 3000
 
 #: Limits, seconds.
 GRAPH, HELP, NOTHING, CHANGED, RESUMED, WITHOUT = 10.0, 1.0, 2.0, 8.0, 5.0, 0.4
-TYPED = 4.0  # `dlscale run` resolves the plans, then Snakemake does so again
-#: Code that turns garbage collection off, as stages do for their imports.
+TYPED = 4.0  # `dlscale run` and then Snakemake both resolve the plans
+#: Code that disables garbage collection, as stages do during their imports.
 AS_STAGES = "import gc; gc.disable(); "
-#: The smallest training: its optimiser's step imports most of PyTorch.
+#: Code of the smallest training. Its optimiser step imports most of PyTorch.
 FIRST_STEP = (
     "import torch; model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1); "
     "model(torch.ones(1, 2)).sum().backward(); optimizer.step()"
@@ -30,7 +30,7 @@ FIRST_STEP = (
 
 
 def make_tree(folder: Path) -> Tree:
-    """Copy the repository; configure one tiny plan and one of many runs."""
+    """Copy the repository; configure a tiny plan and a plan of many runs."""
     config = {
         "targets": ["years"],
         "datasets": {
@@ -58,7 +58,7 @@ def make_tree(folder: Path) -> Tree:
 
 
 def edit_loop(options: Options) -> list[Row]:
-    """Measure the time of complete processes against limits."""
+    """Measure the wall time of complete processes against limits."""
     tree = make_tree(options.folder)
     environment = {key: value for key, value in tree.environment.items() if key != "IMPORTS"}
     epochs = 20 if options.quick else EPOCHS
@@ -75,7 +75,7 @@ def edit_loop(options: Options) -> list[Row]:
         return said
 
     def nothing() -> None:
-        assert "until the end" not in call(*snakemake, "-n")  # the last line of a dry run with jobs
+        assert "until the end" not in call(*snakemake, "-n")  # a dry run that lists jobs ends with this text
 
     snakemake = ["-m", "snakemake", "--configfile", "tiny.yaml", "--cores", "2"]
     typed = ["-m", "dlscale", "run", "years", "--configfile", "tiny.yaml"]
@@ -84,7 +84,7 @@ def edit_loop(options: Options) -> list[Row]:
     long = options.folder / "long"
 
     def train_until(epoch: int) -> list[str]:
-        """Return a command that trains the long run until `epoch`, one step per epoch."""
+        """Return a command that trains the long run until `epoch`; each epoch has one step."""
         training = {"epochs": 10 * EPOCHS, "stop_after": epoch, "checkpoint_epochs": EPOCHS}
         samples = {**ERA5_RUN.get("samples", {}), "train": ERA5_RUN["batch_size"]}
         make_run(long, "era5_vit", {**copy.deepcopy(ERA5_RUN), "samples": samples, "training": training}, ERA5)
@@ -96,7 +96,7 @@ def edit_loop(options: Options) -> list[Row]:
     call(*train_until(epochs))
 
     def until_an_epoch(metrics: Path, *command: str) -> float:
-        """Return the seconds from a command to the end of its first epoch, of one step."""
+        """Return the seconds from the start of a command to the end of its first epoch, which has one step."""
         begin, before = time.time(), metrics.stat().st_size if metrics.exists() else 0
         process = start(*command)
         while not (metrics.exists() and metrics.stat().st_mtime > begin and metrics.stat().st_size > before):

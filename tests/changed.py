@@ -1,7 +1,7 @@
-"""Select the tests that a change affects: test files that import a changed file, directly or not.
+"""Select the tests that a change affects: test files that import a changed file, directly or indirectly.
 
-Dependencies by name only are not found, for example a stage that a test starts through the command line: `make test`
-runs all tests.
+Dependencies that are not imports are missed, for example a stage that a test starts through the command line. `make
+test` runs all tests.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pathlib import Path
 from dlscale.core import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Files that all tests depend on: after a change of these run `make test`.
+#: Files on which all tests depend. After a change of these files, run `make test`.
 COMMON = {ROOT / "tests/conftest.py"}
-#: Table of stages: the fingerprint of sources, which finds modules for this selection, leaves it out.
+#: Path of the table of stages. The fingerprint of sources, which finds the modules for this selection, leaves the table
+#: out.
 STAGES = ROOT / "workflow_scripts/dlscale/core/stages.py"
 
 
 def files(since: str) -> set[Path]:
-    """Return the files that differ from a commit in the working tree, untracked files included."""
+    """Return the files that differ between a commit and the working tree, including untracked files."""
 
     def git(*words: str) -> list[str]:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -33,7 +34,9 @@ def files(since: str) -> set[Path]:
 
 @functools.cache
 def reached(test: Path) -> frozenset[Path]:
-    """Return the files that a test file depends on: itself, and the tests and package modules that it imports."""
+    """Return the files on which a test file depends: the file itself, and the tests and package modules that it
+    imports.
+    """
     found, modules, todo = {test}, set[str](), [test]
     while todo:
         for name in _imported(todo.pop()):
@@ -56,7 +59,7 @@ def reached(test: Path) -> frozenset[Path]:
 
 @functools.cache
 def _imported(file: Path) -> set[str]:
-    """Return the names that a file imports: modules, and names inside modules."""
+    """Return the names that a file imports: modules, and names in modules."""
     names = set[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):

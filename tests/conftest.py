@@ -19,11 +19,13 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests run in parallel; must be set before OpenMP loads
+# tests run in parallel; this variable must be set before OpenMP loads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and tests run in parallel
 
-# If a script starts the tests in the background, they and their child processes ignore Ctrl-C. Restore the handler.
+# A script that starts the tests in the background makes them and their child processes ignore Ctrl-C. Restore the
+# handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -40,7 +42,8 @@ from tests.nsys import real_nsys as real_nsys  # a fixture
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data, if available
 
-#: Tiny dataset and tiny run of each study, read from `tests/tiny/STUDY.yaml`. Tests of all studies loop over these.
+#: Tiny dataset and tiny run of each study, by name, read from `tests/tiny/STUDY.yaml`. Tests of all studies loop over
+#: this mapping.
 TINY: dict[str, dict[str, Any]] = {file.stem: read_yaml(file) for file in sorted((ROOT / "tests/tiny").glob("*.yaml"))}
 COSMO, COSMO_RUN = TINY["cosmo_unet"]["dataset"], TINY["cosmo_unet"]["run"]
 ERA5, ERA5_RUN = TINY["era5_vit"]["dataset"], TINY["era5_vit"]["run"]
@@ -53,16 +56,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests that share an expensive fixture in one process, one after the other.
+    """Run tests that share an expensive fixture one after the other in one process.
 
-    All nsys processes of a machine use the same shared memory. Each process would otherwise make every module fixture,
-    and the finished workflow, again.
+    Otherwise each process would make every module fixture and the finished workflow again. nsys tests also share a
+    process, because all nsys processes of a machine use the same shared memory.
     """
     for item in items:
-        # a second marker would make a third group
+        # A second marker would put the test into a third group.
         if not item.get_closest_marker("xdist_group") and (group := _group(item)):
             item.add_marker(pytest.mark.xdist_group(group))
-    # Start the longest group first: at the end it would run alone.
+    # Start the longest group first. If it started last, it would run without any other group.
     items.sort(key=lambda item: "finished" not in getattr(item, "fixturenames", ()))
     if since := config.getoption("--changed"):
         different = changed.files(since)
@@ -70,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if different & changed.reached(item.path)]
         config.hook.pytest_deselected(items=left_out)
         names = sorted({item.path.stem.removeprefix("test_") for item in left_out})
-        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":  # every process collects all tests
+        # print once, because every process collects all tests
+        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
             print(f"\nLeft out, since it imports nothing that differs: {', '.join(names)}", file=sys.__stderr__)
 
 
@@ -91,7 +95,7 @@ def stage(*arguments: object) -> int:
 
 
 def make_parts(folder: Path, settings: dict[str, Any]) -> list[Path]:
-    """Make a dataset's files with its stages, as the workflow does; return raw files that are used unchanged."""
+    """Make a dataset's files with its stages, as the workflow does; return the raw files that are used unchanged."""
     return study_tests.make_parts(_configured(folder, settings), folder)
 
 
@@ -108,7 +112,7 @@ def _configured(folder: Path, settings: dict[str, Any]) -> DatasetSettings:
 
 
 def make_run(folder: Path, study: str, settings: dict[str, Any], dataset: dict[str, Any]) -> Path:
-    """Write the config.yaml of a run of `study` on `dataset` into `folder`; return the file."""
+    """Write the config.yaml of a run of `study` on `dataset` into `folder`; return the path of the file."""
     raw = {
         "targets": ["test"],
         "datasets": {"data": dataset},
@@ -126,7 +130,7 @@ def train(folder: Path, manifest: Path, *more: object) -> int:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's epochs."""
+    """Return the records of a run's epochs, in order."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -155,16 +159,16 @@ def variables(**more: str) -> dict[str, str]:
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Return a folder that `make` fills once for all processes of a test session.
 
-    Tests do not change its contents.
+    Tests must not change the folder's contents.
     """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # each process has its own folder in it
+        base = base.parent  # the parent folder contains one folder per process
     folder, done = base / name, base / f"{name}.done"
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # left over from a process that failed
+            shutil.rmtree(folder, ignore_errors=True)  # remove what a failed process left
             make(folder)
             done.touch()
     return folder
@@ -172,7 +176,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 
 @contextlib.contextmanager
 def served(answer: Callable[..., BaseRequestHandler]) -> Iterator[str]:
-    """Serve HTTP on this machine, and yield host and port."""
+    """Serve HTTP on this machine; yield "host:port"."""
     with ThreadingHTTPServer(("127.0.0.1", 0), answer) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
@@ -181,7 +185,7 @@ def served(answer: Callable[..., BaseRequestHandler]) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function from a study to the folder of its tiny dataset."""
+    """Return a function that maps a study to the folder of its tiny dataset."""
     return lambda study: once(
         tmp_path_factory, f"data_{study}", lambda folder: make_dataset(folder, TINY[study]["dataset"])
     )
@@ -201,7 +205,7 @@ def era5_data(tiny_data: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def shared() -> Callable[[str], Path]:
-    """Return a function from a name to a real data file; it skips the test if the file is missing."""
+    """Return a function that maps a name to a real data file; it skips the test if the file is missing."""
 
     def find(name: str) -> Path:
         path = SHARED / name
@@ -214,9 +218,9 @@ def shared() -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def _no_outside_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Unload modules that a test imported from its own folder or the template.
+    """Unload modules that a test imported from its own folder or from the template.
 
-    The next test may import another module of the same name.
+    Otherwise the next test could not import another module of the same name.
     """
     yield
     places = (str(tmp_path_factory.getbasetemp()), str(TEMPLATE / "waves"))

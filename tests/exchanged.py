@@ -1,4 +1,4 @@
-"""Bytes that ranks exchange in a step: counted, and by formula. The scaling model assumes the same."""
+"""Bytes that ranks exchange in a step, counted and by formula; the scaling model uses the same formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 
 class Counting(TorchDispatchMode):
-    """Count bytes and calls of this rank's exchanges by kind (`KINDS`), except within compiled code."""
+    """Count the bytes and calls of this rank's exchanges by kind (`KINDS`); exchanges in compiled code do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # the call is repeated with plain tensors
+            return NotImplemented  # PyTorch repeats the call with plain tensors
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.replace("_", "")
@@ -49,11 +49,11 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
     Parameters
     ----------
     model
-        The undivided model, in the number format of its weights; it may be on `meta`.
+        The undivided model, in the number format of its weights, on any device, including `meta`.
     samples
-        Samples of this rank in a step.
+        Number of this rank's samples in a step.
     width
-        Bytes per number that layers compute with.
+        Bytes per number in the layers' computations.
     """
     bytes_ = Counter[str]()
     local = exchanges._local_shapes(run, model, sharding)
@@ -61,7 +61,7 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
         bytes_.update(_of_tokens(run, model, sharding, samples * width))
     if run.averages and run.geometry.dp * run.geometry.cp > 1:
         bytes_.update(_of_weights(run, model, sharding))
-    if run.geometry.tp > 1:  # gradients of weights that all tensor-parallel devices have, in float32
+    if run.geometry.tp > 1:  # gradients, in float32, of the weights that all tensor-parallel devices have
         shard, layers = _shard(run), cut_layers(model, sharding)
         cut = {f"{name}.{own}" for name, layer, dim in layers for own, p in layer.named_parameters() if p.dim() > dim}
         common = [shape for name, shape in local.items() if name not in cut]
@@ -91,16 +91,16 @@ def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str,
 
 
 def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -> dict[str, int]:
-    """Return the bytes of tokens, `width` for each number.
+    """Return the bytes of tokens, with `width` bytes per number.
 
-    The backward pass scatters the same tokens that the forward pass gathers.
+    The backward pass scatters the tokens that the forward pass gathers.
     """
     tp, cp = run.geometry.tp, run.geometry.cp
     each = -(-sharding.tokens // (tp * cp))  # tokens per device
     reduced = 0
     last = model.get_submodule(sharding.last)
     assert isinstance(last, nn.Linear)
-    gathered = each * tp * cp * last.out_features  # along both axes at once
+    gathered = each * tp * cp * last.out_features  # gathered along both axes at once
     columns, rows = named(model, sharding.columns), named(model, sharding.rows)
     units = named(model, sharding.units)
     if tp > 1:
@@ -108,11 +108,11 @@ def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -
         outputs = sum(_linear(layer).out_features for layer in rows.values())
         gathered += each * tp * (inputs + outputs)
         reduced += each * tp * (inputs + outputs)
-        if run.activation_checkpointing:  # the forward pass again, except the last layer of each unit
+        if run.activation_checkpointing:  # the repeated forward pass, without the last layer of each unit
             lasts = ([layer for n, layer in rows.items() if n.startswith(f"{u}.")][-1] for u in units)
             gathered += each * tp * inputs
             reduced += each * tp * (outputs - sum(_linear(layer).out_features for layer in lasts))
-    if cp > 1:  # keys and values, for the heads of this device
+    if cp > 1:  # keys and values of this device's heads
         attending = (name.rpartition(".")[0] for name in named(model, sharding.attend))
         both = sum(2 * _first(columns, module).out_features // tp for module in attending)
         gathered += each * tp * cp * both * (2 if run.activation_checkpointing else 1)
@@ -121,7 +121,7 @@ def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -
 
 
 def _first(layers: dict[str, nn.Module], module: str) -> nn.Linear:
-    """Return the first of the given layers that belongs to a module."""
+    """Return the first linear layer, among the given layers, that belongs to a module."""
     return next(_linear(layer) for name, layer in layers.items() if name.startswith(f"{module}."))
 
 

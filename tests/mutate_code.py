@@ -1,9 +1,9 @@
-"""Put known mistakes into the code, one at a time, and report which of them the tests catch.
+"""Put known mistakes into the code, one at a time, and report which mistakes the tests catch.
 
 `python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that
-should catch it. The exit status is 1 if a mutation survives. Arguments choose mutations by name; names may contain `*`
-and `?`: `python -m tests.mutate_code 'schedule*' lock`. `test_mutate_code.py` fails if the list no longer matches the
-code.
+should catch the mutation. The exit status is 1 if a mutation survives. Arguments select mutations by name; names may
+contain `*` and `?`: `python -m tests.mutate_code 'schedule*' lock`. `test_mutate_code.py` fails if the list no longer
+matches the code.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
 
-#: Files that no test needs: names in the repository's top folder, then names in any folder.
+#: Folders that the tests do not need: names in the top folder, then names in any folder.
 EXCLUDED_FOLDERS = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 
-#: Time limit of a test, seconds: after some mistakes processes wait for each other forever.
+#: Time limit of a test, seconds. After some mistakes, processes wait for each other forever.
 LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake: the text `old`, which occurs once in `file`, becomes `new`."""
+    """A mistake: the text `old`, which occurs once in `file`, is replaced by `new`."""
 
     name: str
-    file: str  #: Path in the package; for rules of the workflow, path in the repository.
+    file: str  #: Path in the package, or path in the repository for rules of the workflow.
     old: str
     new: str
-    test: str  #: Test that catches it quickly, as FILE::NAME in tests/, with the parameters in brackets.
+    test: str  #: Test that catches the mistake quickly: FILE::NAME in tests/, with parameters in brackets.
 
     @property
     def path(self) -> str:
@@ -57,7 +57,7 @@ class Mutation:
         return f"tests/{self.test}"
 
     def applied(self, text: str) -> str:
-        """Return the file's text with the mistake in it."""
+        """Return the file's text with the mistake."""
         if (count := text.count(self.old)) != 1:
             raise ValueError(
                 f"mutation {self.name}: {self.path} has {self.old!r} {count} times, expected once: the code changed; "
@@ -72,7 +72,7 @@ class Outcome:
 
     name: str
     caught: bool
-    by: str  #: The test that failed, or why no test could fail.
+    by: str  #: The test that failed, or the reason why no test could fail.
     seconds: float
 
     def line(self) -> str:
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class Copy:
-    """A copy of the repository in which code is changed and tests run."""
+    """A copy of the repository for changing code and running tests."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self._folder = folder
@@ -96,19 +96,18 @@ class Copy:
         )
         self._environment = {
             **os.environ,
-            # a cached file could pass for one of another source with the same time and size
+            # no cached bytecode, which could match another source with the same time and size
             "PYTHONDONTWRITEBYTECODE": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(folder / "workflow_scripts"),
         }
-        # The installed package belongs to the unchanged repository: make sure that the copy is
-        # imported.
+        # The installed package belongs to the unchanged repository. Check that Python imports the copy.
         command = [sys.executable, "-c", "import dlscale; print(dlscale.__file__)"]
         found = subprocess.run(command, cwd=folder, env=self._environment, capture_output=True, text=True, check=True)
         assert Path(found.stdout.strip()).is_relative_to(folder), f"not the copy in {folder}: {found.stdout}"
 
     def test(self, nodes: Sequence[str], **environment: str) -> tuple[int | None, str]:
-        """Run tests until the first failure; return pytest's exit status (None after a timeout) and its output."""
+        """Run tests until the first failure; return pytest's exit status (None after a timeout) and pytest's output."""
         options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={self._folder}-tmp", "--rootdir=."]
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, "-c", "pyproject.toml", *nodes],
@@ -127,7 +126,7 @@ class Copy:
             return None, ""
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and the processes that the tests started
+                os.killpg(process.pid, signal.SIGKILL)  # also kill the processes that the tests started
             process.wait()
         return process.returncode, said
 
@@ -137,7 +136,7 @@ class Copy:
         text, times = file.read_text(), file.stat()
         try:
             file.write_text(mutation.applied(text))
-            # Python recognises compiled code by size and time: no compiled file of the mistake may remain.
+            # Python identifies compiled code by size and time, so that compiled code of the mistake must not be kept.
             status, said = self.test([mutation.node], PYTHONDONTWRITEBYTECODE="1")
         finally:
             file.write_text(text)
@@ -153,7 +152,7 @@ class Copy:
 def run(
     root: Path, mutations: Sequence[Mutation], jobs: int, show: Callable[[str], object] = print
 ) -> list[Outcome] | None:
-    """Return the result of each mutation; None if a test fails without a mutation."""
+    """Return the outcome of each mutation; None if a test fails in unchanged code."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
     def look(mutation: Mutation) -> Outcome:
@@ -181,7 +180,7 @@ def run(
 
 
 def chosen(patterns: Iterable[str]) -> list[Mutation]:
-    """Return the mutations that match these names or patterns; without patterns, all."""
+    """Return the mutations that match the given names or patterns; without patterns, return all mutations."""
     wanted = list(patterns) or ["*"]
     for pattern in wanted:
         if not fnmatch.filter((mutation.name for mutation in MUTATIONS), pattern):
@@ -190,7 +189,7 @@ def chosen(patterns: Iterable[str]) -> list[Mutation]:
 
 
 def main() -> int:
-    """Print a line for each mutation; return 1 if one survived, 2 if the tests fail without a mutation."""
+    """Print a line per mutation; return 1 if a mutation survived, 2 if the tests fail in unchanged code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*", metavar="NAME", help="mutations, by name or pattern (default: all)")
     arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="copies in parallel")
@@ -948,7 +947,7 @@ MUTATIONS = [
         "return self.commands.start(input, None, redact",
         "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
     ),
-    # User interface of a call.
+    # ---- user interface of a call -----------------------------------------------------------------
     Mutation(
         "live_page_is_the_whole_one",
         "report/report.py",

@@ -1,7 +1,7 @@
 """Put the tutorials' defects back into the code, one at a time, and report whether their tests fail.
 
-`python -m tests.mutate_defects` does for the rows of DEFECTS.md what `tests.mutate_code` does for other mistakes: each
-test must pass on the unchanged code, and fail with the defect. Arguments choose rows by name, as there.
+`python -m tests.mutate_defects` treats the rows of DEFECTS.md like `tests.mutate_code` treats other mistakes: each test
+must pass in unchanged code and fail with the defect. Arguments select rows by name, as in `tests.mutate_code`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TABLE = Path(__file__).with_name("DEFECTS.md")
 
 
 def rows() -> dict[str, list[str]]:
-    """Return the tests of each row, FILE::NAME, by the text of its first cell."""
+    """Return the tests of each row, as FILE::NAME, by the text of the row's first cell."""
     found = {}
     for line in TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -30,7 +30,7 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-#: Defects by the beginning of their row: a mutation, or the reason for leaving it out.
+#: Mutation of each defect, or the reason why it has no mutation, by the beginning of the defect's row.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
     "DALI's flip takes the first": Mutation(

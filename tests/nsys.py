@@ -1,7 +1,8 @@
-"""The command line tool of Nsight Systems for tests; without it they are skipped.
+"""Nsight Systems' command line tool for tests; without the tool, tests that need it are skipped.
 
-The search covers $DLSCALE_NSYS_FOLDER and PATH. With DLSCALE_NSYS_TESTS=1, Debian's packages of it (non-free, 630 MB)
-are unpacked into that folder, by default one in /var/tmp; nothing is installed. It needs no GPU.
+The tool is searched in $DLSCALE_NSYS_FOLDER and PATH. With DLSCALE_NSYS_TESTS=1, Debian's packages of the tool
+(non-free, 630 MB) are unpacked into this folder (default: a folder in /var/tmp), but not installed. The tool needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def find() -> Path | None:
 
 
 def unpack(folder: Path) -> None:
-    """Unpack the packages into a folder, with separate package lists that include non-free packages."""
+    """Unpack the packages into a folder. Separate package lists include the non-free packages."""
     work = folder / "apt"
     shutil.rmtree(work, ignore_errors=True)
     for name in ("sources", "lists/partial", "packages"):
@@ -41,13 +42,13 @@ def unpack(folder: Path) -> None:
     state = {"Etc::sourcelist": "/dev/null", "Etc::sourceparts": work / "sources", "State::lists": work / "lists"}
     apt = ["apt-get", "-qq", *(word for key, value in state.items() for word in ("-o", f"Dir::{key}={value}"))]
     subprocess.run([*apt, "update"], check=True, capture_output=True, text=True)
-    # As root, but into a folder that apt's own user may not write to.
+    # Download as root, because apt's own user may not write to the folder.
     words = [*apt, "-o", "APT::Sandbox::User=root", "download", *PACKAGES]
     subprocess.run(words, check=True, capture_output=True, text=True, cwd=work / "packages")
     for package in (work / "packages").glob("*.deb"):
         subprocess.run(["dpkg", "--extract", package, folder], check=True)
     shutil.rmtree(work)
-    # nsys looks for the tools that make reports in its own folder.
+    # nsys searches its own folder for the tools that make reports.
     [target] = folder.glob("usr/lib/*-linux-gnu/nsight-systems")
     [host] = folder.glob("usr/lib/nsight-systems/host-*")
     if not (target / host.name).exists():
@@ -55,7 +56,7 @@ def unpack(folder: Path) -> None:
 
 
 def tidy() -> None:
-    """Remove shared memory of an nsys that was killed: later ones would wait for it forever."""
+    """Remove the shared memory of a killed nsys, because a later nsys would wait for it forever."""
     running = [process.info for process in psutil.process_iter(["name", "status"])]
     if not any("nsys" in (each["name"] or "") and each["status"] != psutil.STATUS_ZOMBIE for each in running):
         for left in [*Path("/dev/shm").glob("NSys-*"), *Path("/dev/shm").glob("quadd-*")]:
@@ -64,12 +65,13 @@ def tidy() -> None:
 
 @pytest.fixture(scope="session")
 def real_nsys() -> Path:
-    """Return the path of the tool; skip the test without it."""
+    """Return the path of the tool; skip the test if the tool is missing."""
     if os.environ.get("DLSCALE_NSYS_TESTS") == "1" and find() is None:
         if not shutil.which("apt-get"):
             pytest.skip("Nsight Systems is missing, and apt-get to fetch it, too")
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with FOLDER.with_name(f"{FOLDER.name}.lock").open("w") as lock:  # one process of a test session at a time
+        # only one process of a test session unpacks at a time
+        with FOLDER.with_name(f"{FOLDER.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if find() is None:
                 try:

@@ -1,7 +1,7 @@
-"""Databases as `nsys export --type sqlite` writes them, made by hand, with NVIDIA's documented tables.
+"""Databases with NVIDIA's documented tables, made by hand as `nsys export --type sqlite` writes them.
 
-"SQLite Schema Reference" of https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html; a real database of 2022.4
-has the same `NVTX_EVENTS`. A table exists only if it has a row.
+Source: "SQLite Schema Reference" of https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html. A real database of
+2022.4 has the same `NVTX_EVENTS`. A table exists only if it has a row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Differences between versions. `names`: columns with the names of NVTX ranges; `lacks`: missing tables and columns;
+#: Differences of each version. `names`: columns with the names of NVTX ranges; `lacks`: missing tables and columns;
 #: `more`: additional columns.
 VERSIONS: dict[str, dict[str, Any]] = {
     "2020": {
@@ -43,14 +43,14 @@ SCHEMA = {
     " globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": f"{DEVICE} syncType INTEGER NOT NULL, eventId INTEGER NOT NULL",
 }
-PROCESS = 281605453119488  # like a real one: hardware, virtual machine, process; the lower 24 bits are the thread
+PROCESS = 281605453119488  # like a real number: hardware, virtual machine and process; the lower 24 bits are the thread
 SYNC_CALLS = {1: "cudaEventSynchronize_v3020", 2: "cudaStreamWaitEvent_v3020", 3: "cudaStreamSynchronize_v3020"}
 SYNC_CALLS[4] = "cudaDeviceSynchronize_v3020"
 
 
 @dataclass
 class Recording:
-    """Recorded events of a process. Times are ns, threads are small numbers."""
+    """Recorded events of a process. Times are in ns, and threads are small numbers."""
 
     ranges: list[tuple[int, int, str, int, bool]] = field(default_factory=list)  #: start, end, name, thread, pushed
     calls: list[tuple[int, int, int, int, str]] = field(default_factory=list)  #: start, end, thread, correlation, name
@@ -77,7 +77,7 @@ class Recording:
             named = {"text": name} if here else {"textId": text(name)}
             row = {"start": start, "end": end, "eventType": 59 if pushed else 60, "globalTid": PROCESS + thread}
             tables["NVTX_EVENTS"].append(row | named)
-        # Events that must not count as ranges: a domain, a mark, a range that never ended, a range of a library.
+        # Events that must not count as ranges: a domain, a mark, a range without end, and a library's range.
         tables["NVTX_EVENTS"].append({"start": 0, "eventType": 75, "text": "NCCL", "globalTid": PROCESS})
         tables["NVTX_EVENTS"].append({"start": 1, "eventType": 34, "text": "step", "globalTid": PROCESS})
         tables["NVTX_EVENTS"].append({"start": 2, "eventType": 59, "text": "step", "globalTid": PROCESS + 99})

@@ -1,11 +1,12 @@
-"""A small external program for tests: it has PyTorch's optimiser hooks, but uses neither PyTorch nor dlscale."""
+"""A small external program for tests. It has PyTorch's optimiser hooks but uses neither PyTorch nor dlscale."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-#: Replaces the PyTorch module that the program imports: its container needs no PyTorch, and it starts at once.
+#: Module that replaces the PyTorch module imported by the program, so that its container needs no PyTorch and starts at
+#: once.
 OPTIMIZER = """
 HOOKS = []
 def register_optimizer_step_post_hook(hook):
@@ -44,7 +45,7 @@ for epoch in range(first, args.epochs):
 
 
 def write_program(folder: Path) -> Path:
-    """Write `train.py` and the modules that it imports into a folder."""
+    """Write `train.py` and the modules that it imports into a folder; return the folder."""
     place = folder / "torch/optim"
     place.mkdir(parents=True)
     (folder / "torch/__init__.py").touch()
@@ -55,7 +56,7 @@ def write_program(folder: Path) -> Path:
 
 
 def settings(folder: Path, *more: str, **program: Any) -> dict[str, Any]:
-    """Return settings of a run of the program; `python3` is the interpreter of its machine or container."""
+    """Return the settings of a run of the program; `python3` is the interpreter of its machine or container."""
     words = ["--out", "{out}", "--epochs", "{epochs}", "--batch-size", "{batch_size}", *more, "{resume}"]
     own: dict[str, Any] = {} if "command" in program else {"batch_size": 8, "training": {"epochs": 3}}
     return {

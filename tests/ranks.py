@@ -1,6 +1,6 @@
-"""Fast start of a test's processes: forks of a process that has imported modules and computed nothing.
+"""Fast start of a test's processes: forks of a process that has imported modules but has not computed.
 
-A process that starts Python and imports PyTorch takes seconds. Launchers of a run's processes have tests of their own.
+A new Python process takes seconds to import PyTorch. Other tests cover the launchers that start a run's processes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ multiprocessing.set_forkserver_preload(["dlscale.train.train", "dlscale.measure.
 
 
 def spawn(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
-    """Run `work(rank, *arguments)` in `ranks` processes; raise the error of a process that fails."""
+    """Run `work(rank, *arguments)` in `ranks` processes; raise the error of a failed process."""
     mp.start_processes(_begin, (work, arguments, dict(os.environ)), nprocs=ranks, start_method="forkserver")
 
 
 def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
-    os.environ.clear()  # variables of the first test
+    os.environ.clear()  # remove the variables of the first test that used this process
     os.environ.update(environment)
     work(rank, *arguments)
 
 
 @contextlib.contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """Make this process the first rank of a group; its other ranks do not exist."""
+    """Make this process the first rank of a group whose other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Small files in the layouts that dlscale reads (raw volumes, the published ones of both studies), and manifests."""
+"""Small files in the layouts that dlscale reads (raw volumes, published files of both studies), and manifests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def volume(shape: tuple[int, int, int], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return physical fields in the published form: transformed, mostly in (-1, 1)."""
+    """Return physical fields in the published form: transformed, with values mostly in (-1, 1)."""
     return {
         name: np.stack([t.forward(channel) for t, channel in zip(CHANNELS[name][2], values, strict=True)])
         for name, values in fields.items()
@@ -42,7 +42,7 @@ def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write_volume(path: Path, fields: dict[str, np.ndarray]) -> Path:
-    """Write fields like the published files: float32, contiguous, with an attribute that C wrote."""
+    """Write fields like the published files: contiguous float32, with an attribute as a C program writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         file.attrs["code"] = np.bytes_("Nyx")
@@ -52,7 +52,7 @@ def write_volume(path: Path, fields: dict[str, np.ndarray]) -> Path:
 
 
 def cosmo(train: list[Path], valid: list[Path], kind: str = "files", **more: Any) -> dict[str, Any]:
-    """Return the settings of a cosmo dataset of files."""
+    """Return the settings of a cosmo dataset that consists of files."""
     paths = {"train": [str(path) for path in train], "valid": [str(path) for path in valid]}
     return {"kind": "cosmo", "source": {"kind": kind, **paths}, **more}
 
@@ -62,7 +62,7 @@ def write_years(
 ) -> Path:
     """Write a folder in the published layout: `SPLIT/YEAR.h5` with the given number of times, and `stats/`.
 
-    Fields are smooth in time, so that models can learn them; the rows of `shape` are those on disk.
+    Fields are smooth in time, so that models can learn them. The rows of `shape` are those in the files.
     """
     rng = np.random.default_rng(seed)
     height, width = shape
@@ -94,14 +94,14 @@ def era5(folder: Path, **more: Any) -> dict[str, Any]:
 def manifest_of(
     folder: Path, kind: str, fields: Sequence[Field], splits: dict[str, list[tuple[str, int]]], **info: Any
 ) -> Manifest:
-    """Describe files as the describe stage would, without statistics.
+    """Describe files as the describe stage does, but without statistics.
 
     Parameters
     ----------
     fields
         Fields of the first file.
     splits
-        Name and rows of each file of a split.
+        (name, rows) of each file, by split.
     info
         Values that replace the defaults of every `FieldInfo`.
     """

@@ -1,4 +1,4 @@
-"""Tests of docs/any_program.md: its examples run in their libraries, and profiles show where a program's time goes."""
+"""Tests of docs/any_program.md: its examples run with their libraries, and profiles show where the time is spent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_outside import TRAIN, Clock, program
 
 
 def measure(folder: Path, *words: object, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
-    """Run `dlscale measure` in a folder, with `path` as the search path for programs."""
+    """Run `dlscale measure` in a folder; `path` is the search path for programs."""
     modules = os.pathsep.join(filter(None, [str(ROOT / "workflow_scripts"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "PATH": path}
     command = [sys.executable, "-m", "dlscale", "measure", *map(str, words)]
@@ -44,7 +44,7 @@ def found(folder: Path, name: str = "train") -> Throughput:
 
 
 def example(of: str) -> str:
-    """Return the page's example for a library."""
+    """Return the page's example for the library `of`."""
     page = (ROOT / "docs/any_program.md").read_text()
     return next(
         block for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if of in block[:40]
@@ -118,9 +118,9 @@ def test_a_callback_that_nobody_measures_does_nothing(tmp_path: Path) -> None:
 
 
 def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long log keeps only a part of its lines, and the pace read from it is still right.
+    """A long log keeps only some of its lines, and its pace is still right.
 
-    The log has one hour of steps of 10 ms; two fifths of each step are a wait.
+    The log has one hour of steps of 10 ms. Two fifths of each step are waiting time.
     """
     now = 1000.0
     monkeypatch.setattr(timed, "MAX_NOTES", 20_000)
@@ -154,7 +154,7 @@ def test_the_page_of_a_long_run_draws_means() -> None:
 def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:
     """Steps that a profiler slows down are left out, on every rank.
 
-    Steps just after the profiler are left out, too: their batches were fetched while it ran.
+    Steps just after the profiler are left out, too, because their batches were fetched while the profiler ran.
     """
     for rank in (0, 1):
         clock = Clock(tmp_path, rank)
@@ -169,7 +169,7 @@ def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:
     plain, apart = steps.pace(processes), steps.pace(processes, apart=[span])
     assert plain and apart and min(plain.rates) < 100
     assert apart.rates == pytest.approx([160.0] * 10) and apart.waiting == pytest.approx(0.5)
-    assert apart.training == pytest.approx(1, abs=0.05), "no time is missing between the counted steps"
+    assert apart.training == pytest.approx(1, abs=0.05), "no time may be missing between the counted steps"
     assert steps.pace(processes, apart=[(0.0, 2e9)]) is None
     printed = [(1.7e9 + 10 * number, 100.0 - 60 * (number == 5)) for number in range(1, 11)]
     rates = steps.pace_of_rates(printed, 1.7e9, None, apart=[(1.7e9 + 43, 1.7e9 + 49)])
@@ -231,7 +231,9 @@ def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
     assert (
         by_torch.steps == 10 and by_torch.overhead and {"step", "data", "backward", "optimizer"} <= {*by_torch.ranges}
     )
-    assert by_torch.ranges["data"].seconds > 0.5 * by_torch.ranges["step"].seconds, "the dataset sleeps"
+    assert by_torch.ranges["data"].seconds > 0.5 * by_torch.ranges["step"].seconds, (
+        "the dataset must dominate, because it sleeps"
+    )
     assert {row.name for row in rows if row.tool == "torch"} >= {"aten::addmm", "aten::mse_loss"}
     (sleeping,) = [row for row in rows if row.tool == "py-spy" and row.name.startswith("Slow.__getitem__")]
     assert sleeping.share > 0.5 and sleeping.total == pytest.approx(sleeping.share, abs=0.05)
@@ -262,9 +264,9 @@ for _ in range(60):
 
 @pytest.mark.slow
 def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> None:
-    """Time in a closure counts for its own phases, not for the optimiser.
+    """Time in a closure counts for the phases in the closure, not for the optimiser.
 
-    Lightning computes the model within its optimiser's step.
+    Lightning computes the model in a closure of its optimiser's step.
     """
     ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, CLOSURE), 0)
     assert ended.returncode == 0, ended.stderr
@@ -275,9 +277,9 @@ def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
-    """The page compares runs of the same program only.
+    """The page compares only runs of the same program.
 
-    Three runs: a script with two different argument lists, and another script.
+    The test has three runs: a script with two different argument lists, and another script.
     """
     train, other = write_program(tmp_path / "a") / "train.py", tmp_path / "a/other.py"
     other.write_text(train.read_text())
@@ -289,7 +291,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
     assert [f'id="plan.{name}"' in page for name in names] == [True, True, False]
     assert "2 plans, 3 runs" in page and "Each run was timed separately" in page
     plan = read_plan(tmp_path / "results/plans" / PLAN / "plan.yaml")
-    assert len({run.compute for run in plan.runs}) == 3, "each run does different work"
+    assert len({run.compute for run in plan.runs}) == 3, "each run must count as different work"
 
 
 @pytest.mark.slow
@@ -309,7 +311,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
 def test_profilers_that_do_not_work_say_why(
     tmp_path: Path, said: str | None, epochs: int, message: str, by_torch: str
 ) -> None:
-    """The program is measured and ends normally, even if its profilers fail."""
+    """If the profilers fail, the program is still measured and ends normally."""
     (tmp_path / "bin").mkdir()
     spy = tmp_path / "bin/py-spy"
     spy.write_text(f"#!/bin/sh\necho 'Error: {said}' >&2; exit 1\n")
@@ -318,7 +320,7 @@ def test_profilers_that_do_not_work_say_why(
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, text), 0.001, path=path)
     assert ended.returncode == 0 and by_torch in ended.stderr, ended.stderr
-    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # the window ends with the program
+    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # the window may end with the program
         assert f"py-spy: no profile: {message}" in ended.stderr
     record = found(tmp_path)
     assert record.outside and not record.outside.profiled

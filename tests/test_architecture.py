@@ -1,4 +1,4 @@
-"""Architecture: layers, models in plain PyTorch, study names in their own folders, and a fingerprint of all imports."""
+"""Architecture: layers, models in plain PyTorch, study names only in their folders, fingerprints of all imports."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MODULES = {
     ".".join(["dlscale", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): file
     for file in sorted(PACKAGE.rglob("*.py"))
 }
-#: Studies with a model of their own.
+#: Module of each study with its own model, by name.
 STUDIES = {name: study.module for name, study in registry.studies().items() if not registry.study(name).programs}
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
-#: Modules that define a model in plain PyTorch.
+#: Modules that define a model; they use only plain PyTorch.
 MODELS = {module for study in STUDIES.values() if (module := study.removesuffix("study") + "model") in MODULES}
-#: All shipped datasets and the tiny ones.
+#: All shipped datasets and the tiny datasets, by name.
 DATASETS = resolve.load(
     resolve.merge(
         read_yaml(ROOT / "config.yaml"),
@@ -43,7 +43,7 @@ DATASETS = resolve.load(
 
 
 def imports(file: Path) -> set[str]:
-    """Return the full names of everything that a file imports; relative imports begin with a dot."""
+    """Return the full names of all imports of a file; relative imports begin with a dot."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -54,12 +54,12 @@ def imports(file: Path) -> set[str]:
 
 
 def below(package: str, modules: list[str]) -> set[str]:
-    """Return the `modules` inside a package; the package itself does not count."""
+    """Return those of the `modules` that are inside a package; the package itself does not count."""
     return {module for module in modules if module.startswith(f"dlscale.{package}.")}
 
 
 def of_kinds(modules: list[str]) -> dict[str, str]:
-    """Return the `modules` that belong to a kind of dataset, each with its kind."""
+    """Return the kind of each of the `modules` that belongs to a kind of dataset."""
     packages = {f"{package}.": kind for kind, package in KINDS.items()}
     return {
         f"{module}.": kind
@@ -82,20 +82,20 @@ def test_layers() -> None:
 def test_computed_imports_are_in_one_place() -> None:
     """Only the registry and the command line import modules by computed names.
 
-    The fingerprint cannot follow such imports: the registry names the modules of studies, the command line the modules
-    of stages.
+    The fingerprint cannot follow such imports. Instead, the registry names the modules of studies, and the command line
+    names the modules of stages.
     """
     computed = re.compile("import_module|__import__|spec_from_file")
     assert {module for module, file in MODULES.items() if computed.search(file.read_text())} == {
         "dlscale.core.registry",
         "dlscale.cli",
         "dlscale.extensions.programs.hook.sitecustomize",  # runs in external programs, without dlscale
-        "dlscale.outside.timed",  # the former path of a module
+        "dlscale.outside.timed",  # the old path of a module
     }
 
 
 def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
-    """No shared file names a study or a kind of dataset, not even in a comment."""
+    """Shared files name no study and no kind of dataset, not even in a comment."""
     words = {
         "cosmo",
         "era5",
@@ -106,11 +106,11 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
         *(word for name in STUDIES for word in name.split("_")),
     }
     words = words - {"starter"} | {"starter_cnn"}  # «starter» also names a program that starts processes
-    # Only at the beginning of a word or name: «activity» does not match «vit».
+    # Match only at the beginning of a word or name, so that «activity» does not match «vit».
     pattern = re.compile(rf"(?<![a-zA-Z])({'|'.join(sorted(words))})", re.IGNORECASE)
     tutorials = [file.parent for file in PACKAGE.glob("extensions/*/study.py")]
     rooms = [PACKAGE / "studies", PACKAGE / "datasets", *tutorials]
-    # A generated file, and a link to the user's file.
+    # Skip a generated file and a link to the user's file.
     written = [PACKAGE / "config/config.schema.json", PACKAGE / "workflow/config.yaml"]
     files = [*PACKAGE.rglob("*"), *(ROOT / "rules").glob("*.smk"), ROOT / "Snakefile"]
     named = [
@@ -128,7 +128,7 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
 
 
 def test_every_study_has_a_tiny_run() -> None:
-    """`tests/tiny` has a file for each study, so that all tests that loop over studies cover it."""
+    """`tests/tiny` has a file for each study, so that tests that loop over studies cover the study."""
     assert set(TINY) == set(STUDIES)
 
 
@@ -147,7 +147,7 @@ def test_study_resolves(study: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_resolves(kind: str) -> None:
-    """The modules of a kind define the functions of their roles, and at least one test dataset has this kind."""
+    """The modules of a kind define the functions of their roles, and a test dataset has this kind."""
     assert registry.kind(kind).name == kind
     for role, functions in registry.ROLES.items():
         if module := registry.module_of(kind, role):
@@ -170,7 +170,7 @@ def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> Non
     own = reachable([module for module in (STUDIES[study], samples) if module])
     assert STUDIES[study] in reached and (samples is None or samples in reached)
     assert not {module for name, module in STUDIES.items() if name != study} & set(reached)
-    # Code that all studies use imports no model and no kind of dataset.
+    # Code that all studies use imports neither a model nor a kind of dataset.
     assert MODELS & set(reached) == MODELS & set(own) != set()
     assert of_kinds(reached) == of_kinds(own)
     assert {*of_kinds(reached).values()} <= {registry.study(study).dataset}
@@ -185,13 +185,13 @@ def test_a_run_reaches_its_own_loader_and_no_other(loader: str) -> None:
 
 @pytest.mark.parametrize("stage", RUN_STAGES)
 def test_a_stage_reaches_no_other(stage: str) -> None:
-    """A stage imports no other stage, no report and no preflight."""
+    """A stage imports no other stage, neither report nor preflight, and not the command line."""
     reached = reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
     assert {name for name in STAGES if STAGES[name].decides in reached} == {stage}
     assert not below("report", reached) | below("preflight", reached) and "dlscale.cli" not in reached
 
 
-#: Calls that change weights, gradients or random generators: forbidden in modules that only surround a training.
+#: Calls that change weights, gradients or random generators. Modules around a training must not contain them.
 TOUCHING = {
     *("backward", "zero_grad", "requires_grad_", "load_state_dict", "copy_", "fill_", "set_", "register_hook"),
     *("register_forward_hook", "register_forward_pre_hook", "clip_grad_norm_"),
@@ -201,7 +201,7 @@ TOUCHING = {
 }
 
 
-#: Modules that surround a training: the command line and the stage enter them; training code does not import them.
+#: Modules around a training: the command line and the stage use them; training code does not import them.
 AROUND = {
     *("dlscale.cli", "dlscale.core.process", "dlscale.core.progress"),
     *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous", "dlscale.parallel.selftest"),
@@ -220,8 +220,8 @@ def test_what_stands_around_a_training_is_not_imported_by_it(study: str) -> None
 def test_a_guard_decides_no_result(module: str) -> None:
     """A guard module does not affect results.
 
-    Stages of runs leave it out of their fingerprint. It has no layer, no optimiser and no random number, and changes no
-    tensor.
+    Stages of runs leave guards out of their fingerprints. A guard uses no layer, optimiser or random number, and
+    changes no tensor.
     """
     for stage in RUN_STAGES:
         assert module not in reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
@@ -237,12 +237,14 @@ def test_a_guard_decides_no_result(module: str) -> None:
 
 
 def test_a_guard_counts_where_pages_are_made() -> None:
-    """The report's fingerprint includes the text module: the format of numbers changes a page, not a training."""
+    """The report's fingerprint includes the text module, because the format of numbers changes pages, but not
+    trainings.
+    """
     assert "dlscale.core.text" in reachable(["dlscale.report.report"])
 
 
 def test_measuring_needs_no_trainer() -> None:
-    """A measurement does not depend on modules that only training needs."""
+    """A measurement does not depend on modules that only a training needs."""
     trainer = {"dlscale.train.trainer", "dlscale.train.checkpoint"}
     assert trainer <= set(reachable(run_modules("train", next(iter(STUDIES)), LOADERS[0])))
     assert not trainer & set(reachable(run_modules("throughput", next(iter(STUDIES)), LOADERS[0])))
@@ -262,7 +264,7 @@ def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
-    """A raw file depends on its simulator only.
+    """A raw file depends only on its simulator.
 
     Changes of the download code do not affect downloaded files.
     """
@@ -278,7 +280,7 @@ def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
     assert not (readers | {"dlscale.data.acquire"}) & set(reached)
 
 
-# ---- the fingerprint itself, on a package made for this test -----------------------------------------
+# ---- the fingerprint, for a package that the test writes ---------------------------------------------
 
 PROBE = """
 import sys
@@ -313,7 +315,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def probe(package: Path, *files: Path, module: str = "dlscale.entry") -> tuple[set[str], str]:
-    """Return the modules that a module of the package reaches, and its fingerprint."""
+    """Return the modules that an entry module of the package reaches, and the fingerprint of the modules."""
     command = [sys.executable, "-c", PROBE, str(package), module, *map(str, files)]
     environment = {"PYTHONPATH": str(PACKAGE.parent), "PATH": ""}
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
@@ -322,9 +324,9 @@ def probe(package: Path, *files: Path, module: str = "dlscale.entry") -> tuple[s
 
 
 def test_reach(package: Path) -> None:
-    """The fingerprint follows imports in functions, of siblings and in cycles, and parent packages.
+    """The fingerprint follows imports in functions, imports of siblings, cycles, and parent packages.
 
-    It does not follow names in strings or imports for types only.
+    The fingerprint does not follow names in strings, or imports that are only for types.
     """
     expected = {
         "dlscale",
@@ -342,7 +344,7 @@ def test_reach(package: Path) -> None:
 
 
 def test_digest_is_of_content(package: Path) -> None:
-    """The content of every reached file counts, its time does not; files that are not reached do not count."""
+    """The content of every reached file counts, but its time does not. Other files do not count."""
     style = package / "style.css"
     style.write_text("a {}")
     _, before = probe(package, style)
@@ -382,7 +384,7 @@ class Scale:
 
 
 def test_what_is_not_code_makes_nothing_run_again(package: Path) -> None:
-    """Comments, docstrings and formatting do not count; any other change does."""
+    """Comments, docstrings and formatting do not change the fingerprint; any other change does."""
     file = package / "folder/deep.py"
     file.write_text(BEFORE)
     _, before = probe(package)
@@ -412,9 +414,9 @@ def check(x):
 
 
 def test_words_make_only_pages_again(package: Path) -> None:
-    """Changed descriptions, messages and log lines affect pages only.
+    """Changes of descriptions, messages and log lines affect only pages.
 
-    Names, defaults, bounds, conditions and logged values affect stages, too.
+    Changes of names, defaults, bounds, conditions and logged values also affect stages.
     """
     file = package / "folder/deep.py"
     (package / "report").mkdir()
@@ -451,9 +453,9 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
 
 
 def test_data_of_a_study_from_outside_stand_on_their_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Datasets of a study outside the package depend on their own module only.
+    """Datasets of an external study depend only on their own module.
 
-    They do not depend on the model, nor on modules that the model imports.
+    They depend neither on the model nor on modules that the model imports.
     """
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.syspath_prepend(TEMPLATE)

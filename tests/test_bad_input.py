@@ -1,4 +1,4 @@
-"""Bad input and folders without write access end in one clear message and exit status 2, without partial files."""
+"""Bad input and folders without write access give one clear message and exit status 2, and leave no partial files."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Check = Callable[..., str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return a folder's files by path, hidden ones included; lock files, which stay, and logs are left out."""
+    """Return the content of a folder's files by path, including hidden files but without lock files and logs."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.endswith((".lock", ".log"))]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
 def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
-    """Return a function that runs a stage and returns its message.
+    """Return a function that runs a stage and returns the stage's message.
 
-    It asserts that the stage is refused and leaves no file behind.
+    The function asserts that the stage is refused and leaves no file behind.
     """
 
     def run(*arguments: object, folder: Path = tmp_path) -> str:
@@ -59,7 +59,7 @@ def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Check:
 
 
 def configured(folder: Path, settings: dict[str, Any]) -> list[object]:
-    """Write a dataset's settings; return the arguments that name them."""
+    """Write a dataset's settings; return the stage arguments that name the file."""
     assert stage("configure", "--settings", json.dumps(settings), "--out", folder / "config.yaml") == 0
     return ["--config", folder / "config.yaml"]
 
@@ -77,7 +77,7 @@ def describe(folder: Path, settings: dict[str, Any], *raw: Path) -> list[object]
 
 
 def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fields: None) -> Path:
-    """Write a volume with a change to its fields."""
+    """Write a volume whose fields `change` has modified; return the file's path."""
     fields: dict[str, Any] = volume((8, 8, 8))
     change(fields)
     return write_volume(folder / "a.h5", fields)
@@ -90,7 +90,7 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fi
 def test_a_file_that_makes_hdf5_loop(
     tmp_path: Path, refused: Check, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file with a text attribute that points to a heap object without size makes HDF5 loop.
+    """HDF5 loops on a text attribute that points to a heap object of size zero.
 
     The stage stops after its time limit and names the file.
     """
@@ -99,7 +99,7 @@ def test_a_file_that_makes_hdf5_loop(
     with h5py.File(path, "a") as file:
         file["Nbody"].attrs["names"] = ["a", "b"]
     content = bytearray(path.read_bytes())
-    size = content.index(b"GCOL") + 16 + 8  # size of the first object
+    size = content.index(b"GCOL") + 16 + 8  # position of the first object's size
     content[size : size + 8] = (2**64 - 16).to_bytes(8, "little")
     path.write_bytes(content)
     settings = cosmo([path], [good], kind)
@@ -109,7 +109,7 @@ def test_a_file_that_makes_hdf5_loop(
 
 
 def test_a_reader_that_is_killed_blames_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the reading process is killed, such as by Linux for lack of memory, the message does not blame the file."""
+    """If the reading process is killed, as by Linux for lack of memory, the message does not blame the file."""
     monkeypatch.setattr(data_source, "_walk_and_exit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match="was killed; give it more memory"):
         data_source.check_structure([write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))])
@@ -147,9 +147,9 @@ def test_other_names_and_shapes(tmp_path: Path, refused: Check, change: Any, wor
 
 @pytest.mark.parametrize(("value", "factor"), [(np.nan, 1), (np.inf, 1), (-np.inf, 2)])
 def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float, factor: int) -> None:
-    """The message names the file, field, channel and row of the first invalid value.
+    """The message names the file, field, channel and row of the first value that is not finite.
 
-    This includes densities, although their logarithm has a floor.
+    Densities are refused, too, although their logarithm has a floor.
     """
 
     def change(fields: dict[str, np.ndarray]) -> None:
@@ -164,9 +164,9 @@ def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float
 
 
 def test_an_overdensity_is_no_density(tmp_path: Path, refused: Check) -> None:
-    """An overdensity is refused.
+    """An overdensity is refused as a density.
 
-    The logarithm's floor would silently raise its negative half.
+    Otherwise the logarithm's floor would silently raise its negative values.
     """
 
     def change(fields: dict[str, np.ndarray]) -> None:
@@ -196,16 +196,16 @@ def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
 
 
 def test_a_series_of_one_time(tmp_path: Path, refused: Check) -> None:
-    """A series needs two times in one file, that is in one year: a pair is made of two times."""
+    """A series needs two times in one file (of a year), because a pair consists of two times."""
     years = write_years(tmp_path / "years", {"train": {2000: 4}, "valid": {2001: 1, 2002: 1}})
     text = refused(*describe(tmp_path, era5(years), *sorted(years.glob("*/*.h5"))))
     assert "valid: each file (of a year) contains fewer than two times, so pairs of states are missing" in text
 
 
 def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -> None:
-    """Prepared files with physical densities are refused, and the message names the other source kind.
+    """Prepared files with physical densities are refused, and the message names the right source kind.
 
-    Values near 1e3 would overflow where their logarithm is expected.
+    Values near 1e3 would overflow if they were used as logarithms.
     """
     paths = [write_volume(tmp_path / name, volume((8, 8, 8), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
     text = refused(*describe(tmp_path, cosmo(paths[:1], paths[1:], "prepared"), *paths))
@@ -352,14 +352,14 @@ def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("content", [b'{"a": NaN}', b"[-Infinity]", b'{"a": "\xff"}', b"[" * 100_000, b"{"])
 def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
-    """Text that is not valid JSON is refused, even if Python's reader accepts it."""
+    """Text that is not valid JSON is refused, even if Python's reader would accept the text."""
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file and run its stage again"):
         read_json(tmp_path / "a.json")
 
 
 def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
-    """Missing or truncated data files are found: a scratch file system may delete files after their description."""
+    """Missing or truncated data files are detected; a scratch file system may delete files that are described."""
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
     data.write_bytes(data.read_bytes()[:-100])
@@ -376,7 +376,7 @@ def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
-    """Acquire, preprocess and assemble each fail to write 1.2 MB, and leave as much space free as before."""
+    """Acquire, preprocess and assemble fail to write 1.2 MB, and leave the free space unchanged."""
     free = shutil.disk_usage(full_disk).free
     raw = cosmo_data / "source" / "box000.h5"
     piece = cosmo_data / "pieces" / "train" / "box000-0.h5"
@@ -398,7 +398,7 @@ def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
 
 @contextlib.contextmanager
 def without_rights(folder: Path) -> Iterator[None]:
-    """Remove the right to write in `folder` for a while; root becomes another user, as root needs no rights."""
+    """Remove the right to write in `folder` for a while. Root becomes another user, because root needs no rights."""
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     root = os.geteuid() == 0
@@ -416,7 +416,7 @@ def without_rights(folder: Path) -> Iterator[None]:
 
 
 def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
-    """New files, new folders, existing files and logs are refused without write permission."""
+    """Without write permission, new files, new folders, existing files and logs are refused."""
     with tempfile.TemporaryDirectory() as name:  # not below tmp_path, which other users cannot read
         place = Path(name)
         shutil.copytree(cosmo_data, place / "data")
@@ -438,7 +438,7 @@ def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
     with h5py.File(path, "w") as file:
         place = file.create_dataset("x", data=np.arange(1000.0), chunks=(1000,)).id.get_chunk_info(0).byte_offset
     content = path.read_bytes()
-    told = content.rfind(struct.pack("<Q", place), 0, place)  # in the tree of chunks, which has no checksum
+    told = content.rfind(struct.pack("<Q", place), 0, place)  # an entry in the tree of chunks, which has no checksum
     path.write_bytes(content[:told] + struct.pack("<Q", len(content) - 80) + content[told + 8 :])
     with (
         h5py.File(path) as file,

@@ -1,4 +1,4 @@
-"""The benchmarks run and count correctly; speed is not tested."""
+"""The benchmarks run and count correctly. Their speed is not tested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE
 @pytest.mark.slow
 @pytest.mark.long
 def test_benchmarks_run(tmp_path: Path) -> None:
-    """All benchmarks run; the workflow's own tests cover the benchmarks of the workflow."""
+    """All benchmarks run. The benchmarks of the workflow are left out, because the workflow's own tests cover them."""
     groups = [
         *("crops", "pairs", "images", "steps", "full", "rungs", "models"),
         *("digits", "ranks", "watching", "outside", "profilers", "preprocess"),
@@ -64,7 +64,7 @@ def test_benchmarks_run(tmp_path: Path) -> None:
 def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
     """The benchmark of noise reports each number with its interval.
 
-    Two tries of three small runs are too short for a meaningful result.
+    Two tries with three small runs each are too short for a meaningful result.
     """
     small = {"model": {"depth": 4, "size": 64}, "throughput": {"trials": 2, "seconds": 0, "beside": 0.4, "error": 0.5}}
     words = ["--tries", "2", "--load", "0", "--threads", "1", "--set", json.dumps(small)]
@@ -82,7 +82,7 @@ def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
-    """All checks that a processor can make pass; checks that need CUDA are skipped with this reason."""
+    """All checks that work on a CPU pass; checks that need CUDA are skipped with this reason."""
     out, page = tmp_path / "out.json", tmp_path / "out.md"
     done = gpu("--seconds", "1000", "--json", str(out), "--markdown", str(page), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,7 +124,9 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     assert whole["last loss"] < whole["first loss"] and whole["resumed from step"] > 0 and whole["FULL"] > 0
     profile = results["profile U-Net 64³: eager"]["values"]
     assert 0 <= profile["idle %"] < 100 and profile["host ms"] > 0
-    assert any("conv" in each["kernel"].lower() for each in profile["kernels"]), "a convolution is among the longest"
+    assert any("conv" in each["kernel"].lower() for each in profile["kernels"]), (
+        "a convolution must be among the longest kernels"
+    )
     run = results["explain U-Net 64³: eager"]["values"]
     assert 0 < run["MFU FULL"] < 1
     assert run["torch ranges"][0]["range"] == "step"
@@ -137,14 +139,14 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
 
 
 def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the benchmarks of a GPU on a processor."""
+    """Run the GPU benchmarks on a CPU."""
     command = [sys.executable, str(ROOT / "bench/gpu.py"), "--device", "cpu", "--quick", *words]
     known = {**os.environ, **environment}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
 
 
 def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A task that fails, is skipped or has no time left loses no other result; finished results are on disk."""
+    """If a task fails, is skipped or has no time left, no other result is lost; finished results are on disk."""
     seen = []
 
     def do(values: dict[str, float]) -> Callable[[], dict[str, float]]:
@@ -190,11 +192,11 @@ def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found: dict[str, Any] = {}
     more = perform_all(given[3:6], 2000, {}, None, lambda: None, again, found=found)
     assert [(r.label, r.status) for r in more][:3] == [("b: long", "ok"), ("b: reached", "pass"), ("b: short", "SHORT")]
-    assert len(more) == 7 and found["b: reached"] == {"x": 2.0, "y": 0.0}, "earlier rows are kept"
+    assert len(more) == 7 and found["b: reached"] == {"x": 2.0, "y": 0.0}, "earlier rows must be kept"
 
 
 def test_a_check_fails_where_it_should() -> None:
-    """A check fails if a rung differs from the plain step, and if an error is NaN."""
+    """A check fails if a rung differs from the plain step, or if an error is NaN."""
     errors = Errors()
     errors.hold("x", 0.1, 0.2)
     errors.hold("x", 0.05, 0.2)
@@ -210,7 +212,7 @@ def test_a_check_fails_where_it_should() -> None:
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)
 def test_the_published_form_is_the_same_training(case: Case) -> None:
-    """Three models with the same weights agree in predictions, losses and, after some steps, weights."""
+    """Three models with the same weights agree in predictions, in losses and, after some steps, in weights."""
     x, y = case.batch(torch.device("cpu"))
     theirs, published_step = training.published_loop(case)
     bare, bare_step = training.bare_loop(case)
@@ -233,12 +235,14 @@ def test_contestants_take_turns() -> None:
         return float(len(calls))
 
     found = in_turns(2, {name: lambda name=name: contestant(name) for name in "ab"})  # type: ignore[misc]
-    assert calls == ["a", "b"] * 3  # the first call of each is a warm-up
+    assert calls == ["a", "b"] * 3  # the first call of each contestant is a warm-up
     assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
 def test_ratio_is_that_of_neighbours() -> None:
-    """The ratio compares neighbouring values: a machine that slows to a tenth changes both medians, not the ratio."""
+    """The ratio compares neighbouring values. If a machine slows to a tenth, both medians change, but the ratio does
+    not.
+    """
     row = Row("name", "MB/s", [100.0, 10.0, 1.0], "floor", [200.0, 20.0, 4.0], {"bytes": 2e6})
     assert row.ratio == 0.5
     assert row.to_json()["value"] == 10 and row.to_json()["reference_value"] == 20
@@ -248,7 +252,7 @@ def test_ratio_is_that_of_neighbours() -> None:
 
 
 def test_a_cold_row_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
-    """A measurement of cold reads fails while the file is mapped, since a mapped file stays in the page cache."""
+    """Cold reads are an error while the file is mapped, because a mapped file stays in the page cache."""
     path = tmp_path / "file"
     path.write_bytes(bytes(2**22))
     if subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip() == "tmpfs":
@@ -264,7 +268,7 @@ def test_a_cold_row_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
     read: list[float] = []
     measure = cold(path, Whole, read)  # type: ignore[arg-type]
     mapped = np.memmap(path, np.uint8, "r")
-    assert mapped.sum() == 0, "all pages are in the page cache"
+    assert mapped.sum() == 0, "all pages must be in the page cache"
     with pytest.raises(RuntimeError, match="nothing came from the disk: the file is still mapped"):
         measure()
     del mapped

@@ -1,4 +1,4 @@
-"""TensorBoard on `results/plans` shows the measurements of each run once, even after repeated measurements."""
+"""TensorBoard on `results/plans` shows each run's measurements once, even after repeated measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEW = {"throughput": {"warmup": 0, "trials": 1, "batches": 2}, "profile": {"skip
 
 
 def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
-    """Return all scalars of a run, by TensorBoard's name of the run; fail if a point occurs twice."""
+    """Return all scalars of a run by name; fail if a scalar has more than one point."""
     found = {}
     for name in board.GetAccumulator(run).Tags()["scalars"]:
         (point,) = board.Scalars(run, name)
@@ -36,7 +36,7 @@ def scalars(board: EventMultiplexer, run: str) -> dict[str, float]:
     return found
 
 
-#: Script: fills the disk of a folder, then writes points until an error is raised, and prints this error.
+#: Script that fills a folder's disk, then writes points until an error is raised, and prints the error.
 FILLING = """
 import sys
 from pathlib import Path
@@ -57,7 +57,7 @@ except OSError as error:
 
 
 def test_a_full_disk_is_one_error(full_disk: Path) -> None:
-    """A full disk is one error: the writing thread prints no traceback of its own."""
+    """A full disk raises one error. The writing thread does not print a traceback of its own."""
     ended = subprocess.run([sys.executable, "-c", FILLING, full_disk], capture_output=True, text=True, timeout=100)
     assert ended.stdout == "[Errno 28] No space left on device\n" and "Traceback" not in ended.stderr, ended
 
@@ -67,7 +67,7 @@ def test_a_full_disk_is_one_error(full_disk: Path) -> None:
 def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str, mode: str) -> None:
     """Links, pipes, devices and sockets are refused at once.
 
-    Other users of a shared folder may put any of these in the way of a file.
+    Other users of a shared folder could create any of these at the path of a file.
     """
     path, victim = tmp_path / "it", tmp_path / "victim"
     victim.write_text("mine")
@@ -112,7 +112,7 @@ def test_event_files_behind_a_link_are_kept(tmp_path: Path, place: str) -> None:
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    """A second writer is refused with the process that has the lock; a killed process leaves no lock behind."""
+    """A second writer is refused, with the process that has the lock. A killed process leaves no lock."""
     code = (
         "import sys; from pathlib import Path; from dlscale.core.process import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print(flush=True), input()"
@@ -129,7 +129,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """After its stages ran twice, a run shows the second measurement, once."""
+    """After its stages have run twice, a run shows only the second measurement."""
     folder = tmp_path / "plans" / "p" / "r"
     folder.mkdir(parents=True)
     tiny_run("cosmo_unet", folder, **FEW)
@@ -153,7 +153,7 @@ def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> 
 
 @pytest.mark.slow
 def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
-    """TensorBoard shows the new value after its event file was replaced by one with the same step."""
+    """An open TensorBoard shows the new value after its event file was replaced by a file with the same step."""
     boards.write(tmp_path / "runs" / "r", {"value": 1.0})
     words = ["--logdir", tmp_path / "runs", "--port", 0, "--reload_interval", 1, "--host", "127.0.0.1"]
     command = [sys.executable, "-m", "tensorboard.main", *map(str, words)]
@@ -172,7 +172,7 @@ def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
                 try:
                     with urllib.request.urlopen(url, timeout=10) as answer:
                         points = json.load(answer)
-                except OSError:  # the run is not loaded yet
+                except OSError:  # TensorBoard has not loaded the run yet
                     continue
                 if [point[2] for point in points] == [value]:
                     return True

@@ -1,4 +1,4 @@
-"""Size of each part: `budget.toml` bounds the core, each extension, benchmarks, tests, and the interface."""
+"""Size of each part: `budget.toml` limits the core, each extension, the benchmarks, the tests and the interface."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MEASURES = ("statements", "files", "docstring_words")
 
 
 def part_of(file: Path) -> str:
-    """Return the part that a file belongs to: a row of the budget."""
+    """Return the part to which a file belongs, which is a row of the budget."""
     if file.is_relative_to(PACKAGE / "extensions") and file.parent != PACKAGE / "extensions":
         return f"extensions.{file.relative_to(PACKAGE / 'extensions').parts[0]}"
     return "core" if file.is_relative_to(ROOT / "workflow_scripts") else file.relative_to(ROOT).parts[0]
 
 
 def size_of(file: Path) -> tuple[int, int, int]:
-    """Return the number of statements, 1 for the file, and the number of words in docstrings."""
+    """Return the number of statements, the number of files (1), and the number of words in docstrings."""
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     scopes = [
         node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -36,7 +36,7 @@ def size_of(file: Path) -> tuple[int, int, int]:
 
 
 def sizes() -> dict[str, dict[str, int]]:
-    """Return the size of each part by measure."""
+    """Return the size of each part, by part and measure."""
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for folder in ("workflow_scripts", "bench", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
@@ -70,7 +70,7 @@ def test_a_part_keeps_to_its_budget(part: str) -> None:
 def test_the_interface_keeps_to_its_budget() -> None:
     schema = json.loads((PACKAGE / "config/config.schema.json").read_text(encoding="utf-8"))
     keys = sum(len(each.get("properties", {})) for each in [schema, *schema["$defs"].values()])
-    found = {"keys": keys, "commands": len(QUERIES) + 1}  # and `run`
+    found = {"keys": keys, "commands": len(QUERIES) + 1}  # QUERIES and `run`
     over = {key: found[key] for key in found if found[key] > BUDGET["interface"][key]}
     assert not over, f"there are {over}, and the budget is {BUDGET['interface']}: what does the new one replace?"
 

@@ -24,7 +24,7 @@ from tests.test_speedup import noisy
 
 
 class Machine:
-    """A machine that measures runs of known speeds, with random noise in each measurement."""
+    """Machine that measures runs of known speeds, with random noise in each measurement."""
 
     def __init__(self, root: Path, seed: int = 0) -> None:
         self.root, self._draw = root, np.random.default_rng(seed)
@@ -32,7 +32,9 @@ class Machine:
     def measure(
         self, folder: str, speeds: dict[str, float], spread: float | dict[str, float] = 0.01, **more: Any
     ) -> Path:
-        """Write a results folder with plan `p`; all runs are timed in turn with the first."""
+        """Write a results folder with plan `p`, in which each run has a paired timing with the first run; return the
+        path.
+        """
         results = Results(self.root / folder)
         for name, speed in speeds.items():
             path, own = results.run("p", name), spread[name] if isinstance(spread, dict) else spread
@@ -63,7 +65,7 @@ SPEEDS = {"first": 100.0, "fast": 150.0, "faster": 200.0}
 
 
 def rows(said: str) -> dict[str, str]:
-    """Return the rows of a printed table by their first words, without the spaces between columns."""
+    """Return the rows of a printed table by their first word, without the spaces between columns."""
     lines = [line.split() for line in said.splitlines()]
     return {words[0]: " ".join(words[1:]) for words in lines if words}
 
@@ -77,7 +79,9 @@ def test_two_results_are_compared_run_by_run(machine: Machine, capsys: pytest.Ca
     assert main(["compare", str(before), str(after)]) == 0
     said = capsys.readouterr().out
     first, fast = (rows(said)[f"p.{name}"] for name in ("first", "fast"))
-    assert first.startswith("100 100 1.00× ± 0.060, within noise – 0."), "the first run has no speed-up over itself"
+    assert first.startswith("100 100 1.00× ± 0.060, within noise – 0."), (
+        "the first run must not have a speed-up over itself"
+    )
     assert re.match(r"150 180 1\.20× ± 0\.0\d+ 1\.20× ± 0\.0", fast)
     assert f"only in {before}: p.faster" in said and f"only in {after}: p.new" in said
 
@@ -87,7 +91,7 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
     results = Results(machine.root / "results")
     results.run("q", "fast", loader={"kind": "torch", "workers": 4}, final=0.4)
     results.plan("q", {"fast": "fast"})
-    (machine.root / "p").mkdir()  # a plan may have the name of a folder without results
+    (machine.root / "p").mkdir()  # a plan may have the same name as a folder without results
     assert main(["compare", "p", "q", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in found["runs"]] == ["fast"]
@@ -97,9 +101,10 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
 
 
 def test_two_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs are compared by PLAN.RUN or folder.
+    """Two runs are compared by PLAN.RUN or by folder.
 
-    They may belong to one plan or two. A run is also compared with the run of the same name in a plan or folder.
+    The runs may belong to one plan or to two plans. A run is also compared with the run of the same name in a plan or
+    folder.
     """
     machine.measure("results", SPEEDS, spread=0)
     machine.measure("before", {"first": 50.0, "fast": 50.0}, spread=0)
@@ -152,7 +157,7 @@ def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.Capt
 
 
 def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run without a result is left out; all other runs are compared."""
+    """A run without a result is left out, and all other runs are compared."""
     before, after = machine.measure("before", SPEEDS), machine.measure("after", SPEEDS)
     (before / "plans/p/fast/metrics.jsonl").unlink()
     assert main(["compare", str(before), str(after)]) == 0
@@ -187,7 +192,7 @@ def test_what_cannot_be_compared_is_one_message(
     results.plan("other", {"else": "else"})
     results.run("other", "empty", epochs=0, triplet=None)
     elsewhere = Results(machine.root / "elsewhere")
-    for plan in ("q", "r"):  # which may be of other studies
+    for plan in ("q", "r"):  # these plans may be of other studies
         elsewhere.run(plan, "fast")
         elsewhere.plan(plan, {"fast": "fast"})
     (machine.root / "empty/plans").mkdir(parents=True)
@@ -201,7 +206,7 @@ def test_what_cannot_be_compared_is_one_message(
 
 @pytest.mark.slow
 def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With noise of 1 %, at most two of forty equal results fail, and at least 38 of forty that are 5 % slower do."""
+    """With 1 % noise, at most two of forty equal results fail; at least 38 of forty fail that are 5 % slower."""
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path, seed=5)
     machine.measure("before", SPEEDS)
@@ -217,7 +222,7 @@ def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch
 def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """A slower run is named.
 
-    Runs with other work, another device or a single trial cannot be judged.
+    A run with other work, another device or a single trial cannot be judged.
     """
     before = machine.measure("before", SPEEDS)
     after = machine.measure("after", {**SPEEDS, "fast": 120.0})
@@ -235,14 +240,14 @@ def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture
     assert "--gate compares speeds" in capsys.readouterr().err
 
 
-# ---- history: each result over the one before ------------------------------------------------------------
+# ---- history: each result compared with the previous result ----------------------------------------------
 
 
 DAYS = ("2026-03-01", "2026-05-01", "2026-07-01")
 
 
 def measured(machine: Machine, speeds: tuple[float, ...]) -> list[str]:
-    """Measure plan `p` on each day of `DAYS`, on the last with another driver; return the folders, newest first."""
+    """Measure plan `p` on each day of `DAYS`, on the last day with a new driver; return the folders, newest first."""
     folders = []
     for day, speed in zip(DAYS, speeds, strict=True):
         folder = machine.measure(day, {"first": speed, "fast": 1.5 * speed}, spread=0)
@@ -257,7 +262,7 @@ def measured(machine: Machine, speeds: tuple[float, ...]) -> list[str]:
 
 def test_each_is_held_against_the_one_before(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     folders = measured(machine, (100.0, 101.0, 150.0))
-    shutil.copytree(folders[0], "copy")  # the copy counts once
+    shutil.copytree(folders[0], "copy")  # the copy must count once
     assert main(["history", *folders, "copy", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     first = [each for each in found if each["run"] == "p.first"]

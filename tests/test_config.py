@@ -1,4 +1,4 @@
-"""Configuration: one message per mistake, at the key where it was written; layers of settings; published plans."""
+"""Configuration: one message per mistake, with the mistake's key; layers of settings; published plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 
 Raw = dict[str, Any]
 
-#: Two datasets and a plan without mistakes.
+#: Configuration of two datasets and a plan, without mistakes.
 SOUND: Raw = {
     "targets": ["sound"],
     "datasets": {"box": COSMO, "sky": ERA5},
@@ -57,14 +57,14 @@ def load(**changes: Any) -> Configuration:
 
 
 def plan(settings: Raw | None = None, study: str = "cosmo_unet", **more: Any) -> Raw:
-    """Return a plan `p` of sound settings; `more` replaces or adds keys of it."""
+    """Return a plan `p` with valid settings; `more` adds or replaces keys of the plan."""
     base = {"dataset": "box", **COSMO_RUN} if study == "cosmo_unet" else {"dataset": "sky", **ERA5_RUN}
     merged = config.merge(copy.deepcopy(base), settings or {})
     return {"plans": {"p": {"study": study, "settings": merged, "runs": {"a": {}}} | more}}
 
 
 def message(**changes: Any) -> str:
-    """Return the error message of a changed configuration."""
+    """Return the error message that the changed configuration causes."""
     with pytest.raises(UserError) as caught:
         load(**changes)
     return str(caught.value)
@@ -81,7 +81,7 @@ def one(text: str, path: str, *words: str) -> None:
 # ---- mistakes ----------------------------------------------------------------------------------------
 
 
-#: Settings with one mistake each: the settings, the end of the key that the message names, and words of the message.
+#: Settings with one mistake, the end of the key in the message, and words of the message, by name of the mistake.
 MISTAKES = {
     "unknown key": ({"batchsize": 4}, "", ("'batchsize'", "did you mean 'batch_size'?")),
     "key of a section": ({"lr": 1e-3}, "", ("'lr'", "did you mean 'optimizer.lr'?")),
@@ -142,7 +142,7 @@ def in_study(wrong: Raw) -> tuple[Raw, str]:
 
 
 def in_rung_before(wrong: Raw) -> tuple[Raw, str]:
-    # `p` comes first: the mistake in `q` is met while the run of `p` is resolved.
+    # `p` comes first, so that the mistake in `q` is found while the run of `p` is resolved.
     ladder = plan(kind="ladder", runs={"first": wrong, "second": {"label": "innocent"}})["plans"]["p"]
     first = {"study": "cosmo_unet", "from": "q.second", "runs": {"a": {}}}
     return {"plans": {"p": first, "q": ladder}}, "plans.q.runs.first"
@@ -237,7 +237,7 @@ def test_mistakes_outside_of_runs(changes: Raw, path: str, words: tuple[str, ...
 
 TWO, FSDP = {"gpus_per_node": 2}, {"kind": "fsdp"}
 
-#: Settings that devices with a common model do not support: study, settings, and words of the message.
+#: Settings that devices with a common model do not support, by name: (study, settings, words of the message).
 UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "heads": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 3}}, "heads"),
     "devices": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 2}}, "tp"),
@@ -329,7 +329,7 @@ def test_circles_are_shown(plans: Raw, chain: str) -> None:
 
 
 def _nested(begin: str, end: str) -> str:
-    """Return a short YAML text of eight mappings; each contains the previous one nine times."""
+    """Return a short YAML text with eight mappings; each mapping contains the previous mapping nine times."""
     lines = (f"z{i}: &a{i + 1} {{{begin.format(i)}{end}}}" for i in range(8))
     return "\n".join(["targets: [a]", "z: &a0 {x: 1}", *lines])
 
@@ -366,10 +366,10 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in UTF-8$"):
             config.load_files(file)
     file.write_bytes(b"\xef\xbb\xbftargets: [a]\n")
-    assert read_yaml(file) == {"targets": ["a"]}, "a byte order mark is allowed"
+    assert read_yaml(file) == {"targets": ["a"]}, "a byte order mark must be accepted"
     with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
         config.load_files(tmp_path / "absent.yaml")
-    merged = tmp_path / "merged.yaml"  # no mistake: merged values may be overwritten, even before the merge is read
+    merged = tmp_path / "merged.yaml"  # no mistake: a key may overwrite a merged value, even if the merge follows
     merged.write_text("a: {b: &b {<<: &c {d: 1}, d: 2}}\ne: {<<: *b, d: 3}\nf: [*c, *c]\n")
     assert read_yaml(merged) == {"a": {"b": {"d": 2}}, "e": {"d": 3}, "f": [{"d": 1}, {"d": 1}]}
     assert stage("configure", "--settings", "{", "--out", tmp_path / "out.yaml") == cli.USER_ERROR
@@ -420,10 +420,7 @@ def test_a_tag_changes_no_value(value: str, tag: str) -> None:
 
 
 def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:
-    """A plain value is read by the type of its key, in every file of settings.
-
-    The same holds for values after --config.
-    """
+    """A plain value is read by the type of its key, in every settings file and after --config."""
     base, file = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text(yaml.safe_dump(SOUND))
 
@@ -458,7 +455,7 @@ def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:
 
 
 def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
-    """Numbers in the form of strings are read as numbers.
+    """Numbers that arrive as strings are read as numbers.
 
     YAML reads 5E-4 as a string, and all values of a mapping after --config are strings.
     """
@@ -491,7 +488,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
 
 
 def test_later_layers_win_and_the_rest_stays() -> None:
-    """Each of four keys is set last in another layer: shipped, study, plan or run."""
+    """Four keys show that the last layer wins: each is set last in another layer (shipped, study, plan, run)."""
     shipped = config.study_files()["cosmo_unet"].settings
     found = load(
         studies={"cosmo_unet": {"optimizer": {"lr": 1.0, "eps": 1.0, "weight_decay": 1.0}}},
@@ -523,7 +520,7 @@ def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
 def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on more GPUs than this machine has is left out.
 
-    It stays if the machine has no GPU, since processes then share its cores, and if a scheduler finds nodes with enough
+    Two exceptions: on a machine without a GPU the processes use its cores, and a scheduler may have nodes with enough
     GPUs.
     """
     two: Raw = {"geometry": {"gpus_per_node": 2}}
@@ -542,7 +539,7 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
         last = found.plans["p"]["again"].run
         assert (last.geometry.gpus_per_node, last.seed) == ((1, 0) if lacks else (2, 5))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    typed: Raw = {"one": {}, "two": {"geometry": {"gpus_per_node": "2"}}}  # as `--config` passes it
+    typed: Raw = {"one": {}, "two": {"geometry": {"gpus_per_node": "2"}}}  # strings, as `--config` passes them
     assert load(**plan(runs=typed)).skipped_runs["p"] == {"two": "2 GPUs (it has 1)"}
     scaling: Raw = {"devices": [1, 2], "batch_sizes": [4]}
     weak = load(plans={"w": {"study": "cosmo_unet", "kind": "weak_scaling", "scaling": scaling}})
@@ -556,9 +553,9 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
 
 
 def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rung that the machine cannot run counts as not written.
+    """A rung that the machine cannot run is treated as if it was not written.
 
-    Later rungs do not inherit its changes, and the missing requirement is reported.
+    Later rungs do not inherit its changes. The missing requirement is reported.
     """
     runs: Raw = {
         "a": {},
@@ -609,10 +606,10 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
     runs = {"a": {"training": {"steps": 9}}, "b": {"training": {"epochs": 3}}, "c": {}}
     found = [resolved.run.training for resolved in load(**plan(kind="ladder", runs=runs)).plans["p"].values()]
     assert [(training.epochs, training.steps) for training in found] == [(None, 9), (3, None), (3, None)]
-    # Only the two settings exclude each other: a run may be named «epochs» or «steps».
+    # Only the settings `epochs` and `steps` exclude each other. Runs may have these names.
     merged = config.merge(
         {"epochs": {"seed": 1}, "steps": {"seed": 2}, "parallel": {"bucket_mb": 9}},
-        {"steps": {"seed": 3}, "parallel": {"kind": "ddp"}},  # the default kind
+        {"steps": {"seed": 3}, "parallel": {"kind": "ddp"}},  # `ddp` is the default kind
     )
     assert merged == {"epochs": {"seed": 1}, "steps": {"seed": 3}, "parallel": {"bucket_mb": 9, "kind": "ddp"}}
 
@@ -620,7 +617,7 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
 def test_a_local_batch_size_stands_for_the_global_one() -> None:
     """The batch size that is set last counts, local or global, in any layer.
 
-    Stages see the global one.
+    Stages only see the global batch size.
     """
     devices = {"geometry": {"nodes": 2, "gpus_per_node": 4}}
     runs: Raw = {
@@ -661,7 +658,7 @@ def test_shipped_plans_and_datasets_change_by_name() -> None:
     runs = found.plans["cosmo_published"]
     assert (runs["base"].run.batch_size, runs["bs256_opt"].run.batch_size, runs["more"].run.batch_size) == (16, 256, 64)
     assert {resolved.run.seed for resolved in runs.values()} == {3}
-    assert load().plans["cosmo_published"]["base"].run.seed == 0  # shipped plans are not changed permanently
+    assert load().plans["cosmo_published"]["base"].run.seed == 0  # the changes must not persist in shipped plans
 
 
 # ---- what the stages see -----------------------------------------------------------------------------
@@ -702,8 +699,8 @@ def test_a_dataset_reaches_its_stages(tmp_path: Path) -> None:
 
 
 def complaints(raw: Any) -> list[list[Any]]:
-    """Return the paths at which the JSON schema reports errors."""
-    plain = json.loads(json.dumps(raw, default=str))  # an editor's YAML has dates
+    """Return the path of each error that the JSON schema reports."""
+    plain = json.loads(json.dumps(raw, default=str))  # an editor's YAML parser returns dates
     return [list(error.absolute_path) for error in jsonschema.Draft202012Validator(schema()).iter_errors(plain)]
 
 
@@ -721,7 +718,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
         "studies": {"cosmo_unet": {"optimizer": {"lr": 1e-3}}},
         "plans": {
             "cosmo_published": {"settings": {"seed": 3}},
-            "starter_weak": {"kind": "strong_scaling"},  # for a plan that a block makes, too
+            "starter_weak": {"kind": "strong_scaling"},  # a plan that a block makes can also be overridden
             "other": {"study": "cosmo_unet", "settings": None, "runs": {"a": {}}},
             "mine": {"study": "cosmo_unet", "from": "sound.first", "runs": {"a": {"use": "sound.second"}, "b": None}},
         },
@@ -753,12 +750,13 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
 def test_the_schema_rejects_what_is_not(changes: Raw, path: list[Any]) -> None:
     found = complaints(config.merge(copy.deepcopy(SOUND), changes))
     assert found and all(complaint[: len(path)] == path for complaint in found)
-    message(**changes)  # loading it fails, too
+    message(**changes)  # loading also fails
 
 
 # ---- published plans ---------------------------------------------------------------------------------
 
-#: Batch, epochs, samples per epoch (training, validation), GPUs; learning rate after warm-up, warm-up steps.
+#: Runs of the published plan, by name: batch, epochs, samples per epoch (training, validation), GPUs, learning rate
+#: after warm-up, warm-up steps.
 COSMO_PUBLISHED = {
     "base": (64, 10, 65536, 8192, 1, 2e-4, 0),
     "short": (64, 4, 4096, 512, 1, 2e-4, 0),
@@ -770,7 +768,7 @@ COSMO_PUBLISHED = {
     "bs2048_opt": (2048, 160, 65536, 8192, 32, 2e-4 * 32**0.5, 128),
     "bs8192_opt": (8192, 320, 65536, 8192, 128, 2e-4 * 128**0.5, 128),
 }
-#: The same for V100s of 16 GB, 32 samples each.
+#: The same values for V100s of 16 GB, with 32 samples per GPU.
 SUMMIT_PUBLISHED = {
     "base_sm": (32, 10, 65536, 8192, 1, 2e-4, 0),
     "shorter_sm": (32, 4, 512, 64, 1, 2e-4, 0),
@@ -814,13 +812,14 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
         }
         assert {key: found[key] for key in wanted} == wanted, run_name
         assert getattr(run.loader, "reader", "numpy") == "numpy"
-        assert run.geometry.gpus_per_node <= 4  # nodes of the shipped site have four GPUs; Summit's had six
+        assert run.geometry.gpus_per_node <= 4  # the shipped site has four GPUs per node; Summit had six
     assert next(iter(runs.values())).throughput == Throughput(warmup=3, trials=3, batches=50)
 
 
 RATES = {16: 5e-4, 32: 7.07e-4, 64: 1e-3, 128: 1.41e-3, 256: 2e-3, 512: 2.83e-3, 1024: 4e-3, 2048: 5.66e-3}
 SHORT, N1024, N2048 = (512, 128), (1024, 1024), (2048, 2048)
-#: Batch, steps, samples per epoch (training, validation; None means all), GPUs, learning rate, precision, compiled.
+#: Runs of the published plan, by name: batch, steps, samples per epoch (None: all), GPUs, learning rate, precision,
+#: compiled.
 ERA5_PUBLISHED = {
     "base": (16, 30000, None, 1, 5e-4, "tf32", False),
     "short": (16, 128, SHORT, 1, 5e-4, "tf32", False),
@@ -835,7 +834,7 @@ ERA5_PUBLISHED = {
     "mp_bs32": (32, 30000, None, 4, 7.07e-4, "fp16", True),
     "mp_patch4": (4, 30000, None, 4, 1e-3, "fp16", True),
 }
-#: Runs of the later edition: without bf16, with changed and additional runs.
+#: Runs of the later edition, which drops bf16 and changes or adds runs.
 ERA5_SC25 = {
     **{name: row for name, row in ERA5_PUBLISHED.items() if "bf16" not in name},
     **{name: (*ERA5_PUBLISHED[name][:-1], False) for name in ("mp", "mp_bs16", "mp_bs32", "mp_patch4")},
@@ -858,7 +857,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
         found = run.model_dump(mode="json") | flat(run.model_dump(mode="json"))
         wanted = {
             **{"batch_size": batch, "training.steps": steps, "training.epochs": None, "precision": precision},
-            **{"optimizer.lr": rate, "schedule.scaling": "none"},  # given literally, not scaled by a rule
+            **{"optimizer.lr": rate, "schedule.scaling": "none"},  # the rate is given literally, without a scaling rule
             "samples": {
                 **{"kind": "pairs", "dt": 1, "train": samples and samples[0], "valid": samples and samples[1]},
                 **{"subset": "first" if samples else "spread", "history": [], "clock": []},
@@ -880,7 +879,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
     assert load().workflow.datasets[runs["base"].dataset].crop == (360, 720)  # type: ignore[union-attr]
 
 
-#: Steps of the documents in their order: the rung and its changes.
+#: Steps of each published ladder, in the documents' order: (rung, changes).
 STEPS: dict[str, list[tuple[str, Raw]]] = {
     "cosmo_published_ladder": [
         ("baseline", {}),
@@ -915,7 +914,7 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
 
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
 def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: list[tuple[str, Raw]]) -> None:
-    """Each rung adds its step to the previous rungs, even if the rung is a run of another plan."""
+    """Each rung adds one step to the previous rungs, even if the rung comes from another plan."""
     found = config.load(
         {"targets": [name], "site": {"engine": "docker", "image": "some:image", "provides": ["dali"]}}
     ).plans
@@ -934,7 +933,7 @@ def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: l
 
 @pytest.mark.parametrize(("study", "steps"), [("cosmo", 60), ("era5", 32)])
 def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: int) -> None:
-    """Profiles cover as many steps as in the documents, in the last of four epochs."""
+    """Profiles cover the documented number of steps, in the last of four epochs."""
     found = load()
     profiled, ladder = (found.plans[f"{study}_published_{name}"] for name in ("profile", "ladder"))
     assert len(profiled) == 5 or found.skipped_runs[f"{study}_published_profile"]
@@ -947,7 +946,7 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
 
 
 def test_the_larger_model_is_shared_in_the_published_batches() -> None:
-    """Four GPUs share one model and its 16 samples, with the learning rates of the published file."""
+    """Four GPUs share a model and its 16 samples; learning rates equal those in the published file."""
     runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
     assert {run.batch_size: run.optimizer.lr for run in runs.values()} == {16: 5e-4, 32: 7.07e-4, 64: 1e-3}
     for run in runs.values():
@@ -960,7 +959,7 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
     for study in config.study_files().values():
         for name, plan_ in study.plans.items():
             named = set(found.plans[name]) | set(found.skipped_runs[name])
-            written = set(plan_.get("runs", named))  # a sweep, a scaling or a convergence block makes its own runs
+            written = set(plan_.get("runs", named))  # a sweep, scaling or convergence block adds its own runs
             assert named == written or (written < named and plan_.keys() & {"scaling", "convergence"})
         for figure in study.published:
             for name in (*figure.runs, *figure.like):
@@ -969,9 +968,9 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
 
 
 def test_no_key_of_a_published_figure_is_misspelt() -> None:
-    """Published figures have no unknown keys.
+    """Published figures have only known keys.
 
-    Records ignore unknown keys, so that a later version may add some; a misspelt key would be ignored, too.
+    Records ignore unknown keys, so that a later version may add keys. A misspelt key would therefore be ignored.
     """
     for name, study in registry.studies().items():
         for figure in yaml.safe_load(study.yaml.read_text()).get("published", []):
@@ -979,7 +978,7 @@ def test_no_key_of_a_published_figure_is_misspelt() -> None:
 
 
 def test_figures_belong_to_the_runs_that_made_them() -> None:
-    """Figures belong to their runs: on one device, on one node, on several nodes, and in another plan."""
+    """Figures belong to the runs that produced them: on a device, on a node, on several nodes, in another plan."""
 
     def figures(name: str, run: str) -> list[tuple[str, float]]:
         return [
@@ -990,7 +989,7 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
 
     expected = {
         "short": [("SC23", 9.4), ("SC24", 8.8)],
-        "base": [],  # a longer training without a published speed
+        "base": [],  # a longer training for which no speed is published
         "short_opt_bf16": [("SC23", 42.8), ("SC24", 55.0), ("SC25", 64.0)],
         "mp": [("SC23", 12.0), ("SC24", 93.1 / 4)],
     }
@@ -1019,9 +1018,9 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
 
 @pytest.mark.parametrize(("name", "calls"), [("gpu4", 8), ("gpu4_bucket100", 5), ("gpu8_bucket100", 5)])
 def test_gradients_of_the_published_unet_take_the_published_calls(name: str, calls: int) -> None:
-    """PyTorch's own assignment of gradients to buckets gives the published number of calls.
+    """PyTorch's assignment of gradients to buckets gives the published number of calls.
 
-    The last limit holds for all further buckets.
+    The last size limit applies to all further buckets.
     """
     run = load().plans["cosmo_published_ddp"][name].run
     with torch.device("meta"):
@@ -1043,9 +1042,9 @@ def test_gradients_of_the_published_unet_take_the_published_calls(name: str, cal
     ],
 )
 def test_each_published_log_has_all_its_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
-    """Runs with a published speed have training and validation losses of equally many epochs.
+    """Each run with a published speed has one training loss and one validation loss per epoch.
 
-    Their sums equal the sums of all losses that the document prints.
+    The sums of the losses equal the sums of all losses in the document.
     """
     published = config.study_files()[study].published
     logs: dict[str, dict[str, list[float]]] = {}
@@ -1065,9 +1064,9 @@ def test_each_published_log_has_all_its_losses(study: str, source: str, runs: in
 
 
 def test_a_published_figure_says_its_devices_and_its_unit() -> None:
-    """A figure with a number of GPUs in its label has `gpus`, by which the cost divides.
+    """A figure whose label has a number of GPUs has `gpus`, because the cost is divided by `gpus`.
 
-    A metric of time is called `time`, in s, min or h.
+    A metric of time is called `time` and has the unit s, min or h.
     """
     for study in config.study_files().values():
         for figure in study.published:
@@ -1081,7 +1080,7 @@ def test_a_published_figure_says_its_devices_and_its_unit() -> None:
 def test_the_published_table_of_imagenet_has_the_batches_of_its_runs() -> None:
     """The published table has the batch sizes of its runs.
 
-    The repository names the runs of May by GPUs and images per GPU; `plot.py` has their speeds and times.
+    The repository names the runs of May by GPUs and images per GPU. Speeds and times are in `plot.py`.
     """
     table = [each for each in config.study_files()["imagenet_resnet50"].published if "table" in each.series]
     for metric, values in {
@@ -1101,9 +1100,9 @@ def test_the_committed_schema_is_the_configurations() -> None:
 
 @pytest.mark.slow
 def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
-    """Each run is repeated with the seeds that follow its own.
+    """Each run is repeated with the seeds that follow its own seed.
 
-    Rungs of a ladder still build on each other, and a run of another plan is not repeated.
+    Rungs of a ladder still build on each other. A run that is reused from another plan is not repeated.
     """
     found = load(
         **plan(
@@ -1150,7 +1149,7 @@ def test_repeats_that_cannot_be(more: Raw, message_: str) -> None:
 
 
 def test_every_key_is_described_and_stands_in_the_reference() -> None:
-    """Every key has a description and a row in the reference, with its default if it has one.
+    """Every key has a description, and a row in the reference with its default, if any.
 
     The page equals the output of the command.
     """
@@ -1171,7 +1170,9 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
     assert set(re.findall(r"\]\(#([^)]*)\)", page)) <= {
         heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)
     }
-    assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), "run `make schema`"
+    assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), (
+        "the page is outdated; run `make schema`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -1207,7 +1208,7 @@ def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, A
     ],
 )
 def test_a_page_of_own_targets_has_its_own_title(layers: list[dict[str, Any]], title: str) -> None:
-    """A title applies to targets that were written in the same layer or in an earlier one."""
+    """A title applies to targets that are written in the same layer or in an earlier layer."""
     runs = {"study": "mnist_cnn", "runs": {"a": {}}}
     plans = {"demo": runs, "rates": {**runs, "title": "Learning rates"}, "other": runs}
     every = [{"targets": ["demo"], "report": {"title": "dlscale demo"}, "plans": plans}, *layers]
@@ -1288,7 +1289,7 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Secrets in a study's own YAML file are hidden like those in the user's file."""
-    monkeypatch.setattr(registry, "_added", {})  # other tests use the shipped studies only
+    monkeypatch.setattr(registry, "_added", {})  # the other tests use only shipped studies
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "secretive.py").write_text((TEMPLATE / "waves.py").read_text())
     (tmp_path / "waves_data.py").write_text((TEMPLATE / "waves_data.py").read_text())
@@ -1306,7 +1307,7 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
 def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_added", {})  # other tests use the shipped studies only
+    monkeypatch.setattr(registry, "_added", {})  # the other tests use only shipped studies
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("waves", "waves_data"):
         (tmp_path / f"{name.replace('waves', 'ripples')}.py").write_text(
@@ -1325,9 +1326,9 @@ def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
 def test_paths_count_from_the_file_that_they_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, seen: str
 ) -> None:
-    """Paths are relative to the file that contains them: the given file, or the study's own.
+    """Paths are relative to the file that contains them: the user's file or the study's own YAML file.
 
-    This holds for the study's path and for paths of datasets. Addresses are unchanged.
+    This rule holds for the path of a study and for paths in datasets. Web addresses are unchanged.
     """
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -1347,12 +1348,15 @@ def test_paths_count_from_the_file_that_they_stand_in(
         files = found.workflow.datasets[name].source.all
         assert files.input == seen.format(tmp=tmp_path) + f"{name}/x.npy" and files.target == "https://h.org/y.npy"
     typed = config.load_files(over=[{**given["_run"], "studies": {"ripples": str(place / "ripples.py")}}])
-    assert typed.workflow.datasets["given"].source.all.input == "given/x.npy", "paths on the command line are unchanged"
+    assert typed.workflow.datasets["given"].source.all.input == "given/x.npy", (
+        "paths on the command line must be unchanged"
+    )
 
 
 def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
-    """Every number has an upper bound, except those that cost no time, memory, processes or files."""
-    free = {"select", "betas", "depth"}  # compared only; checked to be fractions; an enumeration
+    """Every number has an upper bound, unless large values cost no time, memory, processes or files."""
+    # `select` is only compared, `betas` are checked to be fractions, and `depth` is an enumeration
+    free = {"select", "betas", "depth"}
     open_ended = []
 
     def walk(node: Any, key: str, holder: str) -> None:
@@ -1390,7 +1394,7 @@ def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
 
 
 def test_a_plan_is_not_called_as_the_results_of_measure() -> None:
-    """A plan named like the results of `dlscale measure` is refused: both would use one folder."""
+    """A plan must not have the name of `dlscale measure`'s results, because both would use the same folder."""
     plan = {"study": "starter_cnn", "runs": {"a": {}}}
     with pytest.raises(UserError, match=r"plans\.measured: `dlscale measure` uses this name; choose another"):
         config.load({"targets": ["measured"], "plans": {"measured": plan}})

@@ -1,4 +1,4 @@
-"""The cosmology simulator: each step against theory, and the boxes that the study reads."""
+"""The cosmology simulator: each step compared with theory, and the boxes that the study reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wave(grid: int, axis: int, cycles: int = 1) -> np.ndarray:
 
 
 def smooth_field(grid: int, box: float, rms: float) -> np.ndarray:
-    """Return a random field without small scales, so that linear theory holds if the field is small."""
+    """Return a random field without small scales. Linear theory holds if `rms` is small."""
     field = simulator.gaussian_field(grid, box, lambda k: np.exp(-((k * box / 6) ** 2)), rng(3))
     return field * np.float32(rms / field.std())
 
@@ -41,7 +41,7 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
     Parameters
     ----------
     delta
-        [N, N, N]; its mean is ignored. Give a density contrast, or a density relative to its mean.
+        Density contrast, or density relative to its mean, [N, N, N]. The mean is ignored.
     box
         Side, Mpc/h.
 
@@ -55,7 +55,7 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
     power = np.abs(np.fft.rfftn(delta)).astype(np.float64) ** 2 * (box**3 / grid**6)
     full, half = (2 * np.pi * each(grid, box / grid) for each in (np.fft.fftfreq, np.fft.rfftfreq))
     k = np.sqrt(full[:, None, None] ** 2 + full[None, :, None] ** 2 + half**2)
-    # The half-space stores one of each conjugate pair, except on its two faces, which contain both.
+    # The half-space stores one number of each conjugate pair. Its two faces contain both numbers.
     twice = np.full(grid // 2 + 1, 2.0)
     twice[[0, -1]] = 1.0
     count = np.broadcast_to(twice, k.shape).ravel()
@@ -68,7 +68,7 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """Return a default box of 64³ cells in 32 Mpc/h: channel name -> values."""
+    """Return a default box of 64³ cells in 32 Mpc/h: values by channel name."""
     path = simulate(tmp_path_factory.mktemp("cosmo") / "box.h5", grid=64, box_mpc_h=32.0, seed=7, index=0)
     with h5py.File(path) as file:
         return {c: v for d in file.values() for c, v in zip(d.attrs["channels"], d[:], strict=True)}
@@ -78,10 +78,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 
 def test_initial_field_has_the_asked_power() -> None:
-    # A shell of m modes (half of them conjugates of the other half) scatters by sqrt(2/m) in one realisation. The
-    # lowest shell here, two fundamental modes from the origin, has 62: 18 %. Sixty realisations reduce this to 2.3 %,
-    # so that the tolerance of 10 % is four standard deviations; the curvature of P across a shell takes about 3 % of
-    # it.
+    # A shell of m modes (one half conjugate to the other half) scatters by sqrt(2/m) in one realisation. The lowest
+    # shell, two fundamental modes from the origin, has 62 modes: 18 %. Sixty realisations reduce the scatter to 2.3 %,
+    # so that the tolerance of 10 % is four standard deviations. The curvature of P across a shell takes about 3 %.
     grid, size, realisations = 32, 64.0, 60
     fields = [simulator.gaussian_field(grid, size, simulator.power_spectrum, rng(i)) for i in range(realisations)]
     k, _ = measure_power(fields[0], size)
@@ -104,8 +103,8 @@ def test_spectrum_is_normalised_to_sigma8() -> None:
 
 
 def test_spectrum_has_the_values_of_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # T(k) of Eisenstein & Hu 1998 without wiggles, computed independently in the paper's own units (1/Mpc), for Ω_m =
-    # 0.3, Ω_b = 0.05, h = 0.7, at 2.7255 K.
+    # T(k) of Eisenstein & Hu 1998 without wiggles, computed independently in the paper's units (1/Mpc), for Ω_m = 0.3,
+    # Ω_b = 0.05, h = 0.7, at 2.7255 K.
     for name, value in (("OMEGA_M", 0.3), ("OMEGA_B", 0.05), ("HUBBLE", 0.7)):
         monkeypatch.setattr(simulator, name, value)
     k = np.array([0.01, 0.03, 0.1, 1.0])
@@ -147,7 +146,7 @@ def test_displacement_has_no_curl_and_the_fields_divergence() -> None:
 
 
 def test_deposit_equals_the_plain_sum_over_particles() -> None:
-    # Displacements of up to three boxes, so that everything wraps, and planes that several slabs share.
+    # Displacements of up to three boxes, so that all particles wrap, and several slabs share planes.
     grid, size = 6, 9.0
     displacement = rng(2).uniform(-3 * size, 3 * size, (3, grid, grid, grid)).astype(np.float32)
     weight = rng(4).standard_normal((grid, grid, grid)).astype(np.float32)
@@ -178,7 +177,8 @@ def test_a_small_perturbation_is_the_growing_mode() -> None:
     delta = smooth_field(grid, size, 0.01)
     channels = {name: v for _, name, v in simulator.evolve(delta, size)}
     density = (channels["dm_density"] - 1).ravel()
-    assert np.corrcoef(density, delta.ravel())[0, 1] > 0.95  # cloud-in-cell differences upwind, half a cell off
+    # cloud-in-cell differences point upwind and are half a cell off
+    assert np.corrcoef(density, delta.ravel())[0, 1] > 0.95
     assert np.dot(density, delta.ravel()) / np.dot(delta.ravel(), delta.ravel()) == pytest.approx(1, abs=0.05)
     scale = 1 / (1 + simulator.REDSHIFT)
     matter, rest = simulator.OMEGA_M / scale**3, 1 - simulator.OMEGA_M
@@ -210,7 +210,7 @@ def test_temperature() -> None:
     assert still[2] == pytest.approx(1.2e4, rel=0.05)
     assert still[1] / still[2] == pytest.approx(0.1**0.5, rel=0.05)
     assert still[4] < 1.2e4 * 10**0.5  # cooling limits the rise
-    assert np.all(simulator.temperature(density, np.full(5, -300, np.float32)) == still)  # expanding: no shock
+    assert np.all(simulator.temperature(density, np.full(5, -300, np.float32)) == still)  # expanding gas has no shock
     shocked = simulator.temperature(density, np.full(5, 100, np.float32))
     assert shocked[4] - still[4] == pytest.approx(1.34e5, rel=0.02)  # 3/16 μ m_p v² / k_B at 100 km/s
     assert shocked[0] == pytest.approx(still[0], rel=0.05)  # voids do not shock
@@ -238,14 +238,14 @@ def test_values_are_physical(box: dict[str, np.ndarray]) -> None:
     assert all(np.isfinite(values).all() for values in box.values())
     empty = box["dm_density"] == 0
     assert empty.any()
-    for name in "xyz":  # a cell without particles moves as the gas there
+    for name in "xyz":  # a cell without particles moves like the gas in this cell
         assert box[f"dm_velocity_{name}"][empty] == pytest.approx(box[f"gas_velocity_{name}"][empty], rel=1e-5)
     for kind in ("dm", "gas"):
         assert box[f"{kind}_density"].mean(dtype=np.float64) == pytest.approx(1, rel=1e-3)
         for name in "xyz":
             assert 10 < box[f"{kind}_velocity_{name}"].std() < 1000
     assert box["gas_density"].min() > 0.99 * simulator.DIFFUSE
-    assert box["gas_density"].std() < box["dm_density"].std()  # pressure
+    assert box["gas_density"].std() < box["dm_density"].std()  # pressure smooths the gas
     assert 5e3 < np.median(box["gas_temperature"]) < 2e4
     assert 1e5 < box["gas_temperature"].max() < 1e8
 
@@ -260,5 +260,5 @@ def test_same_arguments_same_bytes_and_other_arguments_another_box(tmp_path: Pat
     for path in paths[1:]:
         with h5py.File(path) as file:
             densities.append(np.log(file["Hydro"][0]).ravel())
-    # Correlations of 24³ independent cells scatter by 1 %, with common large modes by a few per cent.
+    # Correlations of 24³ independent cells scatter by 1 %; common large modes increase the scatter to a few per cent.
     assert abs(np.corrcoef(densities) - np.eye(4)).max() < 0.15

@@ -1,4 +1,4 @@
-"""Cost: seconds, node-hours and charges, compared with numbers computed by hand; and the messages."""
+"""Cost: seconds, node-hours and charges, compared with numbers computed by hand, and the messages about cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
 
 
 def load(tmp_path: Path, **changes: Any) -> Configuration:
-    """Return the shipped configuration on Perlmutter, changed, with results in `tmp_path`."""
+    """Return the shipped configuration with changes, on Perlmutter, with results in `tmp_path`."""
     raw = config.merge(config.site_settings(PERLMUTTER), yaml.safe_load((ROOT / "config.yaml").read_text()))
     return config.load(config.merge(raw, {"results": str(tmp_path), **changes}))
 
@@ -58,7 +58,7 @@ A100 = {"kind": "cuda", "name": "NVIDIA A100-SXM4-40GB"}
 
 
 def measured(results: Path, work: Work, rate: object, device: dict | None = None, **changes: Any) -> Path:
-    """Write the record that the throughput stage would write for the run with `changes`; return its file."""
+    """Write the record that the throughput stage would write for a run with `changes`; return the path."""
     settings = config.merge(work.run.model_dump(mode="json"), changes)
     file = results / "plans" / work.plan / work.run_name / "throughput.json"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,32 +90,32 @@ def manifest(results: Path, dataset: str, **rows: list[int]) -> None:
 def test_epochs(tmp_path: Path) -> None:
     """The estimate of a training counts its samples and uses the published speed.
 
-    It has 4 epochs of 4096 crops, with 512 for validation before the first epoch and after each, published at 85.2
-    samples/s.
+    The training has 4 epochs of 4096 crops. Validation has 512 crops before the first epoch and after each epoch. The
+    published speed is 85.2 samples/s.
     """
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler())
     assert found.basis == "published"
     assert found.seconds == pytest.approx((16384 + 2560 / 3) / 85.2 + 120) == pytest.approx(322.3, abs=0.1)
-    # 6 trials of 50 batches of 64, in three modes; also 18 trials of one second by the clock, and 30 s of paired
-    # timing.
+    # Three modes have 6 trials of 50 batches of 64. In addition, 18 trials take at least one second by the clock, and
+    # paired timing takes 30 s.
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
-    # A limit allows for 90 s of paired timing: 1.5 x 904 s are 23 minutes, not 22.
+    # The time limit allows 90 s of paired timing: 1.5 x 904 s give 23 minutes instead of 22.
     assert cost.minutes(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler()) == 33
     tuned = cost.estimate(work(load(tmp_path), "cosmo_ladder.compile", "tune"), tmp_path, scheduler())
-    assert tuned == Estimate(120 + 120, "settings"), "tuning takes the time in its settings, at any rate"
+    assert tuned == Estimate(120 + 120, "settings"), "tuning must take the time in its settings, at any rate"
 
 
 def test_data_without_a_sample(tmp_path: Path) -> None:
-    """A dataset without samples has no known amount of work; `dlscale doctor` reports its fault."""
+    """For a dataset without samples the work is unknown; `dlscale doctor` reports the fault of the dataset."""
     configuration = load(tmp_path, plans=ladder(training={"epochs": None, "steps": 10}))
     assert training_work(work(configuration, "cosmo_ladder.baseline").run, 0, 8) is None
 
 
 def test_profile(tmp_path: Path) -> None:
-    """The estimate of a profile covers nsys, in processes of its own, and torch.
+    """The estimate of a profile covers nsys, in its own process, and torch.
 
-    Each has 10 warm-up steps and 3 windows of 20 steps. The rate is published or measured.
+    Each tool has 10 warm-up steps and 3 windows of 20 steps. The rate is published or measured.
     """
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "profile"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(2 * (10 + 3 * 20) * 64 / 85.2 + 2 * 120)
@@ -128,9 +128,10 @@ def test_profile(tmp_path: Path) -> None:
 
 
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
-    """A published speed of several devices is divided by their number.
+    """A published speed of several devices is divided by the number of devices.
 
-    Four GPUs together reached 202 samples/s; eight reach twice as much. Steps without averaging are a fourth mode.
+    Four GPUs together reached 202 samples/s, and eight GPUs reach twice this speed. Steps without averaging are a
+    fourth mode.
     """
     found = cost.estimate(work(load(tmp_path), "era5_published.bs64_opt", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(4 * 6 * 50 * 64 / 202 + 120 + 24)
@@ -142,12 +143,12 @@ def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("cosmo_demo.bf16", {}),  # tables show the figure next to the demo, which differs in size
+        ("cosmo_demo.bf16", {}),  # the figure is shown next to the demo, whose size differs
         ("era5_demo.baseline", {}),
         ("cosmo_ladder.baseline", {"model": {"widths": [64, 128, 256]}}),
         ("cosmo_ladder.baseline", {"samples": {"crop": 128}}),
         ("cosmo_ladder.baseline", {"dataset": "cosmo_demo"}),
-        ("cosmo_ladder.compile", {}),  # without a published figure
+        ("cosmo_ladder.compile", {}),  # no published figure
         ("cosmo_published.base", {}),
     ],
 )
@@ -178,7 +179,7 @@ def test_a_published_figure_is_of_the_full_size(tmp_path: Path, name: str, setti
 def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict) -> None:
     """A measurement with other settings or on another device does not count.
 
-    Its own record decides: config.yaml next to it may already have the newer settings.
+    The measurement's record decides, because config.yaml next to it may already have newer settings.
     """
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     file = measured(tmp_path, here, **{"rate": 50.0, **other})
@@ -189,7 +190,7 @@ def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict)
 def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
     """A measurement of another run with the same work counts.
 
-    The learning rate does not change the work. The slowest of several measurements counts, unless the run has its own.
+    The learning rate does not change the work. Of several measurements the slowest counts, unless the run has its own.
     """
     configuration = load(tmp_path, plans=ladder(optimizer={"lr": 0.5}))
     here, other = (work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
@@ -203,7 +204,7 @@ def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
 
 
 def test_the_digest_is_that_of_the_stage(tmp_path: Path) -> None:
-    """The throughput stage's settings have the compute digest of the complete run, in every shipped plan."""
+    """In every shipped plan, the throughput stage's settings have the compute digest of the complete run."""
     for runs in load(tmp_path).plans.values():
         for resolved in runs.values():
             seen = load_run(json.dumps(resolved.run.slice("throughput")), "throughput")
@@ -222,7 +223,8 @@ def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
 def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     """The number of samples is read from the dataset.
 
-    Pairs are 6 times apart: 94 in a file of 100, 44 in a file of 50, none in a file of 5.
+    The two states of a pair are 6 times apart: a file of 100 times has 94 pairs, a file of 50 has 44, a file of 5 has
+    0.
     """
     here = work(load(tmp_path), "era5_uk.vit")
     measured(tmp_path, here, 10.0)
@@ -241,7 +243,7 @@ def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
 def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
     """The time limit is 1.5 times the estimate plus 10 minutes, at least 15 minutes.
 
-    322 s become 19 minutes, 120 s the minimum, 600 s 25 minutes.
+    322 s give 19 minutes, 120 s give the minimum, and 600 s give 25 minutes.
     """
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, rate)
@@ -249,7 +251,7 @@ def test_minutes(tmp_path: Path, rate: float, minutes: int) -> None:
 
 
 def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
-    """Before anything is made or measured, the demo's jobs request minutes, not 12 hours.
+    """Before any file exists and any run was measured, the demo's jobs request minutes instead of 12 hours.
 
     More work requests more time, up to the site's limit.
     """
@@ -270,7 +272,7 @@ def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
 
 
 def test_a_bound_by_hand(tmp_path: Path) -> None:
-    """The bound equals the one computed by hand.
+    """The bound equals the bound computed by hand.
 
     A forward pass of `cosmo_demo` takes 2 x 64 x (16^3 x 8 (4 + 2 x 5) + 8^3 x 16 (8 + 8)) FLOPs per crop of 32^3.
     """
@@ -285,7 +287,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", TINY)
 def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
-    """An outline has the channels, grids, classes and rows of the files that the stages will make."""
+    """An outline has the channels, grids, classes and rows of the files that the stages will write."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
     outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
     for name, field in outline.fields.items():
@@ -312,13 +314,13 @@ def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
         (1, 2, "shared", 0.5),
         (1, 4, "regular", 1),
         (2, 4, "regular", 2),
-        (1, 3, "regular", 1),  # too large for a part: the complete node is charged
+        (1, 3, "regular", 1),  # too large for a part of a node, so that the complete node is charged
     ],
 )
 def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) -> None:
     geometry = {"nodes": nodes, "gpus_per_node": gpus}
     here = work(load(tmp_path, plans=ladder(geometry=geometry, batch_size=96)), "cosmo_ladder.baseline")
-    measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # an hour
+    measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # the training takes an hour
     (row,) = cost.price([here], scheduler(), tmp_path)
     assert row.qos == qos and row.basis == "measured"
     assert row.hours["node_hours"] == row.hours["charged_hours"] == pytest.approx(charged)
@@ -346,7 +348,7 @@ def test_a_dry_run_marks_what_was_never_timed(here: cost.Expected, words: str) -
 
 
 def test_what_a_job_here_takes(tmp_path: Path) -> None:
-    """A job's time is unknown at first, then its last time, or computed from the measured rate."""
+    """A job's time is unknown at first. Later it is the last time, or follows from the measured rate."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
     never = cost.Expected(0.0, untimed=1)
     assert cost.seconds_here("train", train, tmp_path) == never
@@ -363,13 +365,15 @@ def test_what_a_job_here_takes(tmp_path: Path) -> None:
 
 
 def test_paired_timing_is_in_the_estimate(tmp_path: Path) -> None:
-    """The estimate includes `throughput.beside` seconds of paired timing, even for a run never timed.
+    """The estimate includes `throughput.beside` seconds of paired timing, even for a run that was never timed.
 
-    On a busy machine paired timing takes three times as long.
+    On a busy machine, paired timing takes three times as long.
     """
     timing = work(load(tmp_path), "cosmo_ladder.baseline", "throughput")
     assert timing.run and timing.run.throughput.beside == 30
-    assert cost.seconds_here("throughput", timing, tmp_path) == cost.Expected(48.0, untimed=1), "with 18 s of trials"
+    assert cost.seconds_here("throughput", timing, tmp_path) == cost.Expected(48.0, untimed=1), (
+        "30 s of paired timing and 18 s of trials"
+    )
     measured(tmp_path, timing, 100.0, {"kind": "cpu"})
     found = cost.seconds_here("throughput", timing, tmp_path)
     samples = cost.STAGES["throughput"].work(timing.run, None, None)  # type: ignore[misc]
@@ -378,7 +382,7 @@ def test_paired_timing_is_in_the_estimate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
 def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> None:
-    """Published speeds price the shipped plans that they name, with any settings that these plans add."""
+    """Published speeds price the shipped plans that they name, including settings that these plans add."""
     own = config.study_files()[study]
     figures = [figure for figure in own.published if figure.speed]
     named = {run for figure in figures for run in figure.runs if run.partition(".")[0] in own.plans}
@@ -393,13 +397,13 @@ def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> N
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:
-    """On nodes without GPUs, CPUs decide the charged fraction of a node, and GPU-hours are zero."""
+    """On nodes without GPUs, the CPUs determine the charged fraction of a node, and GPU-hours are zero."""
     site = scheduler(gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, part_qos=None)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, (16384 + 2560 / 3) / 3480, {"kind": "cpu", "name": "EPYC"})
     (row,) = cost.price([here], site, tmp_path)
     assert row.geometry == "1 node x 1 process = 1 rank (dp 1)"
-    # QOS regular charges the complete node
+    # QOS regular charges complete nodes.
     assert (row.hours["node_hours"], row.hours["gpu_hours"]) == (pytest.approx(1.0), 0)
     site = site.model_copy(update={"whole_qos": None})
     (row,) = cost.price([here], site, tmp_path)
@@ -408,7 +412,7 @@ def test_cpu_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """A measured rate counts if it was measured on this machine's devices; a published GPU figure needs a GPU."""
+    """A rate counts if this machine's devices measured it; a published GPU figure counts only with a GPU."""
     monkeypatch.setattr("dlscale.preflight.cost.gpus", lambda: gpus)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     assert cost.estimate(here, tmp_path).basis == ("published" if gpus else "limit")
@@ -422,7 +426,7 @@ def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gp
 def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
     """Trials that train again count as missing, also in later rungs.
 
-    Their settings may have changed; files alone would mean «nothing to run».
+    Their settings may have changed. Existing files alone would mean «nothing to run».
     """
     plan = {
         "study": "mnist_cnn",
@@ -432,7 +436,7 @@ def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
     }
     configuration = load(tmp_path, plans={"swept": plan})
     rungs = [training_work(work(configuration, f"swept.seed-1-rung{rung}").run, 90, 0) for rung in (0, 1)]
-    assert rungs == [180, 180], "the second rung continues after two epochs"
+    assert rungs == [180, 180], "the second rung must continue after two epochs"
     for name in ("seed-1-rung0", "seed-2-rung0", "seed-1-rung1"):
         (tmp_path / "plans/swept" / name).mkdir(parents=True)
         for file in ("metrics.jsonl", "provenance.json"):
@@ -450,7 +454,7 @@ def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
 def test_works(tmp_path: Path) -> None:
     """A run that `use` names counts once, under its own name.
 
-    Finished runs do not count; datasets come first.
+    Finished runs do not count, and datasets come first.
     """
     plans = {
         "mine": {
@@ -469,21 +473,23 @@ def test_works(tmp_path: Path) -> None:
     manifest(tmp_path, "cosmo_demo", train=[64])
     (tmp_path / "plans/mine/larger").mkdir(parents=True)
     (tmp_path / "plans/mine/larger/provenance.json").touch()
-    measured(tmp_path, work(configuration, "cosmo_demo.baseline"), 3.0)  # its training is still to be done
+    measured(tmp_path, work(configuration, "cosmo_demo.baseline"), 3.0)  # the training of this run is still missing
     assert [(w.stage, w.run_name) for w in cost.works(configuration, ["mine"])] == [("train", "baseline")]
     both = cost.works(configuration, ["mine", "cosmo_demo"])
     assert [w.stage for w in both if w.run_name == "baseline"] == ["train", "profile"]
     assert all(w.run == configuration.plans[w.plan][w.run_name].run for w in both)
-    (tmp_path / "plans/cosmo_demo/baseline/provenance.json").touch()  # where the results of `mine.reference` are
+    # the results of `mine.reference` are in this folder
+    (tmp_path / "plans/cosmo_demo/baseline/provenance.json").touch()
     assert cost.works(configuration, ["mine"]) == []
 
 
 def test_what_is_fetched_is_no_job() -> None:
-    """The scheduler gets no job for a download, unless the site requests one: compute nodes have no network."""
+    """A download is not a scheduler job, unless the site requests a job, because compute nodes have no network."""
     source = {"kind": "files", "train": ["https://example.org/a.h5", "b.h5"], "valid": ["c.h5"]}
     dataset = validate(dataset_type(), {"kind": "cosmo", "source": source}, "d")
     here, job = (cost.data_jobs(dataset, scheduler(acquire=where)) for where in ("here", "job"))
-    assert (here, job) == (7, 8)  # preprocess and assemble three files, and describe; fetch one of them
+    # preprocess and assemble three files, and describe: 7 jobs; fetching one file is the eighth
+    assert (here, job) == (7, 8)
 
 
 # ---- messages -----------------------------------------------------------------------------------------
@@ -511,7 +517,7 @@ def test_lines(tmp_path: Path) -> None:
 
 
 def test_over(tmp_path: Path) -> None:
-    """The message names the limit, the estimate and the remedy; a limit that is exactly met passes."""
+    """The message names the limit, the estimate and the remedy. A limit that is exactly met passes."""
     table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
     gpu = cost.total(table, "gpu_hours")
     assert cost.budget_message(table, Budget()) is None
@@ -527,7 +533,7 @@ def test_over(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command reads files over config.yaml, as the workflow does; it returns 2 if a budget is exceeded."""
+    """The command merges files over config.yaml, as the workflow does, and returns 2 if a budget is exceeded."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     mine = tmp_path / "mine.yaml"
@@ -549,8 +555,8 @@ def test_a_training_in_parts_is_its_part(
 ) -> None:
     """A training that stops early counts only its own part.
 
-    It has 12 samples in batches of 4. Validation has 3 samples before the first epoch and after each; a sample of it
-    takes a third of the work.
+    The training has 12 samples in batches of 4. Validation has 3 samples before the first epoch and after each epoch; a
+    validation sample takes a third of the work.
     """
     training = SimpleNamespace(epochs=epochs, steps=steps, stop_after=until)
     assert training_work(SimpleNamespace(batch_size=4, training=training), 12, 3) == samples + 1 + (until or 4)

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a step: formulas, counted operators and figures by hand agree; peaks, MFU and MBU."""
+"""FLOPs and bytes of a step: formulas, counted operators and figures by hand agree; peaks, MFU and MBU are right."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UNET, VIT, LARGE = (
 
 
 def count(case: Case, **over: Any) -> OperatorCount:
-    """Count a step of a case on fake tensors."""
+    """Count the operators of a case's step on fake tensors."""
     run, found = case.run(**over), OperatorCount()
     fake = FakeStep(run, partial(case.network, run), case.loss(), CPU)
     x, y = (fake.like(torch.empty(case.batch_size, *shape, device="meta")) for shape in case.shapes)
@@ -61,9 +61,9 @@ def count(case: Case, **over: Any) -> OperatorCount:
     ("case", "by_hand"), [(UNET, 81.5e9), (VIT, 1.447e12), (LARGE, 6.15e12)], ids=["unet", "vit", "vit-1024"]
 )
 def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float) -> None:
-    """Formula, counted operators and figures by hand agree within 2 %, the forward pass exactly.
+    """Formula, counted operators and figures by hand agree within 2 %, and exactly for the forward pass.
 
-    Steps are counted on fake tensors: computing them would take minutes and gigabytes.
+    Steps are counted on fake tensors, because computing the steps would take minutes and gigabytes.
     """
     found = count(case)
     assert case.flops() == pytest.approx(by_hand, rel=2e-3)
@@ -75,13 +75,15 @@ def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float)
 def test_what_the_operators_count_less_is_the_gradient_of_the_input() -> None:
     """Formulas exceed the counted operators by the gradient of the input.
 
-    By convention, formulas count one more product of the first layer.
+    By convention, formulas include this gradient, which is one more product of the first layer.
     """
     found = count(UNET)
-    assert UNET.flops() - found.flops.total() / UNET.batch_size == 2 * 4**3 * 4 * 64 * 32**3, "FLOPs of the first layer"
+    assert UNET.flops() - found.flops.total() / UNET.batch_size == 2 * 4**3 * 4 * 64 * 32**3, (
+        "the difference must be the FLOPs of the first layer"
+    )
 
 
-#: A tiny run of each study, and one with more inputs: earlier states, the clock and static fields.
+#: A tiny run of each study, and a run with more inputs (earlier states, clock, static fields), by name.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {study: (study, {}) for study in TINY} | {
     "told more": (
         "era5_vit",
@@ -99,7 +101,7 @@ def test_every_study_has_a_formula_of_its_forward_pass(
 ) -> None:
     """Each study's formula equals PyTorch's count on real tensors.
 
-    Attention is computed by plain products, which the counter sees.
+    Attention is computed by plain products, because PyTorch's counter does not count fused attention.
     """
     session = open_session(tiny_run(study, tmp_path, **over), tiny_data(study) / "manifest.json", World())
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
@@ -128,11 +130,11 @@ def tiny_run(study: str, folder: Path, **over: Any) -> Any:
 def test_a_real_step_has_the_operators_of_the_fake_one(
     study: str, over: dict[str, Any], tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """A real and a fake step have equal FLOPs and bytes, and counting leaves the random state unchanged."""
+    """A real step and a fake step have equal FLOPs and bytes. Counting leaves the random state unchanged."""
     session = open_session(tiny_run(study, tmp_path, **over), tiny_data(study) / "manifest.json", World())
     shapes = fake_batch(session.run, session.manifest)
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in shapes)
-    session.step(x, y)  # the optimiser has its state
+    session.step(x, y)  # after this step the optimiser has its state
     real, fake = OperatorCount(), OperatorCount()
     with real:
         session.step.gradients(x, y)
@@ -141,7 +143,7 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
     imagined.train(imagined.like(shapes[0]), imagined.like(shapes[1]), fake.phase, fake)
     assert torch.equal(torch.get_rng_state(), state)
     assert real.flops.total() == fake.flops.total() > 0
-    if not over:  # with more inputs only FLOPs are compared
+    if not over:  # with more inputs, only FLOPs are compared
         assert real.bytes.total() == fake.bytes.total() - fake.bytes["optimizer"] > 0
 
 
@@ -149,14 +151,14 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
 def test_the_work_of_each_operator_stands_by_its_module(
     study: str, tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """Each layer has the FLOPs that follow from its shape, even where branches meet; sums are complete."""
+    """Each layer has the FLOPs of its shape, even if branches meet; the sums over layers are complete."""
     session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
     expected, names = Counter[str](), peaks._names(session.step.model)
 
     def layer(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         weight: Any = module.weight
-        for product in (True, True, args[0].requires_grad):  # the first layer needs no gradient of its input
+        for product in (True, True, args[0].requires_grad):  # the gradient of the first layer's input is not needed
             expected[names[module]] += product * 2 * output.numel() * weight[0].numel()
 
     layers = [each for each in session.step.model.modules() if isinstance(each, nn.Conv2d | nn.Conv3d | nn.Linear)]
@@ -177,7 +179,7 @@ def test_the_work_of_each_operator_stands_by_its_module(
 
 
 class Branches(nn.Module):
-    """A module with functions of its own between two equal parts."""
+    """A module that calls functions of its own between two equal parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,9 +210,9 @@ def test_functions_between_parts_are_the_modules_own() -> None:
 
 
 def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:
-    """Fused attention on a CPU counts like its products.
+    """Fused attention on a CPU counts like the products of attention.
 
-    PyTorch's counter does not see it. Values that a fused kernel computes again do not count.
+    PyTorch's counter does not count fused attention. Values that a fused kernel recomputes do not count.
     """
     q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
     found = {}
@@ -226,7 +228,8 @@ def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:
 def test_convolutions(groups: int, transposed: bool) -> None:
     """Convolutions have the FLOPs computed by hand.
 
-    Every output (transposed: every input) takes 3 x 3 x the channels of a group; with gradients three times as many.
+    Every output (transposed: every input) needs 3 x 3 x the channels of a group. With gradients, the FLOPs are three
+    times as many.
     """
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(4, 6, 3, stride=2, groups=groups)
@@ -241,7 +244,7 @@ def test_convolutions(groups: int, transposed: bool) -> None:
 def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """Activation checkpointing and micro-batches do not change the model's FLOPs.
 
-    Checkpointing moves more bytes, since it reads values again.
+    Checkpointing moves more bytes, because it reads values again.
     """
 
     def work(**over: Any) -> SampleWork:
@@ -259,7 +262,7 @@ def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_da
 
 
 class Perceptron(nn.Module):
-    """A linear layer, an activation, a linear layer."""
+    """A linear layer, an activation and another linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,35 +284,35 @@ def moved(precision: str, **optimizer: Any) -> Counter[str]:
 
 
 def test_bytes_of_a_step_by_hand() -> None:
-    """Bytes of a step equal the sums by hand of the elements that each operator reads and writes.
+    """Bytes of a step equal the sums of the elements that each operator reads and writes, by hand.
 
-    float32; B samples, N inputs, H hidden, K outputs.
+    Values are float32. B samples have N inputs, H hidden values and K outputs.
     """
     B, N, H, K = 3, 7, 11, 5
     forward = (
         (B * N + N * H + B * H)  # product
         + 2 * B * H  # tanh
-        + (B * H + H * K + B * K)  # product
+        + (B * H + H * K + B * K)  # product of the second layer
         + 3 * B * K  # difference
         + 2 * B * K  # absolute value
         + (B * K + B)  # mean over outputs
         + (B + 1)  # mean over samples
     )
     backward = (
-        1  # ones_like
-        + (1 + B)  # divided by B for each sample: an expanded tensor is read once
-        + (B + B * K)  # divided by K for each output
-        + 2 * B * K  # the difference's sign
-        + 3 * B * K  # times the gradient
-        + (B * K + B * H + H * K)  # gradient of the weight
-        + (B * K + H * K + B * H)  # and of the input
+        1  # ones_like, the gradient of the loss
+        + (1 + B)  # division by B for each sample; an expanded tensor is read once
+        + (B + B * K)  # division by K for each output
+        + 2 * B * K  # sign of the difference
+        + 3 * B * K  # product with the gradient
+        + (B * K + B * H + H * K)  # gradient of the second weight
+        + (B * K + H * K + B * H)  # gradient of the second layer's input
         + 3 * B * H  # tanh
-        + (B * H + B * N + N * H)  # gradient of the first weight; the gradient of the input is not needed
+        + (B * H + B * N + N * H)  # gradient of the first weight; the gradient of the first input is not needed
     )
     weights = N * H + H * K
     found = moved("fp32", kind="sgd", lr=0.1, fused=True)
     assert (found["forward"], found["backward"]) == (4 * forward, 4 * backward)
-    assert found["optimizer"] == 4 * 3 * weights  # reads weight and gradient, writes weight
+    assert found["optimizer"] == 4 * 3 * weights  # read weight and gradient, write weight
 
 
 # ---- if nothing can be counted ------------------------------------------------------------------------
@@ -318,7 +321,7 @@ def test_bytes_of_a_step_by_hand() -> None:
 def test_what_cannot_be_counted_is_left_out(
     tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a study reads values of tensors and has no formula, its work is missing, but its speed is measured."""
+    """If a study reads values of tensors and has no formula, its work is missing, but its speed is still measured."""
     study = registry.study("mnist_cnn")
     loss = study.loss(None)
 
@@ -361,7 +364,7 @@ def test_a_formula_that_is_wrong_is_named(
 
 
 def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy's rate is not that of a cache, and the product's is not below that of a small product."""
+    """The copy's rate is not the rate of a cache, and the product's rate is not below that of a small product."""
     found = peaks.measure_peaks("fp32", CPU)
     assert found.dtype == "fp32"
     small = torch.ones(96, 96)
@@ -394,7 +397,7 @@ def throughput(folder: Path, manifest: Path) -> Throughput:
 def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """The stage records MFU and MBU by their definitions.
 
-    TensorBoard shows the same values once, even after repeated measurements.
+    TensorBoard shows these values once, even after repeated measurements.
     """
     tiny_run("cosmo_unet", tmp_path, throughput={"warmup": 0, "trials": 2, "batches": 2})
     (tmp_path / "tensorboard").mkdir()
@@ -421,9 +424,9 @@ def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str
 
 
 def test_what_is_reached_is_in_the_table_and_on_the_page(tmp_path: Path) -> None:
-    """The table and the page show MFU and MBU of the runs that have them.
+    """The table and the page show MFU and MBU for the runs that have them.
 
-    The second run has FLOPs only; the third was measured before they were counted.
+    The second run has FLOPs but no bytes. The third run was measured before dlscale counted FLOPs and bytes.
     """
     results = with_ladder(Results(tmp_path))
     work = SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=4e8, source="formula")

@@ -1,6 +1,6 @@
 """docs/coverage.md: each row has a valid command, existing files and existing tests.
 
-Commands are read by the parsers of their programs; the tests of a row check what the command does.
+The parser of its program reads each command. A row's tests check what the command does.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dlscale.core.settings import read_yaml
 from tests.conftest import ROOT
 
 COLUMNS = ["feature", "where", "command", "test"]
-#: One section each, in the order of the documents.
+#: Documents in their order; each has a section.
 DOCUMENTS = ["000", "001", "002", "003", "004"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A feature of a document, with the code spans of its cells."""
+    """A feature of a document, with the code spans of the row's cells."""
 
     section: str
     feature: str
@@ -49,7 +49,7 @@ def spans(cell: str) -> tuple[str, ...]:
 
 
 def rows(text: str) -> list[Row]:
-    """Return the rows of all tables with the four columns."""
+    """Return the rows of all tables that have the four columns."""
     found, section, header = [], "", [""]
     for line in text.splitlines():
         if line.startswith("## "):
@@ -60,7 +60,7 @@ def rows(text: str) -> list[Row]:
             header = cells(line)
         elif header == COLUMNS and set(line) - set("|-: "):
             values = cells(line)
-            assert len(values) == len(COLUMNS), f"a pipe too many, or too few: {line}"
+            assert len(values) == len(COLUMNS), f"the row has too many or too few pipes: {line}"
             found.append(Row(section, values[0], *map(spans, values[1:])))
     return found
 
@@ -74,7 +74,7 @@ ROWS = rows(TEXT)
 
 @functools.cache
 def configuration(site: str = "", config: tuple[str, ...] = ()) -> Configuration:
-    """Return the repository's configuration, with a site and `KEY=VALUE`s as the workflow takes them."""
+    """Return the repository's configuration with a site, and with `KEY=VALUE` settings as the workflow accepts them."""
     raw = resolve.merge(resolve.site_settings(site, ROOT / "profiles"), read_yaml(ROOT / "config.yaml"))
     for text in config:
         key, _, value = text.partition("=")
@@ -107,7 +107,7 @@ def snakemake(words: list[str]) -> None:
     for file in args.configfile:
         assert (ROOT / file).is_file() or (ROOT / "docs/examples" / file).is_file(), f"no file {file}"
     if args.configfile:
-        return  # its plans are in that file
+        return  # the plans are in the named file
     sites = [Path(path).name for path in profiles if (ROOT / "profiles" / Path(path).name / "site.yaml").exists()]
     known = configuration(*sites[:1], config=tuple(args.config or ()))
     targets = {"all", "image", *(f"data_{name}" for name in known.workflow.datasets)}
@@ -128,7 +128,7 @@ def dlscale(words: list[str]) -> None:
         there = {
             **known.plans.get(plan, {}),
             **known.skipped_runs.get(plan, {}),
-        }  # left out: this machine lacks something
+        }  # this machine lacks a requirement of the run, so that the run is left out
         assert "/" in name or run in there, f"no run {name}"
 
 
@@ -145,7 +145,7 @@ def functions(file: Path) -> set[str]:
 
 
 def check_test(name: str, before: str) -> str:
-    """Fail unless a test or a file of tests exists; return its file, to which a following `::test` refers."""
+    """Fail unless a test or a test file exists; return its file, to which a following `::test` refers."""
     path, _, function = name.partition("::")
     path = path or before
     file = ROOT / path if (ROOT / path).is_file() else ROOT / "tests" / path
@@ -159,7 +159,7 @@ def check_test(name: str, before: str) -> str:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.section[:3]} {row.feature}")
 def test_a_row_names_what_there_is(row: Row) -> None:
-    assert row.where and row.commands and row.tests, "a cell without a file, a command or a test"
+    assert row.where and row.commands and row.tests, "a cell lacks a file, a command or a test"
     for path in row.where:
         assert (ROOT / path).exists(), f"no file {path}"
     for command in row.commands:
@@ -184,10 +184,10 @@ def test_each_defect_names_tests_that_there_are() -> None:
     defects = [cells(line) for line in lines if set(line) - set("|-: ") and "the test that holds it" not in line]
     assert len(defects) > 50
     for defect in defects:
-        assert len(defect) == 3 and spans(defect[2]), f"a row without a test: {defect[0]}"
+        assert len(defect) == 3 and spans(defect[2]), f"a row lacks a test: {defect[0]}"
         file = ""
         for name in spans(defect[2]):
-            assert "::" in name, f"{name}: a file, not a test"
+            assert "::" in name, f"{name}: expected a test instead of a file"
             file = check_test(name, file)
 
 

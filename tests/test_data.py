@@ -1,4 +1,4 @@
-"""From raw files to a described dataset: values against slow loops, memory, metadata, and disjoint splits."""
+"""From raw files to a described dataset: values compared with slow loops, memory, metadata, and disjoint splits."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_v
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 4, 5, 7])
 def test_block_average_is_the_slow_loop(factor: int) -> None:
-    """Block averages equal a slow loop's.
+    """Block averages equal the result of a slow loop.
 
-    Sizes that are not a multiple of the factor lose their last cells; other axes are unchanged.
+    If a size is not a multiple of the factor, the last cells are dropped. Other axes are unchanged.
     """
     values = np.random.default_rng(factor).normal(5, 3, (2, 7, 9, 12)).astype(np.float32)
     found = block_average(values, factor, (1, 2, 3))
@@ -68,9 +68,9 @@ def test_transforms_invert(transform: Transform) -> None:
 
 
 def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
-    """Merged moments equal the moments of all values for any split, even with empty pieces.
+    """For any division, even with empty pieces, merged moments equal the moments of all values.
 
-    Means are far from zero, so that sums of squares would cancel.
+    The means are far from zero, so that sums of squares would cancel.
     """
     rng = np.random.default_rng(1)
     values = np.stack([rng.normal(1e6, 1, 600), rng.exponential(1e-3, 600), rng.normal(0, 1e4, 600)])
@@ -93,7 +93,7 @@ def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
 
 
 def stored(path: Path, name: str) -> np.ndarray:
-    """Return a complete dataset as a reader reads it."""
+    """Return a complete field, as a reader reads it."""
     return Reader(path, name)[(slice(None),) * 4]
 
 
@@ -123,9 +123,9 @@ def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
     ],
 )
 def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int | None, dtype: str) -> None:
-    """Files with channels last, [D, H, W, C], are read exactly like [C, D, H, W].
+    """Files with channels last, [D, H, W, C], are read exactly like files with channels first, [C, D, H, W].
 
-    This holds for readers, samples and the manifest.
+    The equality holds for readers, samples and the manifest.
     """
     found = {}
     for order in ("first", "last"):
@@ -147,7 +147,7 @@ def test_channels_last_is_another_order_of_the_same(tmp_path: Path, chunk: int |
 
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_preprocessing_against_a_slow_loop(factor: int, tmp_path: Path) -> None:
-    fields = volume((14, 15, 17), seed=factor)  # no cube, and not every size is a multiple of 2 or 3
+    fields = volume((14, 15, 17), seed=factor)  # not a cube, and not every size is a multiple of 2 or 3
     paths = [
         write_volume(tmp_path / name, values) for name, values in (("a.h5", fields), ("b.h5", volume((14, 15, 17), 9)))
     ]
@@ -180,7 +180,7 @@ def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch
     source = parts.needed(dataset, "source", "open_source")(dataset, parts.part(dataset, "train/a"), paths[:1])
     rows, block = source.fields[0].rows, 2_000_000 // source.bytes_per_row
     source.close()
-    assert 1 < block < rows and rows % block, "the last block must be partial: choose another size"
+    assert 1 < block < rows and rows % block, "the last block must be partial; choose another size"
     for part in ("train/a", "valid/b"):
         expected = comparable(tmp_path / "whole", part)
         assert set(expected) == set(CHANNELS_OF)
@@ -252,7 +252,7 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
     """
 
     def positive(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
-        """Return fields that `prepared` expects and `files` also accepts."""
+        """Return fields that both source kinds, `prepared` and `files`, accept."""
         return {name: abs(values) for name, values in published(volume(shape)).items()}
 
     edge, bound = 150, 16
@@ -284,7 +284,7 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
 
 
 def test_float16_keeps_its_promise(tmp_path: Path) -> None:
-    """Each value is off by at most the recorded error, and by 2^-11 of its distance from the mean."""
+    """Each value differs by at most the recorded error, and by at most 2^-11 of its distance from the mean."""
     paths = [write_volume(tmp_path / "a.h5", volume((24,) * 3)), write_volume(tmp_path / "b.h5", volume((8,) * 3, 1))]
     for dtype in ("float32", "float16"):
         make_parts(tmp_path / dtype, cosmo(paths[:1], paths[1:], storage={"dtype": dtype, "chunk": 16}))
@@ -293,7 +293,7 @@ def test_float16_keeps_its_promise(tmp_path: Path) -> None:
         x, y = (stored(path, name).astype(np.float64) for path in (exact, half))
         gap = abs(x - y)
         mean, std = x.mean(axis=(1, 2, 3), keepdims=True), x.std(axis=(1, 2, 3), keepdims=True)
-        rounding = 4 * np.spacing(abs(x).max(axis=(1, 2, 3), keepdims=True).astype(np.float32))  # float32's own
+        rounding = 4 * np.spacing(abs(x).max(axis=(1, 2, 3), keepdims=True).astype(np.float32))  # rounding of float32
         assert (gap <= 2.0**-11 * abs(x - mean) + 2.0**-24 * std + rounding).all()
         with h5py.File(half) as file:
             data = file[name]
@@ -304,7 +304,7 @@ def test_float16_keeps_its_promise(tmp_path: Path) -> None:
         with h5py.File(exact) as file:
             assert file[name].dtype == np.float32
             assert not {"float16_max_error", "scale", "offset"} & set(file[name].attrs)
-        # Statistics are computed before values are rounded.
+        # Statistics are computed before values are rounded to float16.
         assert moments_of(exact, name).to_json() == moments_of(half, name).to_json()
 
 
@@ -343,7 +343,7 @@ def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) ->
 def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path) -> None:
     make_parts(tmp_path, COSMO)
     paths = [path.relative_to(cosmo_data) for path in sorted(cosmo_data.rglob("*.h5"))]
-    assert len(paths) == 3 * 4  # raw, in a piece, final
+    assert len(paths) == 3 * 4  # raw, in pieces, and final
     for path in paths:
         assert (tmp_path / path).read_bytes() == (cosmo_data / path).read_bytes(), path
 
@@ -352,7 +352,7 @@ def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path)
 
 
 def numbered(rows: int) -> dict[str, np.ndarray]:
-    """Return a volume with the number of its row in each cell."""
+    """Return a volume whose cells contain the number of their row."""
     row = np.arange(rows, dtype=np.float32)[:, None, None] * np.ones((rows, 4, 4), np.float32)
     return {name: np.stack([row] * len(channels)) for name, channels in CHANNELS_OF.items()}
 
@@ -374,14 +374,14 @@ def test_fractions_are_disjoint_volumes(
     make_parts(tmp_path, {"kind": "cosmo", "source": source, "downsample": factor})
     for split, (first, last) in zip(("train", "valid", "test"), expected, strict=False):
         rows = VELOCITY.inverse(stored(tmp_path / split / "box.h5", "Hydro")[1, :, 0, 0])
-        centres = (np.arange(first, last) + 0.5) * factor - 0.5  # the mean of the averaged rows
+        centres = (np.arange(first, last) + 0.5) * factor - 0.5  # the mean of the row numbers that a block averages
         np.testing.assert_allclose(rows, centres, rtol=1e-5, err_msg=split)
     assert len(list(tmp_path.glob("*/box.h5"))) == len(expected)
 
 
 @pytest.mark.slow
 def test_periods_are_disjoint_times(tmp_path: Path, era5_data: Path) -> None:
-    """Every time is in its own split, once, even if a split covers days of two files."""
+    """Every time is in its own split exactly once, even if a split covers days of two files."""
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels
     paths = [str(era5_data / "source" / f"{year}.nc") for year in (2001, 2002)]
     settings = {
@@ -450,7 +450,7 @@ def test_shared_data_is_refused(dataset: dict[str, Any], words: str) -> None:
 
 
 def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
-    """A link to a training file, or a copy of one, is refused as validation data."""
+    """A link to a training file, or a copy of a training file, is refused as validation data."""
     (tmp_path / "b.h5").symlink_to(write_volume(tmp_path / "a.h5", published(volume((8, 8, 8)))))
     splits = {
         split: [File.of(tmp_path / f"{name}.h5", tmp_path, 8)] for split, name in (("train", "a"), ("valid", "b"))
@@ -462,7 +462,7 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
 def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:
     """Different files get different names.
 
-    `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`; special characters are replaced.
+    `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`. Special characters are replaced.
     """
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
     named = name_files(["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5", *urls]).values()
@@ -489,7 +489,7 @@ def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) ->
 
 
 def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
-    """Return a published folder with training values 10000 x year + time, in one channel of 2 x 4 points."""
+    """Write a published folder; return its manifest. Training values are 10000 x year + time, on 2 x 4 points."""
     root = write_years(tmp_path / "raw", {"train": years, "valid": {2009: 9}}, channels=1, shape=(2, 4))
     for year, times in years.items():
         with h5py.File(root / "train" / f"{year}.h5", "w") as file:
@@ -504,8 +504,8 @@ def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
 def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: Path, dt: int) -> None:
     """Every pair is used once per epoch, whatever the lengths of the files.
 
-    Here a leap year is between two other years, and one file is too short for a pair. The published loader assumed that
-    every file is as long as the first, never used sample 0 and used sample 1 three times.
+    In this test, a leap year is between two other years, and one file is too short for a pair. The published loader
+    assumed that every file is as long as the first file, never used sample 0, and used sample 1 three times.
     """
     years = {2003: 1460, 2004: 1464, 2005: 1460, 2006: dt}
     pairs = Pairs(pair_folder(tmp_path, years), "train", PairSamples(kind="pairs", dt=dt), seed=0)

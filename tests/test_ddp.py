@@ -1,4 +1,4 @@
-"""Settings of `parallel`: exchanges of two processes, and their effect on training."""
+"""Settings of `parallel`: the exchanges of two processes, and the effect of each setting on training."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.ranks import spawn
 from tests.test_parallel import configure, train_by
 from tests.test_rungs import settings
 
-LAYERS = 6  #: Number of layers, 256 x 256 float32: a quarter of a MiB each.
-WARM_UP = 3  #: Steps after which DistributedDataParallel has its final order of buckets.
+LAYERS = 6  #: Number of layers. A layer has 256 x 256 float32 weights, a quarter of a MiB.
+WARM_UP = 3  #: Steps after which DistributedDataParallel has the final order of its buckets.
 
-#: Settings of `parallel`, and the number of layers in each bucket, from the last layer on. A bucket is full as soon as
+#: Settings of `parallel` and number of layers in each bucket (from the last layer on), by name. A bucket is full once
 #: it reaches its limit in MiB.
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "PyTorch's own": ({}, [4, 2]),  # the first of 1 MiB, the next of 25
+    "PyTorch's own": ({}, [4, 2]),  # the first bucket has 1 MiB, later buckets 25 MiB
     "small": ({"bucket_mb": 0.5}, [2, 2, 2]),
     "large": ({"bucket_mb": 25}, [6]),
     "small first": ({"bucket_mb": 0.5, "first_bucket_mb": 0.25}, [1, 2, 2, 1]),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 
 class Layers(nn.Module):
-    """Linear layers, and a batch normalisation that has buffers but no parameters."""
+    """Linear layers, and a batch normalisation with buffers but without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Layers(nn.Module):
         self.norm = nn.BatchNorm1d(256, affine=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The factor 0 keeps statistics of a rank's own samples out of the gradients: both ranks together must have the
+        # The factor 0 keeps statistics of a rank's own samples out of the gradients. Together, both ranks must have the
         # gradients of one process.
         return self.layers(x) + 0.0 * self.norm(x)
 
@@ -85,14 +85,14 @@ def as_rank(rank: int, port: int, ranks: int = 2) -> None:
 
 
 def steps(step: Step, share: Share, parts: int = 1) -> dict[str, int]:
-    """Train; return how many times the last step called each collective operation."""
+    """Train a few steps; return how often the last step called each collective operation."""
     for number in range(WARM_UP + 1):
         x, y = samples(number)
         own = slice(share.indices(0, 8).start, share.indices(0, 8).stop)
         with profile(activities=[ProfilerActivity.CPU]) if number == WARM_UP else nullcontext() as seen:
             step(x[own], y[own])
             if dist.is_initialized():
-                dist.barrier()  # gloo's threads record the end of a sum a moment after its result is there
+                dist.barrier()  # gloo's threads record the end of a sum shortly after its result is available
     calls = [event.name for event in seen.events() if event.name.startswith("gloo:")]
     return {name: calls.count(name) for name in set(calls) - {"gloo:barrier"}}
 
@@ -126,7 +126,7 @@ def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], na
     assert sum(buckets) == (LAYERS if buckets else 0)
     for calls, memory, _ in (rank[name] for rank in found):
         assert calls.get("gloo:all_reduce", 0) == len(buckets)
-        # Buffers are exchanged before each step: PyTorch joins buffers of one type.
+        # Buffers are broadcast before each step; PyTorch merges buffers of one dtype.
         sent = parallel.get("broadcast_buffers", True) and parallel.get("sync", True)
         assert calls.get("gloo:broadcast", 0) == (2 if sent else 0)
         assert not calls.keys() - {"gloo:all_reduce", "gloo:broadcast"}
@@ -169,7 +169,7 @@ def test_averaging_begins_while_gradients_are_computed() -> None:
 def test_what_is_learnt(found: list[dict[str, Any]], name: str) -> None:
     """Two ranks learn what one process learns from the complete batch.
 
-    Without averaging, each rank learns from its half alone.
+    Without averaging, each rank learns only from its half of the batch.
     """
     averaged = CASES[name][0].get("sync", True)
     for rank in range(2):
@@ -194,9 +194,9 @@ def network() -> nn.Sequential:
 
 
 def _normalised(share: Share) -> Any:
-    """Return a rank's outputs and gradients for its slice of 7 samples, then of 1 sample.
+    """Return a rank's outputs and gradients for its slice of a batch of 7 samples, then of a batch of 1 sample.
 
-    The first rank has no sample of the second batch.
+    The first rank's slice of the second batch is empty.
     """
     model, seen = synchronised(network(), torch.device("cpu")), []
     for size in (7, 1):
@@ -211,9 +211,9 @@ def _normalised(share: Share) -> Any:
 
 
 def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> None:
-    """Ranks agree with one process in values, gradients and running statistics.
+    """Two ranks agree with one process in values, gradients and running statistics.
 
-    Their slices have different sizes; one is empty.
+    The slices of the ranks have different sizes, and one slice is empty.
     """
     model, (one, other) = network(), (rank["batch norm"] for rank in found)
     for number, size in enumerate((7, 1)):
@@ -236,7 +236,7 @@ def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> Non
 
 
 def test_a_gpu_has_pytorchs_layers() -> None:
-    """On a GPU, PyTorch's layers keep parameters, statistics and settings of the layers that they replace."""
+    """On a GPU, PyTorch's synchronised layers keep parameters, statistics and settings of the replaced layers."""
     plain = network()
     model = synchronised(network(), torch.device("cuda"))
     kinds = [type(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
@@ -252,11 +252,12 @@ def imagenet_data(tiny_data: Any) -> Path:
 
 
 def test_synchronised_processes_train_as_one_does(tmp_path: Path, imagenet_data: Path) -> None:
-    """Two processes with synchronised statistics train the residual network as one process does.
+    """Two processes with synchronised statistics train the residual network like one process.
 
-    Otherwise each process would use statistics of its own samples.
+    Without synchronisation, each process would use the statistics of its own samples.
     """
-    # A small rate, so that rounding at a ReLU does not grow: at ten times the rate, five steps turn 1e-7 into 1e-3.
+    # The small learning rate keeps rounding at a ReLU from growing: with ten times the rate, five steps turn 1e-7 into
+    # 1e-3.
     small: dict[str, Any] = {"optimizer": {"kind": "sgd", "lr": 2e-3, "momentum": 0.9, "weight_decay": 1e-4}}
     alone = configure(tmp_path / "alone", "imagenet_resnet50", 1, **small)
     assert train(alone, imagenet_data / "manifest.json") == 0
@@ -273,7 +274,7 @@ def test_synchronised_processes_train_as_one_does(tmp_path: Path, imagenet_data:
 def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_data: Path) -> None:
     """All processes validate with the statistics of the saved weights.
 
-    One process that validates with these weights gets the same loss and accuracy.
+    A single process that validates with these weights gets the same loss and accuracy.
     """
     folder = configure(tmp_path, "imagenet_resnet50", 2)
     train_by(2, folder, imagenet_data)
@@ -297,7 +298,7 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
     """On a CPU, data parallelism in one process gives exactly the numbers of plain training.
 
-    A CPU is one device and needs no copies.
+    The reason is that a CPU is a single device, which needs no copies.
     """
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
         make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)
@@ -310,9 +311,9 @@ def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) 
 
 
 def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is the mean over all samples, not over the slices of three and two samples."""
+    """The loss is the mean over all samples, not the mean of the two slices of three and two samples."""
 
-    class Cutting(nn.Module):  # replaces DataParallel, which needs GPUs: computes its slices one after the other
+    class Cutting(nn.Module):  # replaces DataParallel, which needs GPUs, and computes the slices one after the other
         def __init__(self, module: nn.Module, device_ids: list[int]) -> None:
             super().__init__()
             self.module, self.count = module, len(device_ids)
@@ -351,7 +352,7 @@ def test_what_does_not_go_together_is_refused(over: dict[str, Any], message: str
 
 
 def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A training without averaging is refused, also in a plan; such runs may only be measured."""
+    """A training without averaging is refused, also in a plan. Such runs can only be measured."""
     plan: dict[str, Any] = {
         "targets": ["p"],
         "plans": {"p": {"study": "cosmo_unet", "runs": {"a": {"parallel": {"sync": False}}, "b": {}}}},
@@ -363,12 +364,13 @@ def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: p
     file = make_run(tmp_path, "era5_vit", ERA5_RUN, ERA5)
     text = file.read_text()
     assert "sync: true" in text
-    file.write_text(text.replace("sync: true", "sync: false"))  # by hand: a plan would not train it
+    # edited by hand, because a plan would not train this run
+    file.write_text(text.replace("sync: true", "sync: false"))
     assert train(tmp_path, era5_data / "manifest.json") == 2
     assert "parallel.sync: false" in capfd.readouterr().err and not (tmp_path / "metrics.jsonl").exists()
 
 
-#: Script that removes what PyTorch 2.13 has and 2.11 lacks, then runs `tests/container/inside.py`.
+#: Script that removes from PyTorch 2.13 what 2.11 lacks, then runs `tests/container/inside.py`.
 OLDER = """
 import runpy, sys
 import torch.distributed as dist

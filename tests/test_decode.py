@@ -1,4 +1,4 @@
-"""Decoding on a device, by the kernel (Triton interprets it) and by PyTorch's operations, against `BoxField.read`."""
+"""Decoding on a device, by the interpreted Triton kernel and by PyTorch's operations, compared with `BoxField.read`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KERNEL = "dlscale.data.loaders.decode_kernel"
 
 @pytest.fixture(params=["triton", "operations"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return the name of the decoder: the Triton kernel or PyTorch's operations.
+    """Yield the name of the decoder: the Triton kernel or PyTorch's operations.
 
-    Triton uses its interpreter instead of its compiler if TRITON_INTERPRET is set before the import.
+    If TRITON_INTERPRET is set before its import, Triton uses its interpreter instead of its compiler.
     """
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of PyTorch")
@@ -42,7 +42,7 @@ def forget() -> None:
 
 
 def held(field: BoxField, file: int) -> tuple[torch.Tensor, np.ndarray]:
-    """Return all values of a file as they are stored, and their strides [4]."""
+    """Return all stored values of a file, and the strides of its axes [4]."""
     canonical = np.empty(field.shape_of(file), field.dtype)
     field.copy(file, np.zeros(3, np.int64), canonical)
     stored = np.ascontiguousarray(canonical.transpose(field.order))
@@ -55,7 +55,7 @@ def truth(field: BoxField, starts: np.ndarray, symmetries: list[int]) -> torch.T
 
 
 def decoded(field: BoxField, starts: np.ndarray, symmetries: list[int]) -> torch.Tensor:
-    """Decode boxes of the first file."""
+    """Return decoded boxes of the first file."""
     stored, strides = held(field, 0)
     file, base = np.zeros(len(starts), np.int64), (starts * strides[1:]).sum(axis=1)
     return on_device(stored, field.plan(file, np.array(symmetries), base, strides[None]), field)
@@ -77,7 +77,7 @@ def test_every_symmetry(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_states(tmp_path: Path, way: str) -> None:
-    """Boxes with an axis of one cell and with unequal edges are decoded exactly."""
+    """Boxes of one cell along an axis, and boxes with unequal edges, are decoded exactly."""
     samples = pairs(tmp_path, {"dtype": "float16"})
     starts = np.array([[time, 0, 0] for time in (5, 0, 6)])
     found = decoded(samples.input, starts, [0] * 3)
@@ -88,7 +88,7 @@ def test_states(tmp_path: Path, way: str) -> None:
 def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
     """Positions beyond 32 bits are decoded exactly.
 
-    The file has 2^33 stored values, with channels 2^31 values apart; it is sparse and takes no memory.
+    The file has 2^33 stored values, and its channels are 2^31 values apart. The file is sparse and takes no memory.
     """
     field = crops(tmp_path, VOLUMES["half, whole"], files=1).input
     stored, strides = held(field, 0)
@@ -109,8 +109,8 @@ def test_positions_beyond_32_bits(tmp_path: Path, way: str) -> None:
 def test_the_kernel_compiles_for_gpus(case: str) -> None:
     """The kernel compiles for A100 and H200, without such a GPU.
 
-    It writes values 16 bytes at a time and does not fuse multiply-adds, which would change the rounding. Triton
-    compiles again for a size of 1, as for the number of times of a pair.
+    The kernel writes 16 bytes at a time. It does not fuse multiply-adds, because fusing would change the rounding.
+    Triton compiles another version for sizes of 1, such as a pair's number of times.
     """
     triton = pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of PyTorch")
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""The documentation: commands to copy are valid, links resolve, and pages that must be short are short."""
+"""The documentation: commands to copy are valid, links resolve, and pages with a length limit are short."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PLACEHOLDER = re.compile(r"\b(?:[A-Z]{3,}|mysite|my_study\w*|mine|m1234|unet|vit
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of a page's bash blocks; a command may span several lines."""
+    """Return the commands in a page's bash blocks; a command may span several lines."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     text = re.sub(r"\\\n\s*", " ", "".join(blocks))
     return re.findall(r"^(?:dlscale|snakemake)\b(?:'[^']*'|[^'#\n])*", text, re.MULTILINE)
 
 
 def names(nav: list) -> list[str]:
-    """Return the pages of a navigation."""
+    """Return the pages in a navigation."""
     return [
         name
         for each in nav
@@ -57,7 +57,7 @@ def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each YAML block that begins with a file name is valid over config.yaml: keys, plans and runs exist."""
+    """Each YAML block that begins with a file name is valid over config.yaml: its keys, plans and runs exist."""
     monkeypatch.chdir(ROOT)
     found = 0
     for page in PAGES:
@@ -72,14 +72,14 @@ def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_table_stands_apart(page: Path) -> None:
-    """A table follows an empty line: the site would otherwise show it as text."""
+    """A table follows an empty line, because the site would otherwise show the table as text."""
     lines = page.read_text().splitlines()
     glued = [line for before, line in pairwise(lines) if re.match(r"\|.*\|$", line) and before and before[0] != "|"]
     assert not glued
 
 
 def test_links_of_the_readme() -> None:
-    """Links of the README resolve; the site's build checks the links of all other pages."""
+    """Links in the README resolve. The build of the site checks the links of all other pages."""
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target
 

@@ -1,4 +1,4 @@
-"""The preflight: each check on real output of commands, on fakes that fail or hang, and all checks on this machine."""
+"""The preflight: each check on real command output and on fakes that fail or hang; all checks on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
 PERLMUTTER = ROOT / "profiles/perlmutter/site.yaml"
 
 
-#: Facts of an environment without a fault.
+#: Facts about an environment without faults.
 FACTS: dict[str, Any] = {
     "python": "3.12.3",
     "torch": "2.13.0+cu130",
@@ -46,12 +46,12 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the import of torch by known facts, except in other processes of the command line."""
+    """Replace the import of torch by known facts, except in the command line's other processes."""
     monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS)!r})")
 
 
 def load(results: Path, site: dict[str, Any] | None = None, **changes: Any) -> Configuration:
-    """Return the shipped configuration, changed, on a site."""
+    """Return the shipped configuration, with changes, on a site."""
     raw = {"site": site or {}, **yaml.safe_load((ROOT / "config.yaml").read_text())}
     return config.load(config.merge(raw, {"results": str(results), **changes}))
 
@@ -67,7 +67,7 @@ def named(findings: list[Finding], name: str) -> Finding:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that puts a shell script before all other commands on PATH."""
+    """Return a function that writes a shell script and puts it before all other commands on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin")
@@ -95,7 +95,7 @@ root|
     [
         ([("m1", "shared"), ("m1_g", "premium")], "ok", ["m1, m1_g"]),
         ([("M1", "shared")], "ok", ["M1"]),
-        ([("root", "anything")], "ok", ["root"]),  # without a list of QOS all are allowed
+        ([("root", "anything")], "ok", ["root"]),  # without a list of QOS, all QOS are allowed
         ([("m1_g", "share")], "FAIL", ["m1_g may not use QOS share"]),
         ([("m1", "premium")], "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
         ([("m2", "shared"), ("m1", "shared")], "FAIL", ["m2: not one of your accounts", "m1, m1_g, root"]),
@@ -194,7 +194,7 @@ def test_gpus_of_a_node_whatever_the_name_of_their_type(
 
 
 def test_nodes_are_those_of_their_partition(command: Callable[[str, str], None]) -> None:
-    """Nodes of other partitions do not count, and a partition without nodes is reported."""
+    """Nodes of other partitions do not count. A partition without nodes is reported."""
     command(
         "sinfo",
         """case "$*" in
@@ -230,7 +230,7 @@ def test_ended_jobs_are_remembered(command: Callable[[str, str], None], printed:
 def test_a_default_partition(command: Callable[[str, str], None]) -> None:
     """A kind of node without a partition is a warning if the cluster has a default partition.
 
-    The Slurm plugin then requests the default one.
+    In this case the Slurm plugin requests the default partition.
     """
     nodes = {"cpus": 4}
     unnamed = Scheduler.model_validate({"cpu_nodes": {**nodes, "partition": "cpu"}, "gpu_nodes": nodes})
@@ -249,7 +249,7 @@ def test_a_default_partition(command: Callable[[str, str], None]) -> None:
 
 
 def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    """Without working Slurm commands there is one failure, not one per check."""
+    """Without working Slurm commands, the doctor reports one failure instead of one per check."""
     command("sbatch", "")
     command("scontrol", "echo 'scontrol: error: no route to host' >&2; exit 1")
     for name in ("sacctmgr", "sinfo"):
@@ -261,7 +261,7 @@ def test_no_slurm(tmp_path: Path, command: Callable[[str, str], None]) -> None:
 
 
 def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe that hangs, as a file system may, is abandoned; all other findings are reported in order."""
+    """A probe that hangs, for example in a file system, is abandoned; all other findings are reported in order."""
     monkeypatch.setattr(probe, "PROBE_LIMIT", 0.5)
     start = time.monotonic()
     found = probe.run_probes(
@@ -278,7 +278,7 @@ def test_probes_neither_raise_nor_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- containers --------------------------------------------------------------------------------------
 
-#: Fake engine: knows one image, and runs the given command on this machine.
+#: Fake engine, which knows one image and runs the given command on this machine.
 ENGINE = """
 case "$1 $2" in
   "info "*) exit 0 ;;
@@ -289,7 +289,7 @@ esac
 
 
 def test_in_a_container(tmp_path: Path, command: Callable[[str, str], None]) -> None:
-    """Checks start in the container with the same command as a stage; a greeting of the image is ignored."""
+    """Checks start in the container with the same command as a stage; a greeting that the image prints is ignored."""
     command("docker", ENGINE)
     found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/mine:1"}))
     assert named(found, "image") == Finding("image", "ok", "localhost/mine:1 (0123456789ab)")
@@ -320,12 +320,13 @@ def test_migrated(command: Callable[[str, str], None], listed: str, status: str)
     ("cuda", "driver", "needed"),
     [
         ("13.0", "580.65.06", None),
-        ("13.2", "580", None),  # a driver that supports the first version of a major one supports all its versions
+        # a driver that supports the first version of a major version supports all versions of the major version
+        ("13.2", "580", None),
         ("13.0", "575.57.08", 580),
         ("12.8", "525.60.13", None),
         ("12.6", "515.105.01", 525),
         ("11.8", "450.80.02", None),
-        ("14.0", "595.10", None),  # not known yet
+        ("14.0", "595.10", None),  # not in the table yet
     ],
 )
 def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -> None:
@@ -354,7 +355,7 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"cudnn": 90800}, "cuDNN", "cosmo_ladder", "FAIL"),
         ({"cudnn": 91002}, "cuDNN", "cosmo_ladder", "FAIL"),
         ({"cudnn": 91100}, "cuDNN", "cosmo_ladder", "ok"),
-        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "ok"),  # a model without convolutions is not affected
+        ({"cudnn": 91002}, "cuDNN", "era5_ladder", "ok"),  # a model without convolutions does not need cuDNN
         ({"torch": "2.10.0"}, "torch", "era5_ladder", "FAIL"),
         ({"torch": "2.11.0a0+nv26.01"}, "torch", "era5_ladder", "ok"),
         ({"torch": "2.15.0"}, "torch", "era5_ladder", "ok"),
@@ -367,12 +368,12 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"dali": None}, "dali", "cosmo_published", "FAIL"),
         ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
         ({"gpus": 0, "driver": "570.195.03"}, "CUDA", "cosmo_demo", "warn"),
-        ({"gpus": 0}, "CUDA", "cosmo_demo", "ok"),  # a login node
-        ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # by CUDA's compat libraries
+        ({"gpus": 0}, "CUDA", "cosmo_demo", "ok"),  # a login node has no GPU
+        ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # CUDA's compat libraries allow this driver
     ],
 )
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
-    """If the site's runs use GPUs, a torch that cannot use any fails."""
+    """If the site's runs use GPUs, a torch without usable GPU fails the check."""
     runs = [found.run for found in load(tmp_path).plans[plan].values()]
     found = named(doctor.environment({**FACTS, **facts}, runs), name)
     assert found.status == status, found
@@ -385,12 +386,12 @@ def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str
 
 
 def describe(folder: Path, *train: File) -> None:
-    """Write a manifest that only lists files."""
+    """Write a manifest that contains only a list of files."""
     Manifest(kind="", fields={}, splits={"train": list(train), "valid": []}).write(folder / "manifest.json")
 
 
 def made(results: Path, name: str = "mine", size: int = 100) -> Path:
-    """Make a dataset of one file; return the file."""
+    """Make a dataset of one file; return the path of the file."""
     folder = results / "data" / name
     (folder / "train").mkdir(parents=True)
     (folder / "train/a.h5").write_bytes(bytes(100))
@@ -403,7 +404,7 @@ def files(*paths: object, kind: str = "files") -> DatasetSettings:
 
 
 def test_data(tmp_path: Path) -> None:
-    """The probe distinguishes data that will be made, that are complete, and that have changed."""
+    """The check distinguishes data that will be made, complete data and changed data."""
     simulated = dataset(COSMO)
     assert probe.probe_data("mine", simulated, tmp_path) == Finding("data mine", "ok", "will be simulated")
     file = made(tmp_path)
@@ -429,13 +430,13 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     made(tmp_path)
     describe(tmp_path / "data/mine", File(path=str(one), rows=1, bytes=7, digest=""))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
-    assert found.status == "warn" and "another size" in found.text, "the file is described again"
-    one.unlink()  # it is unknown which file was made from this one
+    assert found.status == "warn" and "another size" in found.text, "the stages describe a changed file again"
+    one.unlink()  # it is unknown which file was made from this file
     assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
     (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(files(one, two, kind=kind).model_dump(mode="json")))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     if kind == "prepared":
-        assert found.status == "FAIL", "prepared files are read at every training"
+        assert found.status == "FAIL", "a changed prepared file is a failure, because every training reads it"
     else:
         assert (
             found.status == "warn"
@@ -453,7 +454,7 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     [(1e12, 2e11, "ok"), (1e12, 0.9e11, "warn"), (1e11, 1.9e10, "warn"), (1e11, 1e8, "FAIL")],
 )
 def test_space(monkeypatch: pytest.MonkeyPatch, total: float, free: float, status: str) -> None:
-    """Free space below a tenth, or below 20 GB, is a warning."""
+    """Free space below a tenth of the disk, or below 20 GB, is a warning."""
     monkeypatch.setattr(probe.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
     assert probe.probe_space(Path("/not/there")).status == status
 
@@ -481,13 +482,15 @@ def test_quota(command: Callable[[str, str], None]) -> None:
 
 
 def test_plans(tmp_path: Path) -> None:
-    """Only the given plans are checked, whatever the targets are."""
+    """Only the data of the given plans are checked, whatever the targets are."""
     configuration = load(tmp_path)
     found = doctor.check(configuration, plans=["cosmo_ladder"])
     assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"]
     assert named(doctor.check(configuration), "data cosmo_demo").status == "ok"
     found = doctor.check(configuration, ["data"], [], ["cosmo_published"])
-    assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"], "and no data of a plan"
+    assert [f.name for f in found if f.name.startswith("data ")] == ["data cosmo_published"], (
+        "no data of other plans may be checked"
+    )
 
 
 def doctor_command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -500,7 +503,7 @@ def doctor_command(folder: Path, *arguments: str, **environment: str) -> subproc
 
 
 def test_bare(tmp_path: Path) -> None:
-    """Without configuration and profile, as in an image, the command runs its real checks."""
+    """Without configuration and profile, as in an image, the command still runs its real checks."""
     done = doctor_command(tmp_path, "--json")
     findings = json.loads(done.stdout)
     assert [f["name"] for f in findings if f["name"] not in ("cuDNN", "dali", "nsys")] == [
@@ -513,8 +516,8 @@ def test_bare(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_status(tmp_path: Path) -> None:
-    """The exit status is 1 if a check fails, and 2 for a mistake in the configuration."""
-    text = {"results": str(tmp_path / "results"), "targets": ["cosmo_ladder"]}  # its data are not here
+    """The exit status is 1 if a check fails, and 2 if the configuration has a mistake."""
+    text = {"results": str(tmp_path / "results"), "targets": ["cosmo_ladder"]}  # the data of this plan are missing
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
     done = doctor_command(tmp_path)
     assert done.returncode == 1
@@ -527,10 +530,10 @@ def test_status(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[dict[str, str]]:
-    """Return the environment of a cluster that is configured like Perlmutter."""
+    """Yield the environment of a cluster that is configured like Perlmutter."""
     if slurm_cluster.obstacle() or slurm_cluster.missing():
         pytest.skip("no Slurm here")
-    # Each process of a test session has its own number; the first numbers belong to tests/cluster.
+    # Each process of a test session has its own cluster number; the first numbers belong to tests/cluster.
     number = 50 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with slurm_cluster.Cluster(number) as cluster:
         yield cluster.environment()
@@ -539,7 +542,7 @@ def slurm() -> Iterator[dict[str, str]]:
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """With real Slurm commands, valid settings pass and wrong ones fail."""
+    """With real Slurm commands, valid settings pass and invalid settings fail."""
     site = yaml.safe_load(PERLMUTTER.read_text()) | {"engine": "none"}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
     (tmp_path / "mine.yaml").write_text(
@@ -565,7 +568,7 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
 
 
 def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each unmet requirement is reported with its key and a remedy; met ones are not mentioned."""
+    """Each unmet requirement is reported with its key and a remedy; met requirements are not reported."""
     runs = {
         "p.plain": {},
         "p.dali": {"loader": {"kind": "dali"}},

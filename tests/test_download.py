@@ -1,4 +1,4 @@
-"""Downloads from a local server that misbehaves in every way listed here; real sockets, no mocks."""
+"""Downloads from a local server that misbehaves in every listed way, through real sockets without mocks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Request:
 
 @dataclass
 class Remote:
-    """A file on a server, with a misbehaviour for each of the next requests."""
+    """A file on a server, and a misbehaviour for each of the next requests."""
 
     address: str = ""
     body: bytes = BODY
     etag: str | None = '"one"'
     script: list[Callable[[Answer], None]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
-    released: threading.Event = field(default_factory=threading.Event)  # ends a stalled response
+    released: threading.Event = field(default_factory=threading.Event)  # set to end a stalled response
 
     @property
     def url(self) -> str:
@@ -82,16 +82,16 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def offset(self) -> int:
-        """Return the offset of the requested bytes, by RFC 9110: a range counts only if If-Range matches."""
+        """Return the offset of the requested bytes. By RFC 9110, a range counts only if If-Range matches."""
         wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
         if wanted is None or condition not in (None, self.remote.etag):
             return 0
         first, last = wanted.removeprefix("bytes=").split("-")
-        assert last == "", "only open-ended ranges are requested"
+        assert last == "", "only open-ended ranges may be requested"
         return int(first)
 
     def open(self) -> bytes:
-        """Send status and headers; return the body that must follow."""
+        """Send status and headers; return the body that follows."""
         offset, size = self.offset(), len(self.remote.body)
         if offset >= size > 0:
             self.start(416, 0, Content_Range=f"bytes */{size}")
@@ -108,7 +108,7 @@ def behave(answer: Answer) -> None:
 
 
 def cut(at: int, stalls: bool = False) -> Callable[[Answer], None]:
-    """Announce the full length, send `at` bytes, then hang up or stall until the test ends."""
+    """Return a misbehaviour: announce the full length, send `at` bytes, then hang up, or stall until the test ends."""
 
     def misbehave(answer: Answer) -> None:
         answer.send(answer.open()[:at])
@@ -152,12 +152,12 @@ def partial(target: Path) -> Path:
 
 
 def only(target: Path) -> bool:
-    """Return whether `target` is complete and only its lock is left of the download."""
+    """Return whether `target` is complete and the download left only its lock."""
     return target.read_bytes() == BODY and not left(target)
 
 
 def left(target: Path) -> list[str]:
-    """Return the names of files next to `target`, except its lock."""
+    """Return the names of the files next to `target`, except its lock."""
     return [path.name for path in target.parent.iterdir() if path.name not in (target.name, f".{target.name}.lock")]
 
 
@@ -173,7 +173,7 @@ def test_a_file_arrives_whole_and_alone(remote: Remote, tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_through_a_link(remote: Remote, tmp_path: Path) -> None:
-    """A link at the path of the partial file is not followed: another user of the group may have made it."""
+    """A link at the path of the partial file is not followed, because another user of the group may have made it."""
     target, victim = tmp_path / "data.bin", tmp_path / "victim"
     victim.write_text("mine")
     partial(target).symlink_to(victim)
@@ -216,7 +216,9 @@ def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target
 
 
 def lying(start: int = 0, etag: str | None = None, named: bool = True) -> Callable[[Answer], None]:
-    """Return a response of 206 with a Content-Range shifted by `start` or missing, or with another ETag."""
+    """Return a misbehaviour: status 206 with a Content-Range that is shifted by `start` or missing, or with another
+    ETag.
+    """
 
     def misbehave(answer: Answer) -> None:
         offset, size = answer.offset() + start, len(BODY)
@@ -269,9 +271,9 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
 def test_what_cannot_be_fetched_is_one_message(
     remote: Remote, target: Path, script: list[Any], options: dict[str, Any], words: str, requests: int
 ) -> None:
-    """A failed download ends in one message and leaves no file.
+    """A failed download ends with one message and leaves no file.
 
-    Only attempts after server errors are repeated; a refusal and a wrong digest are final.
+    Only requests that end in server errors are repeated. A refusal or a wrong digest is final.
     """
     remote.script = list(script)
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:.*data\.bin: .*{words}"):
@@ -306,7 +308,7 @@ def test_what_cannot_be_fetched_is_one_message(
 )
 def test_hidden(url: str, shown: str) -> None:
     assert urls.hidden(url) == shown
-    assert urls.hidden(shown) == shown, "a redacted address stays unchanged"
+    assert urls.hidden(shown) == shown, "a redacted address must stay unchanged"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The record of machine and software behind a measurement, and the differences between two records."""
+"""The record of machine and software during a measurement, and the differences between two records."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ BEFORE = Environment(
 def test_it_is_that_of_the_process(tmp_path: Path) -> None:
     """The record agrees with pip, git and the machine.
 
-    It contains listed variables only, and no secret. Damaged metadata of packages are left out.
+    The record contains only the listed variables, and no secret. Packages with damaged metadata are left out.
     """
     code = "import torch; from dlscale.core.environment import environment; print(environment().text())"
     kept = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     secrets = {name: "secret" for name in ("WANDB_API_KEY", "MY_NCCL_KEY", "NCCL_NET_TOKEN", "FI_X_AUTH_KEY")}
-    secrets |= {"NCCL_SOCKET_IFNAME": "lo"}  # the value on every single node
+    secrets |= {"NCCL_SOCKET_IFNAME": "lo"}  # on a single node this variable always has this value
     secrets |= {"TORCH_HUB": "https://me:secret@host/weights", "UCX_ODD": "\udcff"}
     for name, content in {"none-1": b"", "odd-2": b"\xff"}.items():
         (tmp_path / f"{name}.dist-info").mkdir()

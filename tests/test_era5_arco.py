@@ -1,4 +1,4 @@
-"""The published 20 channels from a store with the layout of ARCO-ERA5: names, units, order, hours and chunks."""
+"""The published 20 channels from a store with ARCO-ERA5's layout: names, units, order, hours and chunks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.conftest import ROOT, make_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata")
 
-LEVELS = (50, 500, 700, 850, 1000)  # of 37 levels: all that the channels need, and one more
-#: Name in the store, units, mean, spread.
+LEVELS = (50, 500, 700, 850, 1000)  # of 37 levels, those that the channels need and one more
+#: Name in the store, units, mean and spread of each surface channel, by channel.
 SURFACE = {
     "u10": ("10m_u_component_of_wind", "m s**-1", 0.0, 5.0),
     "v10": ("10m_v_component_of_wind", "m s**-1", 0.0, 5.0),
@@ -41,16 +41,16 @@ LEVELLED = {
     "z": ("geopotential", "m**2 s**-2", 50000.0, 800.0),
     "q": ("specific_humidity", "kg kg**-1", 2e-3, 3e-4),
 }
-ROWS, COLUMNS = 19, 36  # like 721 and 1440: from pole to pole, and around the globe
+ROWS, COLUMNS = 19, 36  # like 721 and 1440, the rows include both poles and the columns surround the globe
 
 
 def shipped() -> dict[str, Any]:
-    """Return the dataset as the study ships it."""
+    """Return the settings of the dataset that the study ships."""
     return read_yaml(ROOT / "workflow_scripts/dlscale/extensions/era5_vit/study.yaml")["datasets"]["era5_arco"]
 
 
 def arco(hours: int = 48, first: str = "2019-12-31") -> xr.Dataset:
-    """Return random hourly states, from north to south, with longitudes from 0."""
+    """Return random hourly states, with latitudes from north to south and longitudes from 0."""
     rng, variables = np.random.default_rng(0), {}
     for group, levels in ((SURFACE, ()), (LEVELLED, LEVELS)):
         for name, units, mean, spread in group.values():
@@ -73,13 +73,13 @@ def write(states: xr.Dataset, store: Path) -> None:
 
 
 def small(store: Path) -> dict[str, Any]:
-    """Return the shipped dataset on a store of three days."""
+    """Return the settings of the shipped dataset, on a store of three days."""
     days = {"train": ["2019-12-31", "2020-01-01"], "valid": ["2020-01-02", "2020-01-02"]}
     return shipped() | {"source": {"kind": "zarr", "store": str(store)}, "split": days, "crop": [ROWS - 1, COLUMNS]}
 
 
 def humidity(t: float, q: float, p: float) -> float:
-    """Return the relative humidity in %, of one number at a time, as in the IFS documentation."""
+    """Return the relative humidity in %, number by number, by the formula in the IFS documentation."""
     share = min(max((t - 250.16) / (273.16 - 250.16), 0.0), 1.0) ** 2
     over_water = 611.21 * math.exp(17.502 * (t - 273.16) / (t - 32.19))
     over_ice = 611.21 * math.exp(22.587 * (t - 273.16) / (t + 0.7))
@@ -89,7 +89,7 @@ def humidity(t: float, q: float, p: float) -> float:
 
 
 def expected(states: xr.Dataset, channel: str, time: int) -> np.ndarray:
-    """Return a channel at one time, without the south pole, averaged over blocks of 2 x 2 by plain loops."""
+    """Return a channel at one time without the south pole, averaged over blocks of 2 x 2 by plain loops."""
     name, _, level = channel.partition("@")
     if name == "r":
         t, q = (states[LEVELLED[of][0]].sel(level=int(level)).values[time] for of in "tq")
@@ -110,7 +110,7 @@ def expected(states: xr.Dataset, channel: str, time: int) -> np.ndarray:
 
 def test_the_shipped_dataset_is_the_published_one() -> None:
     dataset = Era5Dataset.model_validate(shipped())
-    assert dataset.channels == list(CHANNELS), "the published order"
+    assert dataset.channels == list(CHANNELS), "the channels must have the published order"
     assert kind.KIND.grid(dataset) == (360, 720)
     assert dataset.step_hours == 6
     assert [(part.split, int(part.name)) for part in kind.KIND.parts(dataset)] == [
@@ -119,7 +119,7 @@ def test_the_shipped_dataset_is_the_published_one() -> None:
         ("test", 2018),
     ]
     files = [raw.name for part in kind.KIND.parts(dataset) for raw in part.raws]
-    assert len(set(files)) == len(files) == 40, "each year has its own file"
+    assert len(set(files)) == len(files) == 40, "each year must have its own file"
 
 
 @pytest.mark.slow
@@ -142,9 +142,9 @@ def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
-    """Another crop or downsampling fetches raw files again; other days of another split do not.
+    """Another crop or downsampling fetches raw files again, but other days of another split do not.
 
-    Only cropped and averaged states are kept.
+    The reason is that raw files contain only cropped and averaged states.
     """
 
     def fetched(**changes: Any) -> dict[str, Any]:
@@ -170,11 +170,12 @@ def test_relative_humidity_is_that_of_the_ifs() -> None:
 
 
 def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callable[[str], Path]) -> None:
-    """The digests of the shipped digits match the two available files, without a download."""
+    """For the two files that are available locally, the shipped digests match, without a download."""
     source = read_yaml(ROOT / "workflow_scripts/dlscale/extensions/mnist_cnn/study.yaml")["datasets"]["mnist_web"][
         "source"
     ]
-    MnistDataset.model_validate({"kind": "mnist", "source": source})  # each file has a digest, and no other
+    # each file must have a digest, and no other file may have one
+    MnistDataset.model_validate({"kind": "mnist", "source": source})
     assert len(source["sha256"]) == 4
     for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):
         assert hashlib.sha256(shared(f"data/mnist/{name}").read_bytes()).hexdigest() == source["sha256"][name]

@@ -26,13 +26,13 @@ def zeros(*leading: int) -> simulator.Complex:
 
 
 def random_state(scale: float = 3e-5) -> simulator.Complex:
-    """Return a flow and temperature with content at all scales that products can alias."""
+    """Return a flow and a temperature with content at all scales that products can alias."""
     bits = [np.random.Philox(key=[7, stream]) for stream in (0, 1)]
     return np.stack([scale * simulator.noise(SPHERE, 1, 21, bits[0]), 10 * simulator.noise(SPHERE, 0, 21, bits[1])])
 
 
 def integrate(state: simulator.Complex, seconds: float, steps: int) -> simulator.Complex:
-    """Integrate without viscosity and forcing."""
+    """Integrate a state without viscosity and forcing; return the final state."""
     for _ in range(steps):
         state = simulator.runge_kutta(lambda now: simulator.advection(SPHERE, now), state, seconds / steps)
     return state
@@ -46,7 +46,7 @@ def simulate(path: Path, year: int = 2001, progress: Callable[..., None] = lambd
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
-    """Return thirty days on the demo's grid."""
+    """Return thirty simulated days on the demo's grid."""
     path = simulate(tmp_path_factory.mktemp("era5") / "2000.nc", 2000, latitudes=32, longitudes=64, days=30, seed=1)
     with xr.open_dataset(path, engine="h5netcdf") as dataset:
         return dataset.load()
@@ -69,7 +69,7 @@ def test_harmonics_are_orthonormal_up_to_a_large_truncation() -> None:
 
 
 def test_velocity_of_an_analytic_mode() -> None:
-    # psi = A sin(latitude) cos^3(latitude) cos(3 longitude), n = 4
+    # psi = A sin(latitude) cos^3(latitude) cos(3 longitude), for which n = 4
     amplitude = 1e7
     longitude = 2 * np.pi * np.arange(2 * SPHERE.mu.size) / (2 * SPHERE.mu.size)
     sine, cosine = SPHERE.mu[:, None], np.sqrt(1 - SPHERE.mu[:, None] ** 2)
@@ -96,7 +96,7 @@ def test_geopotential_of_solid_rotation() -> None:
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (8, 12)])
 def test_rossby_wave_moves_at_its_phase_speed(m: int, n: int) -> None:
-    # one harmonic is an exact solution, whatever its amplitude: it drifts at -2 Omega / (n (n+1)) rad/s
+    # One harmonic of any amplitude is an exact solution, which drifts at -2 Omega / (n (n+1)) rad/s.
     state = zeros(2)
     state[0, m, n] = 2e-5
     after = integrate(state, DAY, 48)[0]
@@ -117,7 +117,7 @@ def test_inviscid_flow_conserves_its_invariants() -> None:
 
     start = random_state()
     after = integrate(start, DAY, 96)
-    assert abs(after - start)[0].max() > 0.3 * abs(start[0]).max()  # the flow has changed
+    assert abs(after - start)[0].max() > 0.3 * abs(start[0]).max()  # the flow must have changed
     np.testing.assert_allclose(invariants(after), invariants(start), rtol=1e-5, atol=1e-15)
 
 
@@ -132,7 +132,7 @@ def test_a_year_has_its_days(year: int, steps: int) -> None:
 
 
 def test_a_source_says_the_truncation(tmp_path: Path) -> None:
-    """The temperature has no waves beyond the source's truncation, however fine the grid."""
+    """However fine the grid is, the temperature has no waves beyond the source's truncation."""
     source = {"kind": "simulated", "latitudes": 64, "longitudes": 128, "days": 1, "truncation": 17}
     settings = {"kind": "era5", "source": {**source, "train": [2001], "valid": [2002]}}
     assert stage("acquire", "--config", json.dumps(settings), "--file", "2001.nc", "--out", tmp_path / "a.nc") == 0
@@ -176,7 +176,8 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_longer_file_begins_as_the_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "CHUNK_BYTES", 3 * 4 * 16 * 32)  # three snapshots: the last chunk is not full
+    # three snapshots per chunk, so that the last chunk is not full
+    monkeypatch.setattr(simulator, "CHUNK_BYTES", 3 * 4 * 16 * 32)
     with (
         xr.open_dataset(small(tmp_path / "a.nc"), engine="h5netcdf") as short,
         xr.open_dataset(small(tmp_path / "b.nc", days=4), engine="h5netcdf") as long,
@@ -202,8 +203,8 @@ def test_memory_does_not_grow_with_days(tmp_path: Path, monkeypatch: pytest.Monk
         tracemalloc.stop()
         return peak
 
-    peak(1)  # imports and caches
-    more = 20 * 4 * 5 * 48 * 96 * 4  # the data of 20 days: 7 MB
+    peak(1)  # the first call imports modules and fills caches
+    more = 20 * 4 * 5 * 48 * 96 * 4  # the data of 20 more days: 7 MB
     assert peak(21) - peak(1) < more / 10
 
 

@@ -1,4 +1,4 @@
-"""Readers of atmospheric files: every format compared with plain xarray, and every mistake with its message."""
+"""Readers of atmospheric files: every format compared with plain xarray, and each mistake with its message."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
 LEVELS = (850, 500, 200)
 
-# Warnings of the tests' own, plain reads.
+# These warnings come from the tests' own plain reads.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::xarray.SerializationWarning",
     "ignore:Consolidated metadata",
@@ -59,7 +59,7 @@ def atmosphere(
     width: int = 12,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Return random states [time, (level,) latitude, longitude], north to south; z and t are on LEVELS."""
+    """Return random states [time, (level,) latitude, longitude], north to south; z and t have the levels LEVELS."""
     times = np.datetime64(start, "ns") + np.arange(0, hours, step) * np.timedelta64(1, "h")
     latitude, longitude = 60.0 - min(2.5, 150 / height) * np.arange(height), 2.5 * np.arange(width)
     rng, variables = np.random.default_rng(seed), {}
@@ -76,7 +76,7 @@ def atmosphere(
 
 
 def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
-    """Write a file in one of FORMATS, with `chunk` times per chunk if it has chunks; return its path."""
+    """Write a file in one of FORMATS; formats with chunks get `chunk` times per chunk. Return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     chunks = {
         str(n): tuple(min(chunk, v.sizes[d]) if d == "time" else v.sizes[d] for d in v.dims) for n, v in states.items()
@@ -97,7 +97,7 @@ def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
 
 
 def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) -> None:
-    """Write one message per time, variable and level, in that order; values are exact (IEEE packing)."""
+    """Write one message per time, variable and level, in this order; IEEE packing keeps values exact."""
     eccodes = pytest.importorskip("eccodes")
     latitude, longitude = states.latitude.values, states.longitude.values
     grid = {
@@ -151,7 +151,7 @@ def fields(source: Era5Source, block: int = 5) -> np.ndarray:
 
 
 def refused(*paths: Path, channels: tuple[str, ...] = ("t2m",), of: Part | None = None, **keys: Any) -> str:
-    """Return the message of the `UserError` that opening or reading raises: one line."""
+    """Return the one-line message of the `UserError` that opening or reading raises."""
     with pytest.raises(UserError) as caught:
         fields(open_source(settings(list(channels), **keys), of or part(), list(paths)))
     message = str(caught.value)
@@ -176,7 +176,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
     np.testing.assert_array_equal(source.coordinates["longitude"], truth.longitude)
     assert source.row_coordinates["time"][0] == (dt.date(2019, 3, 25) - dt.date(1970, 1, 1)).days * 24
     source.close()
-    assert list(tmp_path.iterdir()) == [path], "no index file next to the input"
+    assert list(tmp_path.iterdir()) == [path], "reading must not write an index file next to the input"
 
     every_sixth = open_source(settings(["t2m"], step_hours=6), part("2019-03-01", "2019-03-31"), [path])
     np.testing.assert_array_equal(fields(every_sixth)[:, 0], truth.t2m.values[::6])
@@ -188,7 +188,7 @@ def test_real_grib_is_what_cfgrib_reads(tmp_path: Path) -> None:
 
 
 def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
-    """Return the file as plain xarray reads it; GRIB contains the exact values of `states`."""
+    """Return the file as plain xarray reads it; for GRIB return `states`, because GRIB stores them exactly."""
     if form == "grib":
         return states
     keys: dict[str, Any] = {"zarr": {"engine": "zarr", "consolidated": False}, "netcdf3": {"engine": "scipy"}}
@@ -201,7 +201,7 @@ def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
 def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -> None:
     states = atmosphere()
     stored = states if north_first else states.isel(latitude=slice(None, None, -1))
-    path = write(stored, tmp_path / "file", form)  # without a suffix: the content decides
+    path = write(stored, tmp_path / "file", form)  # without a suffix, so that the content decides
     truth = truth_of(stored, path, form).sortby("latitude", ascending=False)
     channels = ["t@500", "u10", "z@200", "t2m", "t@850"]
     source = open_source(settings(channels), part(), [path])
@@ -232,7 +232,7 @@ def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) ->
     north_first = truth_of(states, path, form).sortby("latitude", ascending=False)
     source = open_source(settings(["u10", "z@500"], crop=(7, 11), downsample=3), part(), [path])
     values = fields(source, 3)
-    assert values.shape == (4, 2, 2, 3)  # 7x11 points hold 2x3 blocks of 3x3
+    assert values.shape == (4, 2, 2, 3)  # a grid of 7x11 points has 2x3 complete blocks of 3x3
     raw = np.stack([north_first.u10, north_first.z.sel(level=500).transpose("time", "latitude", "longitude")], 1)
     for index in np.ndindex(values.shape):
         t, c, i, j = index
@@ -247,7 +247,7 @@ def test_crop_and_downsampling_against_a_slow_loop(tmp_path: Path, form: str) ->
 def test_spread_over_files(tmp_path: Path, form: str) -> None:
     """Files per day and channel are joined, in any order.
 
-    Some have another format, with latitudes from south to north.
+    Some files have another format, with latitudes from south to north.
     """
     states = atmosphere(names=("t2m", "u10"))
     paths = []
@@ -266,10 +266,10 @@ def test_spread_over_files(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.slow
 def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
-    """Axes and variables are found by all usual names.
+    """Axes and variables are found under all usual names.
 
-    These are the names of the climate data store's present NetCDF, short names, long names of variables, and levels in
-    pascals.
+    The test has the names in the climate data store's current NetCDF files, short names, long names of variables, and
+    levels in pascals.
     """
     states = atmosphere(names=("t2m", "z"))
     present = states.rename(time="valid_time", level="pressure_level").expand_dims(number=1)
@@ -300,7 +300,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
     xarray's view of a file cannot contain such variables.
     """
     states, path = atmosphere(), tmp_path / "mixed.grib"
-    write_grib(states[["u10", "z", "t"]].isel(time=slice(None, None, -1)), path)  # in reverse order
+    write_grib(states[["u10", "z", "t"]].isel(time=slice(None, None, -1)), path)  # times in reverse order
     write_grib(states[["t2m"]].isel(time=slice(4, None)), path, "ab")
     source = open_source(settings(["z@850", "u10"]), part(), [path])
     np.testing.assert_array_equal(fields(source), np.stack([states.z.sel(level=850), states.u10], axis=1))
@@ -309,7 +309,8 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
     later = open_source(settings(["u10", "t2m"]), part("2020-02-28", "2020-03-01"), [path])
     np.testing.assert_array_equal(fields(later)[:, 1], states.t2m[4:])
 
-    forecast = tmp_path / "forecast.grib"  # valid 6 h after its base time: two steps from each of two bases
+    # valid 6 h after the base time: two forecast steps from each of two base times
+    forecast = tmp_path / "forecast.grib"
     for base in range(0, 8, 2):
         for ahead in (1, 2):
             shifted = states[["t2m"]].isel(time=[base + ahead]).assign_coords(time=states.time.values[[base]])
@@ -325,12 +326,12 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("downsample", [1, 3])
 def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str, downsample: int) -> None:
-    """Memory stays within `bytes_per_row` for each row of a block.
+    """A block needs at most `bytes_per_row` of memory per row.
 
-    Only Python's own buffers are measured, not the libraries' buffers for a chunk or a message.
+    The test measures only Python's buffers, not the libraries' buffers for a chunk or a message.
     """
     states = atmosphere(hours=400, step=1, names=("t2m", "u10", "z"), height=60, width=90)
-    if form == "grib":  # slow to write
+    if form == "grib":  # GRIB is slow to write
         states = states.isel(time=slice(0, 100))
     path = write(states, tmp_path / "file", form, chunk=4)
     source = open_source(settings(["t2m", "z@500"], downsample=downsample), part(), [path])
@@ -345,7 +346,7 @@ def test_memory_is_bounded_by_what_bytes_per_row_says(tmp_path: Path, form: str,
         tracemalloc.stop()
     bound = block * source.bytes_per_row
     assert peak < bound + 200_000
-    assert bound < min(12 * 4 * block * 2 * 60 * 90, states.nbytes / 2), "the bound must be small enough"
+    assert bound < min(12 * 4 * block * 2 * 60 * 90, states.nbytes / 2), "the bound must be much smaller than the data"
 
 
 # ------------------------------------------------------------------------------------------------------- mistakes
@@ -461,7 +462,7 @@ def test_mistakes_end_in_one_clear_message(tmp_path: Path, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["netcdf4", "packed", "netcdf3", "grib"])
 def test_torn_files(tmp_path: Path, form: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A file that is cut anywhere is called torn, and the libraries print nothing."""
+    """A file that is truncated at any position is reported as torn, and the libraries print nothing."""
     content = write(atmosphere(names=("t2m",)), tmp_path / "file", form).read_bytes()
     for share in (0.02, 0.3, 0.6, 0.9, 0.999):
         (tmp_path / "torn").write_bytes(content[: int(len(content) * share)])
@@ -485,9 +486,9 @@ def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_grib_without_its_extra_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GRIB file without the `grib` extra is refused with the remedy.
+    """Without the `grib` extra, a GRIB file is refused with the remedy.
 
-    The extra has 180 MB, and the demo does not need it.
+    The extra needs 180 MB, and the demo does not need GRIB.
     """
     monkeypatch.setitem(sys.modules, "cfgrib", None)
     (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
@@ -504,7 +505,8 @@ def test_another_order_of_points_is_refused(tmp_path: Path) -> None:
 def test_a_missing_value_has_a_date_and_a_place(tmp_path: Path, downsample: int) -> None:
     """A missing value is reported with its date and position.
 
-    It is NaN, a fill value, a bitmap, or the number that NetCDF's library leaves in unwritten floats.
+    A missing value is NaN, a fill value, an entry of a bitmap, or the number that NetCDF's library leaves in unwritten
+    floats.
     """
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan
@@ -517,7 +519,9 @@ def test_a_missing_value_has_a_date_and_a_place(tmp_path: Path, downsample: int)
         message = refused(file, downsample=downsample)
         assert f"channel 't2m' has no value at 2020-02-27 12:00 at latitude {place} (1 " in message
         shape = (16, 1, 3, 12)
-        assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, "outside the crop"
+        assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, (
+            "a missing value outside the crop must not matter"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- from a Zarr store
@@ -607,7 +611,7 @@ def test_stores_that_are_none(tmp_path: Path) -> None:
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Server of a folder; while `refusing`, chunks of t2m end in an error, as from an overloaded server."""
+    """Server of a folder. While `refusing` is positive, requests for chunks of t2m fail, as on an overloaded server."""
 
     refusing = 0
     login: str | None = None
@@ -639,7 +643,7 @@ def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
     Server.refusing = 2
     acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/served"), tmp_path / "out.nc")
-    assert Server.refusing == 0, "temporary errors are retried"
+    assert Server.refusing == 0, "temporary errors must be retried"
     truth = atmosphere(names=("t2m",)).sel(time=slice("2020-02-28", "2020-02-29"))
     np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, truth.t2m)
 

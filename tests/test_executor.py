@@ -1,4 +1,4 @@
-"""The Slurm executor of this project, on top of the plugin's: which jobs stay active when Slurm's replies change."""
+"""This project's Slurm executor, which extends the plugin: which jobs stay active when Slurm's replies change."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_a_preempted_job_has_failed_unless_slurm_requeues_it(executor: Executor,
 
 
 def test_a_job_that_slurm_no_longer_lists_has_failed(executor: Executor, slurm: Slurm) -> None:
-    """Only after a quarter of an hour, in which Slurm replied: an element of a pending array is listed by its array."""
+    """A job that Slurm no longer lists has failed after 15 minutes of replies. A pending array's job is listed by its
+    array.
+    """
     jobs = [job("1"), job("2_3")]
     slurm.states = {"1": "RUNNING", "2": "PENDING"}
     assert active(executor, jobs) == jobs
@@ -104,7 +106,7 @@ def test_a_job_that_slurm_no_longer_lists_has_failed(executor: Executor, slurm: 
 
 
 def test_jobs_under_query_are_cancelled_too(executor: Executor, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snakemake's list is empty while the status is queried."""
+    """Jobs whose status is being queried are cancelled, too, although Snakemake's list is empty during the query."""
     cancelled = list[str]()
     monkeypatch.setattr(
         SlurmExecutor, "cancel_jobs", lambda self, jobs: cancelled.extend(str(each.external_jobid) for each in jobs)

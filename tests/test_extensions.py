@@ -1,4 +1,4 @@
-"""Extensions are removable: without one of them, or without all, the rest works."""
+"""Extensions are removable: without one extension, or without all of them, everything else works."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.conftest import ROOT
 
 NAMES = [*registry.extensions()]
 COMMANDS = {name: [*getattr(module, "COMMANDS", [])] for name, module in registry.extensions().items()}
-#: Extensions to remove: all, or one.
+#: Extensions to remove: all of them, or a single one.
 REMOVED = [pytest.param(NAMES, id="all"), *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in NAMES)]
 
 
 def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with the package in `folder`."""
+    """Run a command with the package in `folder`; return the completed process."""
     environment = {**os.environ, "PYTHONPATH": str(folder / "workflow_scripts")}
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -53,7 +53,7 @@ def test_commands_of_a_removed_extension_are_gone(repository: Path, removed: lis
 @pytest.mark.slow
 @pytest.mark.parametrize("removed", REMOVED)
 def test_plans_run_without_an_extension(repository: Path, removed: list[str]) -> None:
-    """Without an extension, a dry run of all plans of the demo succeeds."""
+    """Without an extension, a dry run of all the demo's plans succeeds."""
     done = called(repository, "-m", "snakemake", "--dry-run")
     assert done.returncode == 0 and "starter_demo.single (train): never made" in done.stderr, done.stderr
 
@@ -61,7 +61,7 @@ def test_plans_run_without_an_extension(repository: Path, removed: list[str]) ->
 @pytest.mark.long
 @pytest.mark.parametrize("removed", [pytest.param(NAMES, id="all")])
 def test_the_core_alone_trains_measures_and_reports(repository: Path, removed: list[str]) -> None:
-    """Without extensions, the smallest study and a study outside the package run up to their pages."""
+    """Without extensions, the smallest study and an external study run up to their pages."""
     done = called(repository, "-m", "dlscale", "new-study", "waves")
     assert done.returncode == 0, done.stderr
     for words in (["starter_demo"], ["waves_ladder", "--configfile", "waves/waves_run.yaml"]):

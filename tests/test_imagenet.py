@@ -1,4 +1,4 @@
-"""Images: packs of folders, torchvision's crops, and the study that classifies them."""
+"""Images: packs of image folders, torchvision's crops, and the study that classifies images."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def picture(seed: int, height: int, width: int) -> Image.Image:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, str]:
-    """Return folders of 3 classes, with 4 training and 2 validation images each.
+    """Return folders of 3 classes, each with 4 training images and 2 validation images.
 
     Sizes, suffixes and colour modes vary.
     """
@@ -95,7 +95,7 @@ def samples(folder: Path, split: str, **more: Any) -> Images:
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_pack_holds_the_files_as_they_are(tmp_path: Path, folders: dict[str, str], shards: int) -> None:
-    """Packs contain all files unchanged, class by class in sorted order, for any number of packs."""
+    """For any number of packs, packs contain all files unchanged, class by class in sorted order."""
     data = make_dataset(tmp_path / "data", settings(folders, shards={"train": shards}))
     manifest = Manifest.read(data / "manifest.json")
     assert manifest.extra["classes"] == CLASSES and manifest.fields["labels"].classes == 3
@@ -117,7 +117,7 @@ def test_a_pack_holds_the_files_as_they_are(tmp_path: Path, folders: dict[str, s
 def test_decoded_images_are_reduced_to_the_edge(
     tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded images are reduced to the shorter edge by Pillow's bilinear filter; smaller ones are not enlarged."""
+    """Pillow's bilinear filter reduces the shorter edge of decoded images; smaller images are not enlarged."""
     monkeypatch.setattr(packs_module, "EDGE", 50)
     data = make_dataset(tmp_path / "data", settings(folders, form="decoded"))
     for split in ("train", "valid"):
@@ -146,7 +146,7 @@ def emptied(folder: Path) -> None:
 
 
 BAD = "not a readable image"
-#: Path of the damage, function that damages it, and words of the message.
+#: Damaged path, function that causes the damage, and words of the message, by kind of damage.
 BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": ("train/bee/0.jpg", lambda file: file.write_bytes(file.read_bytes()[:-300]), f"bee/0.jpg: {BAD}"),
     "no image": ("train/bee/0.jpg", lambda file: file.write_text("no image"), f"bee/0.jpg: {BAD}"),
@@ -199,7 +199,7 @@ def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], 
 def test_every_format_is_packed_and_every_skipped_file_counted(
     tmp_path: Path, folders: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All formats in docs/data.md are packed, also from nested folders; skipped files are counted by reason."""
+    """All formats in docs/data.md are packed, even from nested folders; skipped files are counted by reason."""
     ape, images = tmp_path / "train/ape", picture(3, 20, 30)
     wanted = ["w.webp", "t.tif", "t2.TIFF", "b.bmp", "g.gif", "j.jp2", "p.ppm", "q.JFIF", "more/deep/1.jpg", "link.png"]
     for name in wanted[:-1]:
@@ -216,12 +216,12 @@ def test_every_format_is_packed_and_every_skipped_file_counted(
         data = make_dataset(tmp_path / "data", settings(folders, shards={"train": 2}))
     manifest = Manifest.read(data / "manifest.json")
     assert sum(file.rows for file in manifest.files("train")) == 12 + len(wanted)
-    # Each split has three notes.txt, one per class.
+    # Each split has three files notes.txt, one per class.
     counts = "3 hidden, 3 format .txt, 1 not in a class folder, 1 link to a folder, 1 no suffix, 1 format .heic"
     assert manifest.facts[2:] == [f"train: 10 files skipped ({counts})", "valid: 3 files skipped (3 format .txt)"]
     assert f"{tmp_path}/train: 10 files skipped: {counts}" in caplog.text
     assert "skipped, hidden: .trash/1.jpg, ape/.h.jpg, ape/.ipynb_checkpoints/0.jpg" in caplog.text
-    assert caplog.text.count("train: 10 files skipped") == 1, "once per split"
+    assert caplog.text.count("train: 10 files skipped") == 1, "the warning must appear once per split"
 
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
@@ -245,9 +245,9 @@ def _acquire(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def pack_states(source: dict[str, Any], made: Path = Path("nowhere"), **more: Any) -> dict[str, Any]:
-    """Return each pack's settings and the state of its files, as a new call of the workflow finds them.
+    """Return the settings of each pack and the state of its files, as a new call of the workflow sees both.
 
-    A change of either makes a pack again. `made` is the folder of an existing dataset.
+    A change of the settings or of the files makes the pack again. `made` is the folder of an existing dataset.
     """
     image_folders.shard_digests.cache_clear()
     dataset = ImagenetDataset.model_validate(settings(source, shards={"train": 3}, **more))
@@ -259,7 +259,7 @@ def pack_states(source: dict[str, Any], made: Path = Path("nowhere"), **more: An
 
 
 def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders: dict[str, str]) -> None:
-    """Only packs with changed files are made again; a restored file counts as unchanged."""
+    """Only packs whose files changed are made again; a restored file counts as unchanged."""
     before = pack_states(folders)
     (tmp_path / "train/ape/notes.txt").write_text("other notes")
     assert pack_states(folders) == before
@@ -267,9 +267,9 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
     def changed() -> set[str]:
         return {name.removesuffix(".h5") for name, what in pack_states(folders).items() if what != before[name]}
 
-    image = tmp_path / "train/bee/2.jpg"  # the seventh of twelve, which are in packs of four
+    image = tmp_path / "train/bee/2.jpg"  # the seventh of twelve images; each pack has four
     content, stat = image.read_bytes(), image.stat()
-    image.write_bytes(content)  # only the file's time changes, not the folder's
+    image.write_bytes(content)  # changes the file's time but not the folder's time
     assert changed() == {"train-0001"}
     os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert changed() == set()
@@ -286,13 +286,13 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
         changed()
     link.unlink()
     for split in ("train", "valid"):
-        (tmp_path / split / "ape").rename(tmp_path / split / "dog")  # changes the labels of all images
+        (tmp_path / split / "ape").rename(tmp_path / split / "dog")  # a renamed class changes the labels of all images
     assert changed() == {"train-0000", "train-0001", "train-0002", "valid-0000"}
 
 
 @pytest.mark.slow
 def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, str]) -> None:
-    """Packs stay after their folders are gone: a pack records the state of its files."""
+    """Packs are kept after their folders were deleted, because a pack records the state of its files."""
     data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
     before = pack_states(folders, data)
     assert len({look for _, look in before.values()}) == 4
@@ -300,7 +300,9 @@ def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, 
         shutil.rmtree(tmp_path / split)
         assert pack_states(folders, data) == before
     assert pack_states(folders, data, form="decoded").keys() == before.keys()
-    assert all(look is None for _, look in pack_states(folders).values()), "there is no pack"
+    assert all(look is None for _, look in pack_states(folders).values()), (
+        "without a pack, the state of deleted folders is unknown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ def test_bad_runs_are_one_message(changes: dict[str, Any], words: str) -> None:
 
 
 def test_a_folder_is_packed_where_jobs_run() -> None:
-    """A folder is packed in a job, since this needs no network; doctor looks for folders, not for packs."""
+    """A folder is packed in a job, which needs no network. The doctor looks for folders, not for packs."""
     datasets = resolve.load({"targets": ["imagenet_published"]}).workflow.datasets
     expected: dict[str, list[str]] = {"published": ["data/imagenet/train", "data/imagenet/val"], "simulated": []}
     for name, files in expected.items():
@@ -348,7 +350,7 @@ def test_a_folder_is_packed_where_jobs_run() -> None:
 
 
 def get_params(draws: Any, height: int, width: int, scale: Any, ratio: Any) -> tuple[int, int, int, int]:
-    """`RandomResizedCrop.get_params` of torchvision 0.20, restated; `draws` are its random numbers, in their order."""
+    """`RandomResizedCrop.get_params` of torchvision 0.20, restated; `draws` gives its random numbers in order."""
     area = height * width
     log_ratio = [math.log(each) for each in ratio]
     for _ in range(10):
@@ -372,7 +374,7 @@ def get_params(draws: Any, height: int, width: int, scale: Any, ratio: Any) -> t
 
 
 class Draws:
-    """Random numbers of one sample, taken one by one from the counter-based words."""
+    """Random numbers of one sample, taken one at a time from the counter-based words."""
 
     def __init__(self, seed: int, epoch: int, index: int) -> None:
         def words(stream: str) -> list[int]:
@@ -390,9 +392,9 @@ class Draws:
 
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.9, 1.0), (1.0, 1.0)])
 def test_random_crops_are_torchvisions(scale: tuple[float, float]) -> None:
-    """Random crops equal torchvision's, of one image or of many together.
+    """Random crops equal torchvision's, for one image or for many images at once.
 
-    After ten failed tries torchvision takes the middle. Images are both high and wide.
+    After ten failed tries torchvision uses the centre. Some images are portraits, others are landscapes.
     """
     edges = np.array([(37, 50), (50, 37), (200, 20), (20, 200), (64, 64), (1, 9), (300, 299)] * 40)
     found = random_crops(3, 2, 11, edges, scale)
@@ -407,9 +409,9 @@ def test_random_crops_are_torchvisions(scale: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, str], form: str) -> None:
-    """Training samples are Pillow's crop, resize and mirror, one after the other.
+    """Training samples equal Pillow's crop, resize and mirror, in this order.
 
-    Each image is used once per epoch, and in another order in the next.
+    Each image is used once per epoch, in a different order in each epoch.
     """
     data = make_dataset(tmp_path / "data", settings(folders, form=form, shards={"train": 2}))
     train_samples = samples(data, "train")
@@ -435,11 +437,11 @@ def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, s
 
 @pytest.mark.parametrize("resize", [32, 35])
 def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str], resize: int) -> None:
-    """Validation samples are torchvision's Resize and CenterCrop, always the same and in order.
+    """Validation samples equal torchvision's Resize and CenterCrop, always the same and in order.
 
-    The middle 24 of 35 rows begin at 5.5, which is rounded to 6.
+    The centre 24 of 35 rows begin at 5.5, which is rounded to 6.
     """
-    for path in sorted(tmp_path.glob("valid/*/1.*")):  # some are high, others wide
+    for path in sorted(tmp_path.glob("valid/*/1.*")):  # some images are portraits, others are landscapes
         with Image.open(path) as image:
             image.rotate(90, expand=True).save(path)
     data = make_dataset(tmp_path / "data", settings(folders))
@@ -479,7 +481,7 @@ def test_loaders_deliver_the_same_samples(
 ) -> None:
     """All loaders deliver the same samples, on any rank, from any step, and after an abandoned epoch.
 
-    DALI's samples differ by the rounding of another decoder and filter.
+    DALI's samples differ by rounding, because DALI has another decoder and another filter.
     """
     data = make_dataset(tmp_path / "data", settings(folders, form=form, shards={"train": 2}))
     for split, rank in itertools.product(("train", "valid"), (0, 1)):
@@ -499,7 +501,7 @@ def test_loaders_deliver_the_same_samples(
 def test_dali_serves_ranks_that_have_nothing(tmp_path: Path, folders: dict[str, Any]) -> None:
     """DALI gives an empty batch to a rank without samples.
 
-    Of twelve images in batches of five the last batch has two: the first of three ranks has none.
+    With twelve images in batches of five, the last batch has two images, so that the first of three ranks gets none.
     """
     data = make_dataset(tmp_path / "data", settings(folders))
     with closing(dali(samples(data, "train"), Share(5, 0, 3))) as loader:
@@ -509,7 +511,7 @@ def test_dali_serves_ranks_that_have_nothing(tmp_path: Path, folders: dict[str, 
 
 
 def blank(pack: Path, row: int) -> None:
-    """Overwrite the beginning of an image of a pack with zeros."""
+    """Overwrite the beginning of an image in a pack with zeros."""
     stored, first = bytearray(pack.read_bytes()), Pack(pack).index[row, 0]
     start = stored.find(Pack(pack).bytes[first : first + 64].tobytes())
     stored[start : start + 64] = bytes(64)
@@ -527,7 +529,7 @@ def test_a_damaged_image_is_one_message_from_dali(tmp_path: Path, folders: dict[
 
 
 def test_the_published_loader_restated_makes_such_samples(tmp_path: Path, folders: dict[str, str]) -> None:
-    """The published loader, which the benchmark compares with ours, delivers bytes, [B, C, H, W], and labels."""
+    """The published loader, with which the benchmark compares ours, delivers bytes [B, C, H, W] and labels."""
     (Path(folders["train"]) / ".hidden").rmdir()
     torch.manual_seed(0)
     loader = published.image_loader(Path(folders["train"]), 24, 5, 0)
@@ -570,7 +572,7 @@ def test_the_published_plan_says_what_the_program_did() -> None:
     assert (run.optimizer.kind, run.optimizer.lr, run.optimizer.momentum) == ("sgd", 0.1, 0.9)
     assert run.optimizer.weight_decay == 1e-4
     assert (run.samples.size, run.samples.resize, run.samples.scale) == (224, 256, (0.08, 1.0))
-    # Rates in the log of the run on 64 GPUs: 5.2 after warm-up, 0.0052 at the end.
+    # Learning rates in the log of the run on 64 GPUs: 5.2 after warm-up, 0.0052 at the end.
     peak = peak_rate(run.schedule, run.optimizer.lr, run.batch_size)
     steps = -(-1_281_167 // run.batch_size)
     rates = [learning_rate(run.schedule, peak, epoch * steps, 90 * steps, steps) for epoch in (5, 30, 60, 80, 89)]
@@ -578,7 +580,7 @@ def test_the_published_plan_says_what_the_program_did() -> None:
 
 
 def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
-    """Metrics are fractions of correct predictions by counting, also for the most frequent training classes."""
+    """Metrics equal counted fractions of correct predictions, also for the answer "most frequent training classes"."""
     dataset = settings({"kind": "simulated", "train": 60, "valid": 37, "edges": [34, 48]})
     folder = make_dataset(tmp_path / "data", dataset)
     over = {
@@ -614,7 +616,7 @@ def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
-    """Top-5 accuracy equals the result of sorting, for any order in memory.
+    """Top-5 accuracy equals the result of sorting, for any memory layout.
 
     The published program fails on logits that are not contiguous.
     """
@@ -628,14 +630,14 @@ def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
     assert found["top5"].tolist() == (order[:, :5] == labels.numpy()[:, None]).any(axis=1).tolist()
 
 
-#: Precision in dlscale for each of Apex's levels.
+#: Precision in dlscale for each of Apex's optimisation levels.
 APEX = {"O0": "fp32", "O1": "fp16", "O2": "fp16_master", "O3": "fp16_pure"}
 
 
 def test_training_accuracy_is_that_of_the_batches_before_they_are_learnt(
     tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
-    """Training accuracy of a one-batch epoch belongs to the initial weights, with the batch's own statistics."""
+    """Training accuracy of a one-batch epoch belongs to the initial weights and the batch's own statistics."""
     over = {**TINY["imagenet_resnet50"]["run"], "batch_size": 40, "training": {"epochs": 1}}
     config = make_run(tmp_path / "run", "imagenet_resnet50", over, TINY["imagenet_resnet50"]["dataset"])
     manifest = tiny_data("imagenet_resnet50") / "manifest.json"
@@ -653,11 +655,11 @@ def test_training_accuracy_is_that_of_the_batches_before_they_are_learnt(
 @pytest.mark.slow
 @pytest.mark.parametrize("level", APEX)
 def test_apex_levels_train(tmp_path: Path, tiny_data: Callable[[str], Path], level: str) -> None:
-    """Each level trains in its number formats, channels last, to a lower loss; a smaller last batch counts, too."""
+    """Each level trains in its number formats, channels last, to a lower loss; a smaller last batch also counts."""
     over = {
         **TINY["imagenet_resnet50"]["run"],
         "precision": APEX[level],
-        "batch_size": 16,  # of 40 images the last batch has 8
+        "batch_size": 16,  # with 40 images, the last batch has 8
         "memory_format": "channels_last",
         "training": {"epochs": 3},
     }

@@ -1,4 +1,4 @@
-"""`dlscale import`: TensorBoard logs of other programs next to dlscale's runs, on the page and in TensorBoard."""
+"""`dlscale import`: other programs' TensorBoard logs next to dlscale's runs, on the page and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ Values = dict[str, float]
 
 
 def write(path: Path, rows: list[tuple[int, float, Values]], start: float = START, make: Any = None) -> Path:
-    """Write an event file of (step, seconds since `start`, values); `make` turns a number into a summary's value."""
+    """Write an event file from (step, seconds since `start`, values); `make` turns a tag and number into a summary
+    value.
+    """
     make = make or (lambda tag, value: Summary.Value(tag=tag, simple_value=value))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -49,7 +51,7 @@ def as_tensor(tag: str, value: float) -> Summary.Value:
 
 
 def unet(path: Path, **more: Any) -> Path:
-    """Write a log as the published U-Net's program does, of 3 epochs of 8 steps."""
+    """Write a log of 3 epochs of 8 steps, like the published U-Net's program."""
     rows: list[tuple[int, float, Values]] = [(0, 0.0, {"Loss/train": 0.5, "Loss/valid": 0.5})]
     for epoch in (1, 2, 3):
         rows.append((8 * epoch, 10.0 * epoch, {"Loss/train": 0.4 / epoch, "Learning Rate": 1e-3}))
@@ -59,7 +61,7 @@ def unet(path: Path, **more: Any) -> Path:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the results folder of the working directory."""
+    """Return the results folder in the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "results"
 
@@ -87,13 +89,13 @@ def test_a_log_becomes_a_reference(results: Path, tmp_path: Path, capfd: pytest.
 
 
 def test_numbers_as_tensors_and_files_in_turn(results: Path, tmp_path: Path) -> None:
-    """Scalars in TensorFlow 2's form are read, and steps that a restarted program repeats count once."""
+    """Scalars in TensorFlow 2's form are read. Steps that a restarted program repeats count once."""
     folder = tmp_path / "theirs"
     write(folder / "events.out.tfevents.1.a", [(n, n, {"Loss/valid": 1.0}) for n in (8, 16, 24)], make=as_tensor)
     write(folder / "events.out.tfevents.2.a", [(n, 90 + n, {"Loss/valid": 0.5}) for n in (24, 32)])
     assert bring(folder) == 0
     found = Reference.read(results / "references/theirs/reference.json")
-    # Without step 0, time counts from the beginning of the first file, 30 s earlier.
+    # Without a step 0, time counts from the beginning of the first file, 30 s before its first point.
     assert found.curves == {"loss/valid": [(8, 38, 1.0), (16, 46, 1.0), (24, 144, 0.5), (32, 152, 0.5)]}
 
 
@@ -128,7 +130,7 @@ def test_epochs_from_zero_end_after_the_first_one(
     first: int,
     message: str,
 ) -> None:
-    """Point 0 of a log that counts epochs from 0 is drawn after the first epoch.
+    """In a log that counts epochs from 0, point 0 is drawn after the first epoch.
 
     Epoch e ends 100 (e + 1) s after the writer began.
     """
@@ -142,7 +144,7 @@ def test_epochs_from_zero_end_after_the_first_one(
     shift = int("from 0" in printed)
     assert points(found, "loss/valid", "samples") == [(500 * (step + shift), 1.0) for step in steps["Val"]]
     assert points(found, "loss/valid", "samples")[0][0] == 500 * first
-    begin = 0 if first else 100  # start of time: the writer, or the untrained model
+    begin = 0 if first else 100  # time starts with the writer, or with the untrained model
     assert [x for x, _ in points(found, "loss/valid", "time")] == [100 * (step + 1) - begin for step in steps["Val"]]
 
 
@@ -163,7 +165,7 @@ def curve(*steps: int, value: float = 1.0) -> list[tuple[int, float, Values]]:
     return [(step, float(number), {"Loss/valid": value}) for number, step in enumerate(steps)]
 
 
-#: Logs of a folder by name, the values that are kept, and words of the message.
+#: Logs of a folder by name, kept values, and words of the message.
 LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "two trainings": (
         {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
@@ -214,22 +216,23 @@ def test_time_begins_with_the_first_file_that_counts(
 ) -> None:
     """Time begins with the first file that has valid points.
 
-    A try that ended before its first point does not count, nor does a training that a later one replaces.
+    A try that ended before its first point does not count. A training that a later training replaces does not count
+    either.
     """
     write(tmp_path / "log/events.out.tfevents.1", [*first, (1, 0.0, {"note": 1.0})])
     write(tmp_path / "log/events.out.tfevents.2", curve(10, 20), start=START + 5000)
     assert bring(tmp_path / "log") == 0
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
-    assert [seconds for _, seconds, _ in found] == [30.0, 31.0]  # the file's first event is 30 s earlier
+    assert [seconds for _, seconds, _ in found] == [30.0, 31.0]  # the file's first event is 30 s before its first point
 
 
 @pytest.mark.parametrize("every", [1, 25, 34])
 def test_validations_by_epoch_among_iterations_are_named(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int
 ) -> None:
-    """Validations with epoch numbers among training with iterations are reported.
+    """Validations that count epochs are reported if the training counts iterations.
 
-    Both would be drawn over one axis.
+    Otherwise both would be drawn over the same axis.
     """
     rows: list[tuple[int, float, Values]] = [(step, float(step), {"Loss/train": 1.0}) for step in range(1, 101)]
     rows += [(every * number, 25.0 * number, {"Loss/valid": 1.0}) for number in range(1, 5)]
@@ -241,7 +244,7 @@ def test_validations_by_epoch_among_iterations_are_named(
 def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
     """Links that a user names are followed.
 
-    Links in a results folder are not: another user may have made them.
+    Links in a results folder are not followed, because another user may have made them.
     """
     path = write(tmp_path / "elsewhere/events.out.tfevents.1", curve(0, 1))
     for link, target in ((tmp_path / "log/events.out.tfevents.1", path), (tmp_path / "folder", path.parent)):
@@ -252,7 +255,7 @@ def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
 
 
 def add(folder: Path, steps: range, value: float, **more: Any) -> None:
-    """Log like PyTorch's writer; the new file's name follows the existing ones."""
+    """Log like PyTorch's writer; the name of the new file sorts after the names of the existing files."""
     with SummaryWriter(str(folder), **more) as writer:
         for step in steps:
             writer.add_scalar("Loss/valid", value, step)
@@ -276,7 +279,7 @@ def test_abandoned_points_are_those_of_tensorboard(
     assert (f"loss/valid: {void} points left out, of an abandoned try" in printed) == bool(void)
     seen = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert sorted((step, value) for _, step, value in seen) == expected
-    # TensorBoard takes a folder in the log for another run. Steps of an abandoned try were made, too.
+    # TensorBoard treats a folder inside the log as another run. Steps of an abandoned try were real steps.
     add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
     both = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert len(both) == len(expected) + 3
@@ -304,7 +307,7 @@ def test_a_long_curve_is_thinned_out_and_says_so(
 
 
 def test_folders_below_are_named(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """If a folder has no scalars, the message names its subfolders that have some.
+    """If a folder has no scalars, the message names its subfolders with scalars.
 
     Keras and PyTorch's add_scalars write such folders.
     """
@@ -327,7 +330,7 @@ def test_folders_below_are_named(results: Path, tmp_path: Path, capfd: pytest.Ca
 
 
 def flipped(content: bytes) -> bytes:
-    """Change a byte of the second record."""
+    """Change one byte of the second record."""
     start = content.index(b"Loss/train")
     return content[:start] + b"l" + content[start + 1 :]
 
@@ -355,7 +358,7 @@ def test_damage_is_one_message(results: Path, tmp_path: Path, capfd: pytest.Capt
     assert bring(log) == 2
     line = error_line(capfd)
     assert message in line and str(log) in line
-    assert not list(results.glob("references/*")), "a reference is complete or missing"
+    assert not list(results.glob("references/*")), "a reference must be complete or missing"
 
 
 def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) -> None:
@@ -432,7 +435,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
     rows = json.loads(spec[1])["layer"][0]["data"]["values"]
     ours, theirs = ([row for row in rows if row["run"] == run] for run in ("a · ours", "<b>"))
     assert all({"step", "samples", "time"} <= row.keys() for row in rows)
-    # The run has steps 8, 16 and 24, like the reference after its step 0.
+    # The run has steps 8, 16 and 24; the reference has the same steps after its step 0.
     assert [row["step"] for row in ours] == [row["step"] for row in theirs[1:]] == [8, 16, 24]
     assert max(theirs, key=lambda row: row["value"]) is theirs[0]
 
@@ -442,7 +445,7 @@ def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[str], Path]) -> Path:
-    """Return a results folder with a run, and with the published log of the U-Net, imported."""
+    """Return a results folder with a run and the imported log of the published U-Net."""
     folder = results / "plans" / "p" / "r"
     make_run(folder, "cosmo_unet", COSMO_RUN, COSMO)
     assert train(folder, cosmo_data / "manifest.json") == 0
@@ -452,7 +455,7 @@ def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[st
 
 @pytest.mark.slow
 def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
-    """TensorBoard shows the published log and a run under the same tags, from step 0, in iterations."""
+    """TensorBoard shows the published log and a run under the same tags, over iterations from step 0."""
     board = EventMultiplexer()
     board.AddRunsFromDirectory(str(beside)).Reload()
     ours, theirs = "plans/p/r/tensorboard", "references/sc22_base"
@@ -462,7 +465,7 @@ def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
     for tag in ("Loss/train", "Loss/valid"):
         assert board.Scalars(ours, tag)[0].step == board.Scalars(theirs, tag)[0].step == 0
     found = Reference.read(beside / "references/sc22_base/reference.json")
-    # 10 epochs of 65,536 crops in about two hours; 4.84e-3 is the published loss.
+    # 10 epochs of 65,536 crops took about two hours; the published loss is 4.84e-3.
     assert [x for x, _ in points(found, "loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
     assert points(found, "loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
     assert 1.5 < points(found, "loss/valid", "time")[-1][0] / 3600 < 2.5

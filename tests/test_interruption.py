@@ -1,4 +1,4 @@
-"""Requests to save or to end during an epoch: no work is lost, and the result stays the same."""
+"""Requests to save or to end during an epoch: no work is lost, and the result is unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tests.waiting import PATIENCE, until
 
 STOPPED = 75
 TORCHRUN = [*(sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", "-m", "dlscale")]
-#: Drop-out shows a random state that is not restored; 10 steps per epoch, the last one smaller.
+#: Settings of a run: 10 steps per epoch, with a smaller last batch. Drop-out reveals a random state that was not
+#: restored.
 RUN: dict[str, Any] = {**ERA5_RUN, "model": {**ERA5_RUN["model"], "dropout": 0.2}, "training": {"epochs": 2}}
 
 
@@ -54,9 +55,9 @@ def same(one: Path, other: Path) -> None:
 def test_stopped_again_and_again_is_never_stopped(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:
-    """A training that is stopped again and again gives the result of an uninterrupted one.
+    """A training that is stopped again and again gives the result of an uninterrupted training.
 
-    Each try gets a few batches further, of training or of validation, until one completes.
+    Each try trains or validates a few more batches, until a try completes.
     """
     manifest = era5_data / "manifest.json"
     whole, stopped = (configure(tmp_path / name, loader={"workers": workers}) for name in ("whole", "stopped"))
@@ -69,7 +70,7 @@ def test_stopped_again_and_again_is_never_stopped(
         if status == 0:
             break
         assert status == STOPPED
-        assert not (stopped / "provenance.json").exists(), "this record marks a complete result"
+        assert not (stopped / "provenance.json").exists(), "only a complete result may have this record"
         newest.append(max(int(path.name.split("-")[1]) for path in stopped.glob("checkpoints/*/step-*")))
     assert newest == sorted(newest) and newest[0] == every and len(newest) > 1
     same(whole, stopped)
@@ -81,7 +82,7 @@ def test_another_loader_goes_on_bit_by_bit(
 ) -> None:
     """A training continues bit by bit with another loader.
 
-    All loaders deliver the same samples, so a checkpoint does not depend on the loader.
+    All loaders deliver the same samples, so that a checkpoint does not depend on the loader.
     """
     manifest = era5_data / "manifest.json"
     whole, stopped = (configure(tmp_path / name) for name in ("whole", "stopped"))
@@ -97,7 +98,7 @@ def test_another_loader_goes_on_bit_by_bit(
     assert json.loads((stopped / "provenance.json").read_text())["resumed_from_step"] is not None
     same(whole, stopped)
     made = [each.made_with for each in read_epochs(stopped / "metrics.jsonl")]
-    assert made.pop(epoch) is None, "both loaders took part in its time"
+    assert made.pop(epoch) is None, "the epoch must have no loader, because both loaders contributed to its time"
     assert {each["loader"]["kind"] for each in made if each} == {"direct" if poll > 0 else "torch"}
 
 
@@ -105,14 +106,14 @@ def test_another_loader_goes_on_bit_by_bit(
     ("ranks", "sums"), [(2, [[1.0, 5.0], [2.0, 7.0]]), (1, [[3.0, 12.0]]), (3, [[3.0, 12.0], [], []])]
 )
 def test_no_sum_is_lost_with_other_ranks(ranks: int, sums: list[list[float]]) -> None:
-    """No sum of losses or of a training metric is lost if the number of ranks changes."""
+    """If the number of ranks changes, no sum of losses or of a training metric is lost."""
     record = CheckpointRecord(sums=[[1.0, 5.0], [2.0, 7.0]])
     assert [record.rank_sums(rank, ranks) for rank in range(ranks)] == sums
-    assert CheckpointRecord().rank_sums(0, ranks) == [], "at the beginning of an epoch"
+    assert CheckpointRecord().rank_sums(0, ranks) == [], "at the beginning of an epoch, sums must be empty"
 
 
 def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
-    """Train as one of two ranks, which are requested to end after some steps."""
+    """Train as one of two ranks; both are asked to end after some steps."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -123,7 +124,7 @@ def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int)
 
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> None:
-    """Two ranks begin a training and one continues it from the middle of an epoch: the result equals one rank's."""
+    """Two ranks begin and one rank continues from mid-epoch. The result equals that of a single rank."""
     from tests.test_parallel import close
 
     manifest, plain = era5_data / "manifest.json", {"model": ERA5_RUN["model"]}
@@ -147,9 +148,9 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> Non
     ],
 )
 def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.Signals) -> None:
-    """A real signal to all processes, loader workers too, saves or ends a training.
+    """A real signal to all processes, including loader workers, makes a training save or end.
 
-    Slurm or a terminal sends such signals.
+    Slurm and terminals send such signals.
     """
     run = {"training": {"steps": 3000, "checkpoint_epochs": 1000}, "loader": {"workers": workers}}
     folder = configure(tmp_path / "run", **run)
@@ -193,7 +194,7 @@ def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_dat
 
 
 def begin(folder: Path, data: Path, starter: list[str]) -> subprocess.Popen[str]:
-    """Start the training of the run in `folder`, in a process group of its own."""
+    """Start the training of the run in `folder` in its own process group."""
     settings = ["--config", "config.yaml", "--manifest", str(data / "manifest.json"), "--threads", "2"]
     return subprocess.Popen(
         [*starter, "train", *settings, "--checkpoints", "checkpoints", "--out", ".", "--log", "train.log"],
@@ -255,7 +256,7 @@ def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
 def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
     """Slurm's warning does not end a process that is not training.
 
-    Slurm warns all processes of a job.
+    Slurm sends its warning to all processes of a job.
     """
     code = (
         "import os, signal, dlscale.cli as cli, dlscale.config.places as c\n"
@@ -267,7 +268,7 @@ def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
-    """If torchrun is killed, its ranks save and end."""
+    """If torchrun is killed, its ranks save their state and end."""
     settings = {"training": {"steps": 100_000, "checkpoint_epochs": 100_000}, "geometry": {"gpus_per_node": 2}}
     folder = configure(tmp_path / "run", **settings)
     process = begin(folder, era5_data, TORCHRUN)
@@ -282,7 +283,7 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
 def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
     """A kill between two saves of the same step loses neither checkpoint.
 
-    A step is saved again after a validation that was stopped is complete.
+    A step is saved a second time if its validation was first stopped and then completed.
     """
     checkpoints = Checkpoints(tmp_path, 1)
 
@@ -295,7 +296,7 @@ def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> Non
         return int(found[1]["what"].tensor) if found else None
 
     save(1)
-    # the state after a kill at this point
+    # the state that a kill at this point leaves
     (tmp_path / "step-00000010").rename(tmp_path / ".step-00000010.host.7.abcd.old")
     assert load() is None
     (tmp_path / ".step-00000011.host.7.abcd.part").mkdir()

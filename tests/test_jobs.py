@@ -1,4 +1,4 @@
-"""Jobs and their settings, without Snakemake (`tests/workflow` runs it); settings that decide the time of a step."""
+"""Jobs and their settings without Snakemake (see `tests/workflow`), and settings that change the time of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refuse(message: object) -> NoReturn:
 
 
 class Jobs(NamedTuple):
-    """Objects that the rules of a call use."""
+    """The objects that the rules of a call use."""
 
     context: Context
     commands: Commands
@@ -58,7 +58,7 @@ class Jobs(NamedTuple):
 
 
 def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, Any] | None = None) -> Jobs:
-    """Return the jobs of a plan of two runs."""
+    """Return the objects for a call with a plan of two runs."""
     plan = {
         "study": "starter_cnn",
         "settings": {"dataset": "d", **(settings or {})},
@@ -87,7 +87,7 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
 
 
 def make_jobs(context: Context) -> Jobs:
-    """Return the families of rules of a call."""
+    """Return the objects for a call."""
     commands = Commands(context)
     datasets, programs = Datasets(context, commands), Programs(context, commands)
     return Jobs(context, commands, datasets, programs, Runs(context, commands, datasets, programs), Plans(context))
@@ -110,13 +110,13 @@ def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) 
     words = [*found.runs.launch(RUN, []), found.runs.settings(RUN, []), str(found.runs.program_params(RUN))]
     assert "DLSCALE_URLS" not in words and "s3cret" not in str(words)
     assert found.context.configuration.secrets == {"***secret.tok***": "s3cret2", "***secret.API_KEY***": "s3cret"}
-    assert "DLSCALE_URLS" in found.programs.checkout_launch(RUN, []), "other stages do not get the secrets"
+    assert "DLSCALE_URLS" in found.programs.checkout_launch(RUN, []), "other stages must not get the secrets"
     other = jobs(tmp_path, {"program": {**given, "environment": {"API_KEY": "an0ther"}}})
     assert other.runs.program_params(RUN) == found.runs.program_params(RUN)
 
 
 def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
-    """A changed template makes a page again, even with the same code."""
+    """A changed template makes a page again, even if the code is unchanged."""
     found, template = jobs(tmp_path), tmp_path / "page.j2"
     ours = found.plans.page_params("title", ["p"])
     assert ours["sources"] != found.context.own_params("report", ours["settings"])["sources"]
@@ -128,9 +128,9 @@ def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
-    """A call that keeps going leaves a file in an unreadable folder out of the inputs.
+    """If a call keeps going, a file in an unreadable folder is left out of the inputs.
 
-    The check runs in a child process, which is not root.
+    The check runs in a child process that is not root.
     """
     (locked := tmp_path / "locked").mkdir(mode=0o000)
     found, file = jobs(Path("/nowhere")), locked / "a.npy"
@@ -146,7 +146,7 @@ def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
 
 
 def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
-    """A stage that an external program does not have is refused, if a call requests its files."""
+    """If a call requests files of a stage that an external program does not have, the call is refused."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
     with pytest.raises(AssertionError, match="profile: a run of an external program has no such stage; request the"):
         found.runs.profile_params(RUN)
@@ -175,7 +175,7 @@ def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None
     ],
 )
 def test_a_missing_script_is_a_failure(tmp_path: Path, command: list[str], missing: str | None) -> None:
-    """A missing script is a failure of a dry run and of doctor, not only of the job."""
+    """A missing script is a failure in a dry run and in doctor, not only in the job."""
     (tmp_path / "there.py").touch()
     found = jobs(tmp_path / "results", {"program": {"command": command, "folder": str(tmp_path)}})
     said: list[Finding] = []
@@ -197,15 +197,17 @@ def test_trials_that_are_too_short_for_a_program_are_refused(tmp_path: Path, tri
 
 
 def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks in the calling shell do not reach a stage, but those that a starter sets do.
+    """Rank variables in the calling shell do not reach a stage, but rank variables that a starter sets do.
 
-    A pod, a tutorial or a Slurm step sets such variables.
+    A pod, a tutorial or a Slurm step may set such variables in the shell.
     """
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     program, several = {"program": {"command": ["true"]}}, {"geometry": {"gpus_per_node": 2}}
     found = jobs(tmp_path, program)
-    assert found.runs.launch(RUN, [])[0] == sys.executable, "nothing is withheld if nothing is set"
+    assert found.runs.launch(RUN, [])[0] == sys.executable, (
+        "if no variable is set, the command must not remove variables"
+    )
     names = ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
     withheld = ["env", *(word for name in names for word in ("-u", name))]
     for name in names:
@@ -223,14 +225,14 @@ def test_ranks_of_the_calling_shell_reach_no_stage(tmp_path: Path, monkeypatch: 
 def test_a_value_of_a_program_is_no_setting(tmp_path: Path, name: str) -> None:
     """A program's value with the name of a setting is refused.
 
-    The command would have another batch size than the run, from which its speed is computed.
+    Otherwise the command could have a batch size different from the run's, from which the speed is computed.
     """
     with pytest.raises(UserError, match=rf"program\.values\.{name}: a setting has this name"):
         jobs(tmp_path, {"program": {"command": ["train", f"{{{name}}}"], "values": {name: 4}}})
 
 
 def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
-    """Another learning rate repeats the training, but not the timing; another number of trials the reverse."""
+    """A new learning rate repeats the training but not the timing; a new number of trials does the reverse."""
 
     def params(**settings: Any) -> list[Any]:
         found = jobs(tmp_path, settings)
@@ -263,7 +265,7 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
 
 
 def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
-    """The first run is timed with a copy of itself, if for at least ten seconds; other runs with the first."""
+    """The first run is timed with a copy of itself if timing takes ten seconds or more; other runs with the first."""
     other = SimpleNamespace(plan="p", run="b")
     for seconds, copied in ((9.9, False), (10, True)):
         found = jobs(tmp_path, {"throughput": {"beside": seconds}})
@@ -283,7 +285,7 @@ def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
     [
         ("none.pt", "none.pt", ""),
         ("plans/p/b/model_best.pt", "plans/p/b/model.pt", None),
-        # Snakemake would look for these runs among the plans, whether the file exists or not.
+        # Snakemake would look for these runs among the plans, whether or not the file exists.
         ("plans/p/c/model_best.pt", "plans/p/c/model.pt", "copy it out of {}/plans, or "),
         ("plans/q/b/model_best.pt", "plans/q/b/model.pt", "copy it out of {}/plans, or "),
     ],
@@ -364,7 +366,7 @@ def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path) -> None:
 
 
 def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
-    """Targets are plans, studies and files of datasets; options are not targets."""
+    """Targets are plans, studies and files of datasets, but not options."""
     configuration = jobs(tmp_path).context.configuration
     words = ["--cores", "plan_p", f"{tmp_path}/data/d/preview.png", "study_starter_cnn"]
     found = [target for word in words if (target := read_target(word, configuration))]
@@ -388,7 +390,7 @@ LEARNT: list[dict[str, Any]] = [
     {"samples": {"train": 8}},
     {"throughput": {"trials": 9}},
 ]
-#: Stages that run again for the first key of a setting, if not training alone.
+#: Stages that rerun after a change of a setting, by the setting's first key; unlisted keys rerun only the training.
 AGAIN: dict[str, set[str]] = {"label": set(), "samples": set(RUN_STAGES), "throughput": {"throughput"}}
 COMPUTED: list[dict[str, Any]] = [
     {"batch_size": 2},
@@ -424,9 +426,9 @@ once = functools.cache(run)
 
 @pytest.mark.parametrize("over", LEARNT, ids=str)
 def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
-    """Settings of learning change no measured speed and repeat only the training.
+    """Settings of learning do not change the measured speed and repeat only the training.
 
-    Other samples or trials also repeat other stages.
+    A change of samples or trials also repeats other stages.
     """
     plain, other = once(), run(**over)
     assert compute_digest(other.model_dump(mode="json")) == compute_digest(plain.model_dump(mode="json"))
@@ -449,7 +451,7 @@ def test_what_is_computed_does(over: dict[str, Any]) -> None:
 
 
 def test_every_setting_that_stages_share_is_judged() -> None:
-    """Every setting of a run is in `KEYS`, except the seed."""
+    """`KEYS` has every setting of a run, except the seed."""
     assert set(KEYS) == set(RunCore.model_fields) - {"seed"}
 
 
@@ -459,7 +461,7 @@ def test_what_one_stage_sees_of_a_run_has_the_digest_of_the_whole() -> None:
 
 @pytest.mark.parametrize("fault", ["empty", "missing"])
 def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path: Path, fault: str) -> None:
-    """A broken dataset fails in its own jobs if the call keeps going, otherwise before any job runs."""
+    """If the call keeps going, a broken dataset fails only in its own jobs. Otherwise no job runs."""
     for split, name in itertools.product(("train", "valid"), ("a", "b")):
         (tmp_path / split / name).mkdir(parents=True)
         (tmp_path / split / name / "0.jpg").write_bytes(b"image")
@@ -504,9 +506,9 @@ def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
 
 
 def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -> None:
-    """A missing file is left out of the inputs if a call keeps going: Snakemake would end the complete call.
+    """If a call keeps going, a missing file is left out of the inputs, because Snakemake would end the entire call.
 
-    The stage still gets the file's name, and reports it.
+    The stage still gets the file's name and reports the missing file.
     """
     files = {"images": str(tmp_path / "images.idx"), "labels": str(tmp_path / "labels.idx")}
     Path(files["images"]).write_bytes(b"x")

@@ -47,7 +47,7 @@ from tests.test_losses_metrics import naive_answers
 from tests.test_report import Results
 from tests.test_training import Trap, provenance, scalars
 
-#: Constant learning rate: a longer training begins like a shorter one.
+#: Constant learning rate, with which a longer training begins like a shorter one.
 STEADY = {"schedule": {"kind": "constant"}}
 Make = Callable[..., Path]
 
@@ -62,7 +62,9 @@ def each_validation_is_that_of_an_epoch() -> Iterator[None]:
 
 @pytest.fixture
 def era5(tmp_path: Path, era5_data: Path) -> Make:
-    """Return a function that trains the tiny ViT under a name, and resumes it under the same name."""
+    """Return a function that trains the tiny ViT in a named folder; a second call with the same name resumes the
+    training.
+    """
 
     def make(name: str = "run", status: int = 0, **over: Any) -> Path:
         make_run(tmp_path / name, "era5_vit", config.merge(config.merge(copy.deepcopy(ERA5_RUN), STEADY), over), ERA5)
@@ -77,7 +79,7 @@ def plain(model: torch.nn.Module) -> Weights:
 
 
 def fake_validation_losses(monkeypatch: pytest.MonkeyPatch, losses: Iterable[float], stop: int = 99) -> None:
-    """Make the validations of this process return these losses; validation number `stop`, from 0, fails."""
+    """Make this process's validations return the given losses; validation number `stop` (from 0) fails."""
     numbers, real = itertools.count(), training.validate
     known: Iterator[float] = iter(losses)
 
@@ -99,7 +101,9 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
     caplog.set_level(logging.INFO)
     fake_validation_losses(monkeypatch, [3.0, 1.0, 2.0, 1.0])
     folder = era5(training={"epochs": 4})
-    assert provenance(folder)["best"] == {"metric": "valid_loss", "value": 1.0, "epoch": 2, "step": 20}, "the first one"
+    assert provenance(folder)["best"] == {"metric": "valid_loss", "value": 1.0, "epoch": 2, "step": 20}, (
+        "of equal losses, the first epoch must be the best"
+    )
     assert "best: epoch 2 of 4, validation loss 1" in caplog.text
     monkeypatch.undo()
     shorter = era5("shorter", training={"epochs": 2})
@@ -111,18 +115,18 @@ def test_the_best_weights_are_those_of_a_training_that_ended_there(
 def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     era5: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best weights survive an interruption, and a worse epoch after it.
+    """The best weights survive an interruption, and a worse epoch after the interruption.
 
-    The guide's program forgot the best loss on resume, and wrote a worse model over the best one.
+    The guide's program forgot the best loss on resume and replaced the best model by a worse one.
     """
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
     settings = {"epochs": 5}
     fake_validation_losses(monkeypatch, losses)
     whole = era5("whole", training=settings)
     monkeypatch.undo()
-    fake_validation_losses(monkeypatch, losses, stop=3)  # epoch 4 trains, and is never validated
+    fake_validation_losses(monkeypatch, losses, stop=3)  # epoch 4 trains but is never validated
     broken = era5("broken", status=130, training=settings)
-    assert not (broken / "model_best.pt").exists(), "written with the complete result, or not at all"
+    assert not (broken / "model_best.pt").exists(), "the best weights may only be written with the complete result"
     monkeypatch.undo()
     fake_validation_losses(monkeypatch, losses[3:])
     assert era5("broken", training=settings) == broken
@@ -134,7 +138,7 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     state = read(checkpoint)
     kept = torch.load(whole / "model_best.pt", weights_only=True)
     assert all(torch.equal(state[f"best.{name}"], value) for name, value in kept.items())
-    # Trained to the end: the outputs are written again from the checkpoint alone.
+    # The training is complete, so that the outputs are written again from the checkpoint only.
     (broken / "model_best.pt").unlink()
     era5("broken", training=settings)
     assert (broken / "model_best.pt").read_bytes() == (whole / "model_best.pt").read_bytes()
@@ -189,14 +193,14 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     before = (folder / "metrics.jsonl").read_text()
     trained(2.0, 99)
     assert provenance(folder)["resumed_from_step"] == 20
-    assert (folder / "metrics.jsonl").read_text() == before, "nothing was trained again"
-    # A harder target continues where the easier one ended.
+    assert (folder / "metrics.jsonl").read_text() == before, "no epoch may be trained again"
+    # A stricter target continues the training from the end of the looser target.
     trained(1.2, 2)
     assert provenance(folder)["resumed_from_step"] == 20 and len(records(folder)) == 4
-    # An easier target was passed earlier, and its weights are gone: the training begins again.
+    # A looser target was passed earlier, but its weights are gone, so that the training begins again.
     trained(2.5)
     assert provenance(folder)["resumed_from_step"] is None and len(records(folder)) == 2
-    # A target that is not reached, and a target after which the training continues.
+    # The target is not reached, or the training continues after the target.
     trained(0.5, 2)
     assert "target: validation loss ≤ 0.5: not reached; at best 1" in caplog.text and len(records(folder)) == 5
     trained(2.0, 5, stop=False)
@@ -212,7 +216,7 @@ def one(
 
 
 def result(name: str, epochs: list[Epoch], target: Any, watts: list[float] | None = None, **over: Any) -> RunResult:
-    """Return a run of four processes, with its GPU's power for each second from time 1000."""
+    """Return a result of four processes; `watts` has the GPU's power for each second from time 1000 on."""
     settings = {"training": {"target": target}}
     nodes = [[Sample(1000.0 + n, 1.0, 2, gpus=(GpuSample(watts=w),)) for n, w in enumerate(watts, 1)]] if watts else []
     return RunResult(
@@ -222,7 +226,7 @@ def result(name: str, epochs: list[Epoch], target: Any, watts: list[float] | Non
 
 
 def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None:
-    # Three seconds of set-up; epochs of 10 s and 2 s of validation; then 50 W instead of 100.
+    # Set-up takes three seconds, an epoch 10 s, and its validation 2 s. The power is 100 W for two epochs, then 50 W.
     epochs = [one(n, 4.0 - n, end=1000 + 3 + 12 * n - 2) for n in (1, 2, 3)]
     watts = [7.0] * 3 + [100.0] * 24 + [50.0] * 20
     found = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, watts))
@@ -234,7 +238,9 @@ def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None
     assert missed and missed.epoch is None and missed.nearest == 1.0 and missed.seconds is None
     assert reached(result("a", epochs, None)) is None
     copies = reached(result("a", epochs, {"metric": "valid_loss", "value": 2.0}, devices=8))
-    assert copies and copies.gpu_hours == 24.0 * 8 / 3600, "a process may drive several GPUs"
+    assert copies and copies.gpu_hours == 24.0 * 8 / 3600, (
+        "GPU-hours must count the GPUs, because a process may drive several GPUs"
+    )
     moved = [epochs[0].model_copy(update={"made_with": None}), *epochs[1:]]
     changed = reached(result("a", moved, {"metric": "valid_loss", "value": 2.0}))
     assert changed and changed.epoch and changed.seconds is None and changed.gpu_hours is None
@@ -274,7 +280,7 @@ def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
 def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run starts from another run's weights.
 
-    Its learning rate is too small to change a bit, so the given weights are validated.
+    The second run's learning rate is too small to change a bit, so that it validates the given weights.
     """
     first = era5("first", training={"epochs": 1})
     given = str(first / "model.pt")
@@ -291,7 +297,9 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
         if changed and "best" in changed:
             torch.save({"other": torch.zeros(1)}, changed)
         prints.append(run_fingerprint(run.model_copy(update=over), manifest))
-    assert prints[0] == prints[1] and len(set(prints)) == 3, "the content counts, not the path"
+    assert prints[0] == prints[1] and len(set(prints)) == 3, (
+        "the fingerprint must depend on the content and not on the path"
+    )
     capfd.readouterr()
     era5("third", status=2, model={"embed_dim": 8}, training={"epochs": 1, "weights": given})
     assert "first/model.pt: not the weights of this model; other shapes: " in error_line(capfd)
@@ -301,7 +309,7 @@ def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: p
 
 @pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint's folder may replace a file of weights; a damaged checkpoint is refused."""
+    """A checkpoint folder is accepted instead of a weights file; a damaged checkpoint is refused."""
     first = era5("first", training={"epochs": 1})
     (folder,) = first.glob("checkpoints/*/step-*")
     given = {"epochs": 1, "weights": str(folder)}
@@ -318,7 +326,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     """Published weights load by name.
 
-    They have the form of PyTorch's collections or of its example of distributed training.
+    Their form is that of PyTorch's model collections, or of PyTorch's example of distributed training.
     """
     torch.manual_seed(1)
     published, model = ResNet(18, classes=7, width=8).eval(), ResNet(18, classes=7, width=8).eval()
@@ -349,7 +357,9 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
         torch.save(content, file)
         with pytest.raises(UserError, match=r"w\.pt: ") as caught:
             load_weights(model, file)
-        assert "weights_only" not in str(caught.value), "PyTorch advises to execute the file"
+        assert "weights_only" not in str(caught.value), (
+            "the message must not repeat PyTorch's advice to execute the file"
+        )
         return str(caught.value)
 
     assert "not readable as weights" in message({"model": Trap(tmp_path / "executed")})
@@ -387,7 +397,7 @@ def test_evaluate_finds_what_the_training_found(
         found, record = scores(folder, "--weights", which, "--manifest", manifest), records(folder)[epoch - 1]
         assert (found["loss"], found["metrics"]) == (record["valid_loss"], record["metrics"])
         assert (found["split"], found["samples"]) == ("valid", 8)
-    # Data that no training used, by a plain loop over samples.
+    # Compare with a plain loop over samples of data that no training used.
     model = UNet3D(4, 5, widths=(4, 8)).eval()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     samples = Crops(Manifest.read(manifest), "test", CropSamples(kind="crops", crop=16, valid=8), 0)
@@ -418,7 +428,7 @@ def test_evaluate_measures_naive_answers_on_the_split_itself(
 ) -> None:
     """`dlscale evaluate` computes the baselines without learning on the evaluated split.
 
-    The file of 2002 is the test split; the baselines of the validation file differ.
+    The test split is the file of 2002; the baselines on the validation file have other values.
     """
     data = tmp_path / "data"
     data.mkdir()
@@ -450,32 +460,32 @@ def test_evaluate_measures_naive_answers_on_the_split_itself(
 # ---- trackers ------------------------------------------------------------------------------------------
 
 
-#: Secret in the form of a Weights & Biases key, which its client checks.
+#: Secret in the form of a Weights & Biases key, because the client checks the form.
 SECRET = "0123456789abcdef0123456789abcdef76543210"
 
 
 def logged(file: Path) -> Iterator[Any]:
-    """Yield the records of an offline run: LevelDB's log format after 7 bytes of header, protobuf inside."""
+    """Yield the records of an offline run: a LevelDB log after a header of 7 bytes, with protobuf records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, begun = file.read_bytes(), 7, b""
     while place + 7 <= len(content):
-        if 32768 - place % 32768 < 7:  # a record's header is in one block
+        if 32768 - place % 32768 < 7:  # the header of a record is never split over two blocks
             place += 32768 - place % 32768
             continue
         length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
         begun += content[place + 7 : place + 7 + length]
         place += 7 + length
-        if kind in (1, 4):  # complete, or the last part
+        if kind in (1, 4):  # a complete record, or the last part of a record
             yield Record.FromString(begun)
             begun = b""
 
 
 @pytest.mark.slow
 def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An offline run has each epoch of metrics.jsonl once, after an interruption, too.
+    """An offline run has each epoch of metrics.jsonl once, even after an interruption.
 
-    It contains no variables of the environment.
+    The run contains no environment variables.
     """
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("SOME_TOKEN", "a-secret-that-nobody-shall-read")
@@ -488,7 +498,7 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
         fake_validation_losses(patched, [2.5])
         folder = era5(training=settings)
     left = [process.name() for process in psutil.Process().children(recursive=True)]
-    assert not any("wandb" in name for name in left), "the writing process has ended: the file is complete"
+    assert not any("wandb" in name for name in left), "the file is complete only after the writing process has ended"
     assert provenance(folder)["resumed_from_step"] == 20
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     found = list(logged(file))
@@ -535,7 +545,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
 ) -> None:
     """MLflow has one run with TensorBoard's numbers after an interruption, a resumed training and a third call.
 
-    MLflow's client reads them from a database.
+    MLflow's client reads the numbers from a database.
     """
     settings = {"epochs": 3, "trackers": ["mlflow"]}
     with monkeypatch.context() as patched:
@@ -544,7 +554,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     with monkeypatch.context() as patched:
         fake_validation_losses(patched, [2.5])
         folder = era5(training=settings)
-    era5(training=settings)  # already complete: trains no further step
+    era5(training=settings)  # already complete, so that no further step is trained
     assert provenance(folder)["resumed_from_step"] == 30
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])
@@ -556,12 +566,12 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     assert {"loss/train", "learning_rate", "valid/rmse/u10", "best/valid_loss"} < run.data.metrics.keys() < board.keys()
     for tag in run.data.metrics:
         logged = client.get_metric_history(run.info.run_id, tag)
-        assert len(logged) == len(board[tag]), f"{tag}: each epoch once"
+        assert len(logged) == len(board[tag]), f"{tag}: each epoch must be logged once"
         assert {each.step: each.value for each in logged} == pytest.approx(board[tag], rel=1e-6), tag
 
 
 def test_mlflow_takes_any_name(mlflow: Any, tmp_path: Path) -> None:
-    """MLflow accepts any name of a channel: special characters are replaced."""
+    """MLflow logs channels of any name, because special characters are replaced."""
     losses = {"learning_rate": 1.0, "train_loss": 1.0, "valid_loss": 1.0}
     times = {"epoch_seconds": 1.0, "samples_per_second": 1.0}
     epoch = Epoch(epoch=1, step=1, samples=1, **losses, **times, metrics={"rmse/T (K), 95 %": 2.0})  # type: ignore[arg-type]
@@ -586,7 +596,7 @@ def test_an_mlflow_server_that_is_not_there(
 def test_an_mlflow_database_that_is_lost_for_an_epoch(
     mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If MLflow's database is locked for an epoch, the training continues and logs all epochs by its end."""
+    """If MLflow's database is locked for an epoch, the training continues and all epochs are logged at its end."""
     database = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
 
     def losses() -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Commands that start a stage's processes: every engine with every starter, word by word."""
+"""Commands that start a stage's processes: every engine with every starter, compared word by word."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus
 
 
 class Resources(dict[str, Any]):
-    """Resources of a job, as the executor reads them: by `get` or as attributes."""
+    """Resources of a job; like the executor, tests read them by `get` or as attributes."""
 
     __getattr__ = dict.__getitem__
 
@@ -49,7 +49,7 @@ def site(**changes: Any) -> Site:
 
 
 def words(found: list[str], flag: str) -> list[str]:
-    """Return the values of an option, given as `--flag=value`."""
+    """Return all values of an option that is given as `--flag=value`."""
     return [word.partition("=")[2] for word in found if word.startswith(f"{flag}=")]
 
 
@@ -79,7 +79,7 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_variable_is_unset_inside(engine: str) -> None:
-    """`env -u` follows the image, so that it also removes what the image or a site's module sets."""
+    """`env -u` follows the image, so that it also removes variables that the image or a site's module sets."""
     found = launch(site(engine=engine, environment={"A": "b", "NCCL_CROSS_NIC": None}), HERE, ONE)
     place = found.index("NCCL_CROSS_NIC")
     assert found[place - 1] == "-u" and "env" in found[:place] and found[-3:] == PYTHON_HERE[1:]
@@ -89,7 +89,7 @@ def test_a_variable_is_unset_inside(engine: str) -> None:
 
 
 def test_variables_of_the_site_win_over_shifters_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shifter applies `--env` before its modules, so `env` sets the site's variables inside; HOME is the caller's."""
+    """`env` sets the site's variables inside, because Shifter's modules override `--env`; HOME is the caller's."""
     monkeypatch.setenv("HOME", "/global/homes/u/user")
     found = launch(site(engine="shifter", modules=["gpu"], environment={"NCCL_NET_GDR_LEVEL": "PHB"}), HERE, ONE)
     inside = found[found.index("env") :]
@@ -101,9 +101,9 @@ def test_variables_of_the_site_win_over_shifters_modules(monkeypatch: pytest.Mon
 
 
 def test_packages_are_found_last(tmp_path: Path) -> None:
-    """Additional packages are found last, by the stage's process and by processes that it spawns.
+    """Additional packages are found last, by a stage's process and by the processes that it spawns.
 
-    They do not hide installed packages. Importing dlscale does not change the search path.
+    Additional packages do not hide installed packages. Importing dlscale does not change the search path.
     """
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')\n")
     (tmp_path / "only_here.py").write_text("place = __file__\n")
@@ -150,7 +150,9 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     found = launch(site(engine=engine, starter=starter, **more), HERE, FOUR)
     given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
     form = dict.fromkeys(("none", "apptainer", "shifter"), "CUDA_VISIBLE_DEVICES=3,2,0,1")
-    assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], "once, and not the caller's value"
+    assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], (
+        "the option must appear once, without the caller's value"
+    )
     assert ("--gpu-bind=none" in found) == (starter == "srun")
 
 
@@ -159,7 +161,7 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     [
         (None, {}),  # a stage that needs no device
         (ONE, {}),
-        (Geometry(gpus_per_node=2), {}),  # only Slurm knows which GPUs a part of a node has
+        (Geometry(gpus_per_node=2), {}),  # part of a node, whose GPUs only Slurm knows
         (FOUR, {"gpu": False}),
         (FOUR, {"gpu_order": None}),
     ],
@@ -168,7 +170,9 @@ def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str
     found = launch(site(engine="none", starter="srun", **{**ORDERED, **changes}), HERE, geometry)
     assert "CUDA_VISIBLE_DEVICES" not in " ".join(found)
     assert "--gpu-bind=none" not in found
-    assert ("--cpu-bind=cores" in found) == (geometry is not None and geometry.world_size > 1), "CPUs are always bound"
+    assert ("--cpu-bind=cores" in found) == (geometry is not None and geometry.world_size > 1), (
+        "CPUs must be bound if there are several processes"
+    )
 
 
 # ---- files of other users -------------------------------------------------------------------------------
@@ -176,9 +180,9 @@ def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str
 
 @pytest.mark.slow
 def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
-    """Nothing is imported from the working folder.
+    """No module is imported from the working folder.
 
-    This holds for stages, starters, processes that stages start, and the doctor in Snakemake's own process.
+    This rule holds for stages, starters, processes that stages start, and the doctor in Snakemake's process.
     """
     for name in ("argparse", "h5py", "numpy", "platform", "psutil", "pynvml", "torch", "yaml"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
@@ -211,7 +215,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
 def test_engines_that_run(engine: str) -> None:
     found = launch(
         site(engine=engine, mounts={"/cfs/x": "/data", "/cfs/y": "/cfs/y"}, environment={"A": "b c"}),
-        replace(HERE, data=(*HERE.data, "/cfs/y")),  # also mounted by the site: appears once
+        replace(HERE, data=(*HERE.data, "/cfs/y")),  # the site also mounts this folder, which must appear once
         ONE,
     )
     assert found[:6] == [*PYTHON_HERE[:-1], "dlscale.launch.contain", engine, "run"]
@@ -223,7 +227,7 @@ def test_engines_that_run(engine: str) -> None:
     ]
     given = words(found, "--env")
     assert {"A=b c", "PYTHONPATH=/scratch/my work/workflow_scripts", "DLSCALE_LIFELINE=1"} < set(given)
-    assert {"WANDB_API_KEY", "WANDB_MODE", *PASSED_ON} < set(given), "by name, without values"
+    assert {"WANDB_API_KEY", "WANDB_MODE", *PASSED_ON} < set(given), "variables must be passed by name, without values"
 
 
 def test_files_belong_to_the_caller() -> None:
@@ -231,7 +235,9 @@ def test_files_belong_to_the_caller() -> None:
     found = launch(site(engine="podman"), HERE, ONE)
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
     assert "--userns=keep-id" not in launch(site(engine="podman"), ContainerMounts("/w", "/w", uid=0, gid=0), ONE)
-    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], "root in the container is the user"
+    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], (
+        "root in the container must be the calling user"
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_gpus_are_for_runs_on_machines_that_have_some(engine: str, words_for_gpu
 @pytest.mark.parametrize(
     ("changes", "device"),
     [
-        ({"gpu": None}, "auto"),  # whatever this machine has
+        ({"gpu": None}, "auto"),  # use a GPU if this machine has one
         ({"gpu": True}, "cuda"),
         ({"gpu": False}, "auto"),
         ({"gpu": None, "scheduler": SCHEDULER}, "cuda"),
@@ -270,15 +276,17 @@ def test_shifter_by_its_documented_rules() -> None:
         HERE,
         ONE,
     )
-    assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), "shifter passes signals and status on"
+    assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), (
+        "shifter itself passes signals and exit status on"
+    )
     expected = {
         "--image": ["registry/dlscale:1"],
-        "--module": ["gpu,nccl-plugin"],  # of several options the last would win
+        "--module": ["gpu,nccl-plugin"],  # one option, because only the last of several options would count
         "--volume": ["/cfs/x:/data"],
         "--workdir": ["/scratch/my work"],
     }
     assert {flag: words(found, flag) for flag in expected} == expected
-    assert all(word.partition("=")[2] for word in words(found, "--env")), "shifter takes no empty values"
+    assert all(word.partition("=")[2] for word in words(found, "--env")), "shifter does not accept empty values"
     assert found[-4:] == ["python", "-P", "-m", "dlscale"]
 
 
@@ -287,7 +295,8 @@ def test_apptainer() -> None:
     assert found[4:7] == ["apptainer", "exec", "--cleanenv"]
     assert found[-5:] == ["/cfs/dlscale.sif", "python", "-P", "-m", "dlscale"]
     pairs = list(itertools.pairwise(found))
-    binds = [word for option, word in pairs if option == "--bind"]  # in order: the later ones hide the earlier ones
+    # in order, because a later mount hides an earlier one
+    binds = [word for option, word in pairs if option == "--bind"]
     assert binds.index("/cfs/a b:/cfs/a b:ro") < binds.index("/scratch/my work:/scratch/my work")
     assert ("--pwd", "/scratch/my work") in pairs
     with pytest.raises(UserError, match="/cfs/a,b: apptainer cannot be given a path with ','"):
@@ -296,7 +305,7 @@ def test_apptainer() -> None:
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
 def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
-    """Every word passes a shell unchanged, even with hostile names: the rules put quoted words into a shell."""
+    """Every word passes a shell unchanged, even a hostile name, because the rules put quoted words into a shell."""
     hostile = tmp_path / "a 'b' $(touch pwned) `touch pwned` \"c\" ; touch pwned"
     hostile.mkdir()
     place = ContainerMounts(str(hostile), f"{hostile}/src", uid=1, gid=1)
@@ -333,7 +342,7 @@ def fake(folder: Path, *names: str) -> Path:
     ],
 )
 def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], name: str, taken: str) -> None:
-    """`auto` takes an available engine that can have the image, and reports the reason."""
+    """`auto` takes an available engine that can have the image, and reports the reason for its choice."""
     chosen, reasons = resolve(site(engine="auto", image=name), fake(tmp_path, *there))
     assert chosen.engine == taken
     assert reasons[0].startswith(f"engine: {taken}, since ")
@@ -351,12 +360,12 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        # Mounts over folders of the system.
+        # Mounts over system folders are refused.
         *(
             ({"mounts": {"/data": target}}, "does not allow mounts at")
             for target in ("/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/")
         ),
-        # Values that no engine can pass on.
+        # Values that an engine cannot pass on are refused.
         ({"image": "--privileged"}, r"site\.image"),
         ({"image": "x; touch pwned"}, r"site\.image"),
         ({"mounts": {"/a:/b": "/c"}}, r"site\.mounts"),
@@ -365,7 +374,7 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
         ({"environment": {"A": ""}}, r"site\.environment"),
         ({"modules": ["--privileged"]}, r"site\.modules"),
         ({"engine": "singularity"}, r"site\.engine"),
-        # An order names each GPU once.
+        # A GPU order must name each GPU exactly once.
         *(
             ({"scheduler": SCHEDULER, "gpu_order": order}, "expected each of a node's 4 GPUs once, from 0")
             for order in ([0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4])
@@ -417,7 +426,7 @@ def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
 def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
     """One GPU on each of two nodes is requested by --gpus-per-node instead of `gres`.
 
-    The executor refuses one task per node, and multiplies tasks by the GPUs of `gres`.
+    With `gres`, the executor multiplies tasks by GPUs, and it refuses one task per node.
     """
     nodes = perlmutter.gpu_nodes.model_copy(update={"gres": gres})
     assert slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2)) == {
@@ -437,7 +446,7 @@ def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -
 def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     """A run may set its CPUs and memory, as the job of the MNIST workshop does.
 
-    CPUs beyond a GPU's fraction of the node are charged.
+    CPUs beyond the GPU's fraction of a node cost extra.
     """
     nodes = perlmutter.gpu_nodes.model_copy(update={"fixed_share": False})
     perlmutter = perlmutter.model_copy(update={"gpu_nodes": nodes})
@@ -465,7 +474,7 @@ def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
 
 def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
     debug = perlmutter.model_copy(update={"whole_qos": "debug"})
-    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "minutes"
+    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "the runtime must be in minutes"
     with pytest.raises(UserError, match="9 is more than the 8 that QOS debug allows"):
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4))
     with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"):
@@ -491,7 +500,7 @@ def test_a_queue_has_a_number_of_jobs(perlmutter: slurm.Scheduler) -> None:
 
 @pytest.mark.parametrize("key", ["cpus", "memory_mb"])
 def test_a_fixed_share_of_a_node_cannot_be_changed(perlmutter: slurm.Scheduler, key: str) -> None:
-    """Perlmutter's shared nodes give each GPU 32 CPUs; a job that asks for other numbers fails at submission."""
+    """Perlmutter's shared nodes give each GPU 32 CPUs. A job that requests another number would fail at submission."""
     geometry = Geometry.model_validate({key: 1 if key == "cpus" else 8192})
     with pytest.raises(UserError, match=rf"a\.geometry\.{key}: this site gives each GPU a fixed number of CPUs"):
         slurm.check(perlmutter, geometry, "a.")
@@ -516,9 +525,9 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
 def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
-    """The shown options are those that the executor gives to sbatch.
+    """The shown options equal the options that the executor gives to sbatch.
 
-    The executor adds account and partition itself, and its defaults for one process.
+    The executor itself adds account, partition and its defaults for one process.
     """
     nodes = perlmutter.gpu_nodes.model_copy(update={"memory_mb": 256_000, "constraint": "gpu&hbm80g"})
     scheduler = perlmutter.model_copy(update={"gpu_nodes": nodes})
@@ -535,7 +544,7 @@ def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry
 
 
 def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
-    """A reservation is requested by the executor's own option."""
+    """A reservation is requested with the executor's own option."""
     job = SimpleNamespace(resources=Resources(slurm.request(perlmutter, "train", ONE)), threads=1)
     more = dict.fromkeys(("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir"), "")
     asked = get_submit_command(job, more, ExecutorSettings(reservation="sc22_tutorial"))
@@ -543,7 +552,7 @@ def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:
-    """Without an image, `auto` takes no engine, whichever is available: an engine needs an image."""
+    """Without an image `auto` takes no engine, even if an engine is available, because engines need an image."""
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
     assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
 
@@ -568,7 +577,7 @@ def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 def test_no_answer_is_not_no_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If squeue fails, the call waits for its answer.
+    """If squeue fails, the call waits for an answer.
 
     Otherwise jobs that still run would be submitted twice.
     """
@@ -591,7 +600,9 @@ def test_what_one_process_found_the_others_are_told(tmp_path: Path, monkeypatch:
     program(tmp_path, monkeypatch, "podman", "echo sha256:abc")
     monkeypatch.setenv("DLSCALE_IMAGE", "podman:registry/x:1=sha256:old")
     assert image.image_identity("podman", "registry/x:1", first=False) == "sha256:old"
-    assert image.image_identity("podman", "registry/x:2", first=False) == "sha256:abc", "inherited is another image"
+    assert image.image_identity("podman", "registry/x:2", first=False) == "sha256:abc", (
+        "the inherited digest must not be used for another image"
+    )
     assert image.image_identity("podman", "registry/x:1", first=True) == "sha256:abc"
     assert Image.read() == Image("podman", "registry/x:1", "sha256:abc")
     assert image.image_identity("none", "", first=True) == "" and Image.read() is None
@@ -604,9 +615,9 @@ def test_versions_of_the_images_are_the_projects() -> None:
 
 
 def test_a_chain_of_links_is_seen(tmp_path: Path) -> None:
-    """Every folder on a chain of links is mounted, each once.
+    """Every folder on a chain of links is mounted once.
 
-    The container follows links to links, relative links, and links to folders.
+    The container follows links to links, relative links and links to folders.
     """
     work, far = tmp_path / "work", tmp_path / "far"
     (far / "v2").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Trained models are better than a constant, a linear fit, or yesterday's weather."""
+"""Trained models are better than a constant, a linear fit and yesterday's weather."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def volumes(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return all cells of a split's boxes: inputs [4, V, N, N, N] and targets [5, V, N, N, N], float64, model units."""
+    """Return all cells of a split's boxes, float64, model units: inputs [4, V, N, N, N] and targets [5, V, N, N, N]."""
     boxes = []
     manifest = Manifest.read(folder / "manifest.json")
     for part in manifest.files(split):
@@ -33,7 +33,7 @@ def volumes(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_one(x: np.ndarray) -> np.ndarray:
-    """Return the regressors of a per-voxel linear fit, [cells, 4 inputs and a constant]."""
+    """Return the regressors of a linear fit per cell, [cells, 4 inputs and a constant]."""
     flat = x.reshape(len(x), -1)
     return np.vstack([flat, np.ones(flat.shape[1])]).T
 
@@ -46,7 +46,7 @@ def test_a_unet_learns_the_gas_from_its_surroundings(tmp_path: Path) -> None:
     settings = {
         "batch_size": 4,
         "model": {"widths": [16, 32]},
-        "samples": {"crop": 16, "train": 256, "valid": 64},  # 64 disjoint crops: all of the validation box
+        "samples": {"crop": 16, "train": 256, "valid": 64},  # 64 disjoint crops cover the validation box
         "loader": {"workers": 0},
         "optimizer": {"lr": 3e-3},
         "training": {"epochs": 6},
@@ -58,7 +58,7 @@ def test_a_unet_learns_the_gas_from_its_surroundings(tmp_path: Path) -> None:
 
     x, y = volumes(tmp_path / "data", "train")
     x_, y_ = volumes(tmp_path / "data", "valid")
-    median = np.median(y.reshape(5, -1), axis=1)  # the constant with the least absolute error
+    median = np.median(y.reshape(5, -1), axis=1)  # the constant with the smallest absolute error
     fit = np.linalg.lstsq(with_one(x), y.reshape(5, -1).T, rcond=None)[0]
     truth = y_.reshape(5, -1)
     constant = np.abs(truth - median[:, None]).mean(axis=1)
@@ -77,7 +77,7 @@ def test_a_unet_learns_the_gas_from_its_surroundings(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     model = UNet3D(4, 5, widths=(16, 32))
-    assert error(model).mean() > constant.mean(), "an untrained model is worse than a constant"
+    assert error(model).mean() > constant.mean(), "an untrained model must be worse than a constant"
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     assert records(tmp_path)[-1]["valid_loss"] == pytest.approx(error(model).mean(), rel=1e-4)
     assert (error(model) < 0.7 * linear).all(), (error(model), linear)
@@ -114,7 +114,7 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
         persistence = np.sqrt((square * weights).sum() / weights.sum())
         assert final[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
         assert final[f"rmse/{name}"] < 0.98 * persistence, name
-    # The regression uses yesterday's states; this model uses one state.
+    # The regression uses yesterday's states, but this model uses only one state.
     rivals = [name for name in final if name.endswith("_rmse/u10") and not name.startswith(("naive", "regression"))]
     assert len(rivals) == 5 and final["rmse/u10"] < 0.9 * min(final[name] for name in rivals)
 
@@ -122,9 +122,9 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
 def test_the_shipped_plan_beats_all_naive_answers_on_a_real_month(
     tmp_path: Path, shared: Callable[[str], Path]
 ) -> None:
-    """A run of the shipped plan era5_uk beats all baselines without learning.
+    """A run of the shipped plan era5_uk is better than all baselines without learning.
 
-    Scores are in kelvin, and are checked against the GRIB file itself.
+    Scores are in kelvin and are checked with the GRIB file.
     """
     path = shared("data/era5/era5-2mt-2019-03-uk.grib")
     loaded = config.load(
@@ -155,7 +155,7 @@ def test_the_shipped_plan_beats_all_naive_answers_on_a_real_month(
         "damped": mean[(issued + 6) % 24] + damping * (kelvin[issued] - mean[issued % 24]),
         "yesterday": kelvin[issued] + kelvin[issued - 18] - kelvin[issued - 24],
     }
-    # Least squares over all points of all training pairs that have a yesterday.
+    # Least squares over all points of all training pairs that have a state of yesterday.
     lags, at = (0, 1, 18, 24), np.arange(24, 24 * 24 - 6)
     root = np.sqrt(np.broadcast_to(weights, (33, 49)))
     columns = [*(kelvin[at - lag] for lag in lags), np.ones((len(at), 33, 49))]

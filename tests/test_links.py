@@ -1,4 +1,4 @@
-"""The self-test of several processes: correct values pass, wrong ones end all processes, links are measured."""
+"""Self-test of several processes: correct values pass, wrong values end all processes, and links are measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.test_parallel import configure, train_by
 from tests.test_starters import environment, free_port
 from tests.waiting import PATIENCE
 
-# ---- pairs that measure ---------------------------------------------------------------------------
+# ---- pairs of ranks that measure a link -----------------------------------------------------------
 
 
 NODES, PER_NODE = (*range(1, 20), 63, 64, 65, 1000, 1024), (1, 2, 3, 4, 5, 6, 8, 12, 128, 4096)
@@ -50,23 +50,25 @@ def test_a_schedule_has_everybody_in_few_rounds(size: int, per_node: int) -> Non
     everybody, pairs = set[int](), list[tuple[int, int]]()
     for each in rounds:
         ranks = [rank for pair in each for rank in pair]
-        assert each and len(set(ranks)) == len(ranks), "no rank is in two pairs of a round"
+        assert each and len(set(ranks)) == len(ranks), "a rank must be in one pair per round at most"
         assert all(0 <= a < b < size for a, b in each)
-        # All pairs of a round are within nodes, or all are between nodes.
+        # The pairs of a round are all within nodes, or all between nodes.
         assert len({a // per_node == b // per_node for a, b in each}) == 1
         everybody |= set(ranks)
         pairs += each
     assert everybody == set(range(size))
-    assert len(set(pairs)) == len(pairs), "no pair measures twice"
+    assert len(set(pairs)) == len(pairs), "no pair may measure twice"
     assert len(rounds) <= max(7, (per_node - 1).bit_length()) + max(7, (size // per_node - 1).bit_length())
     if size <= selftest.ALL and per_node in (1, size):
-        assert len(pairs) == size * (size - 1) // 2, "few ranks measure all pairs"
+        assert len(pairs) == size * (size - 1) // 2, "few ranks must measure all pairs"
 
 
 def test_nodes_are_seen_by_their_hosts() -> None:
     per_node = selftest.per_node
     assert [per_node(hosts) for hosts in ("a", "aaaa", "aabb", "abcd", "aaabbb")] == [1, 4, 2, 1, 3]
-    assert [per_node(hosts) for hosts in ("aabbb", "aab", "abab", "aabbaa")] == [5, 3, 4, 6], "otherwise one node"
+    assert [per_node(hosts) for hosts in ("aabbb", "aab", "abab", "aabbaa")] == [5, 3, 4, 6], (
+        "other orders of hosts must count as one node"
+    )
 
 
 # ---- the faulty process -----------------------------------------------------------------------------
@@ -80,7 +82,9 @@ def test_levels_are_what_both_ends_share() -> None:
     ]
     node, network = selftest.levels(links, hosts)
     assert (node.name, node.size, node.links, node.alpha, node.beta) == ("node", 2, 2, 3e-6, 3e-12)
-    assert (network.name, network.size, network.links, network.alpha) == ("network", 8, 3, 2e-5), "the median"
+    assert (network.name, network.size, network.links, network.alpha) == ("network", 8, 3, 2e-5), (
+        "the link must have the median"
+    )
 
 
 def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> BadResult:
@@ -89,14 +93,16 @@ def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Ba
 
 def test_who_is_at_fault() -> None:
     sends = [[wrong("all_gather", 2)], [wrong("all_gather", 2)], [], [wrong("all_gather", 2)]]
-    assert suspect_ranks(sends) == [2], "the sender"
-    assert suspect_ranks([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "the receiver"
-    assert suspect_ranks([[], [wrong("broadcast", 0)]]) == [0, 1], "one of two, unknown which"
+    assert suspect_ranks(sends) == [2], "the sender must be suspected"
+    assert suspect_ranks([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "the receiver must be suspected"
+    assert suspect_ranks([[], [wrong("broadcast", 0)]]) == [0, 1], "one of the two is faulty, but it is unknown which"
     sums = wrong("all_reduce")
-    assert suspect_ranks([[], [sums], [], []]) == [1], "the sums of other ranks are right"
-    assert suspect_ranks([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], "unknown which part of the sum is wrong"
+    assert suspect_ranks([[], [sums], [], []]) == [1], "the sums of all other ranks are right"
+    assert suspect_ranks([[sums], [sums], [sums], [sums]]) == [0, 1, 2, 3], (
+        "it is unknown which part of the sum is wrong"
+    )
     dp, tp = wrong("all_reduce", ranks=(1, 3)), wrong("all_reduce", ranks=(2, 3))
-    assert suspect_ranks([[], [dp], [tp], [dp, tp]]) == [3], "in two groups"
+    assert suspect_ranks([[], [dp], [tp], [dp, tp]]) == [3], "the rank that both groups contain must be suspected"
 
 
 # ---- processes -------------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ def corrupted(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def patched(name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function of `torch.distributed`, or one that the self-test imports from it, in this process."""
+    """In this process, replace a function of `torch.distributed`, or a function that the self-test imports from it."""
     module = selftest if hasattr(selftest, name) else dist
     original = getattr(module, name)
     setattr(module, name, make(original))
@@ -136,12 +142,12 @@ def adds_wrong(original: Any, only_in_groups: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A fault, and the finding that is expected of the self-test."""
+    """A fault, and the finding that the self-test must report."""
 
     ranks: int
     culprit: int = -1
-    function: str = "all_reduce"  #: Function of `torch.distributed` that is replaced in the culprit's process.
-    make: Any = None  #: Function that makes the replacement of the original.
+    function: str = "all_reduce"  #: Function of `torch.distributed` that the process with the fault replaces.
+    make: Any = None  #: Function that makes the replacement from the original.
     per_node: int = 2  #: Processes of each simulated node.
     geometry: dict[str, int] = field(default_factory=dict)
     said: str = ""
@@ -183,16 +189,16 @@ def seen_by(world: World, case: Case) -> dict[str, Any]:
             seen |= {"links": found.model_dump(), "text": found.line()}
         except PeerLost as lost:
             seen["lost"] = str(lost)
-    assert ranges._marked == steps, "the self-test is no step"
-    assert torch.equal(random_state, torch.get_rng_state()), "the self-test draws no random numbers"
+    assert ranges._marked == steps, "the self-test must not count as a step"
+    assert torch.equal(random_state, torch.get_rng_state()), "the self-test must not draw random numbers"
     return seen | {"seconds": time.perf_counter() - start}
 
 
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """Return a function from a case to the findings of its processes.
+    """Return a function from a case to the findings of all processes.
 
-    Cases with the same number of processes run in the same ones.
+    Cases with the same number of processes share the same processes.
     """
     folders: dict[int, Path] = {}
 
@@ -237,13 +243,13 @@ def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
 def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
     case = CASES[name]
     messages = {each.get("lost") for each in tested(name)}
-    assert len(messages) == 1, "all report the same"
+    assert len(messages) == 1, "all processes must report the same message"
     (message,) = messages
     assert message is not None and case.said in message, message
     assert f"nid{case.culprit // case.per_node}" in message.split("leave ")[1].split(" out (under Slurm: --exclude=")[0]
     assert "expected" in message and "selftest: false" in message
     if case.geometry:
-        assert "over each group of dp" in message, "the first of the two axes"
+        assert "over each group of dp" in message, "the message must name the first of the two axes"
 
 
 def test_one_process_has_nothing_to_test() -> None:
@@ -253,7 +259,7 @@ def test_one_process_has_nothing_to_test() -> None:
 def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured link has the latency and bandwidth of a simulated clock.
 
-    A message of n bytes takes alpha + n beta, in either direction.
+    In the simulation, a message of n bytes takes alpha + n beta, in both directions.
     """
     alpha, beta, now = 3e-5, 2e-10, 0.0
 
@@ -270,7 +276,7 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- stages ----------------------------------------------------------------------------------------
 
-#: Script that replaces `dlscale`: the second rank sends wrong numbers, or hangs before it exchanges anything.
+#: Script that replaces `dlscale`. The second rank sends wrong numbers, or hangs before its first exchange.
 FAULTY = """
 import os, sys, time
 from dlscale import cli
@@ -288,7 +294,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def train_faulty(folder: Path, data: Path, fault: str, ranks: int) -> list[tuple[int, str]]:
-    """Train the run in `folder` by separate processes; return the status and standard error of each."""
+    """Train the run in `folder` in separate processes; return (exit status, standard error) of each process."""
     (folder / "program.py").write_text(FAULTY)
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "FAULT": fault}
     arguments = [
@@ -323,7 +329,7 @@ def test_a_training_with_a_wrong_process_ends_before_it_begins(tmp_path: Path, e
 
 @pytest.mark.parallel
 def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_data: Path) -> None:
-    """Only the process that hangs is named: processes that wait for it have begun one more exchange."""
+    """Only the process that hangs is named, because the processes that wait for it have begun one more exchange."""
     folder = configure(tmp_path, "era5_vit", 4)
     ended = train_faulty(folder, era5_data, "hangs", 4)
     assert all(status == LOST for status, _ in ended), ended
@@ -334,11 +340,11 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
 
 @pytest.mark.slow
 def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> None:
-    """The self-test is recorded, and a training is bitwise the same with it and without."""
+    """The self-test is recorded. A training with the self-test is bitwise equal to a training without."""
     for name, parallel in (("tested", {}), ("untested", {"selftest": False})):
         train_by(2, configure(tmp_path / name, "era5_vit", 2, parallel=parallel), era5_data)
     one, other = (Provenance.read(tmp_path / name / "provenance.json") for name in ("tested", "untested"))
     assert one.links is not None and one.links.processes == 2 and other.links is None
-    assert one.fingerprint == other.fingerprint, "both trainings accept each other's checkpoints"
+    assert one.fingerprint == other.fingerprint, "each training must accept the other's checkpoints"
     assert (tmp_path / "tested/model.pt").read_bytes() == (tmp_path / "untested/model.pt").read_bytes()
     assert "self-test: 2 processes exchange correct values; node: " in (tmp_path / "tested/train.log").read_text()

@@ -1,4 +1,4 @@
-"""Output of a running call: its progress, and the records of Snakemake's log."""
+"""Output of a running call: the call's progress, and the records of Snakemake's log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def work(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rul
 
 
 def says(job: live.Job, **more: object) -> None:
-    """Write the status file of a process on another machine."""
+    """Write a job's status file, as a process on another machine would."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     StageStatus.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
         f"{job.log}{SUFFIX}"
@@ -51,7 +51,7 @@ def end(job: live.Job, seconds: float | None = None) -> None:
 def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     """The estimate is a time, not a number of jobs.
 
-    Jobs that fill the machine wait for one another; jobs that take a part of it run in parallel.
+    Jobs that need all cores wait for one another; jobs that need some of the cores run in parallel.
     """
     now = time.time()
     whole = [work(tmp_path, name, 10) for name in "ab"]
@@ -66,25 +66,27 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     assert progress.share(now + 5) == pytest.approx(0.2)
     says(whole[0], left=15.0, time=now + 5)
     progress.look(now + 6)
-    assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "the job's own estimate"
+    assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "the job's own estimate must be used"
     says(whole[0], left=1.0, part=True, time=now + 6)
     progress.look(now + 6)
-    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "other parts may follow"
-    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of its time so far"
+    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "other jobs may follow"
+    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of the job's time so far"
     end(whole[0], 20)
     progress.look(now + 6)
-    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "a slow machine"
+    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "a slow machine must scale the estimate"
     end(whole[1])
     progress.look(now + 20)
     assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1
     alone = [work(tmp_path, "alone", 100, 0.1), work(tmp_path, "beside it", 10, 0.1)]
-    assert live.CallProgress(now, alone).left(now).seconds == 100, "however many run in parallel, as on a cluster"
+    assert live.CallProgress(now, alone).left(now).seconds == 100, (
+        "on a cluster, any number of jobs may run in parallel"
+    )
 
 
 def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Path) -> None:
     """With jobs that were never timed, the bar counts jobs and never falls.
 
-    The time left is a lower bound.
+    The time left is then a lower bound.
     """
     now = time.time()
     jobs = [work(tmp_path, "p.a", 10), *(replace(work(tmp_path, f"p.{n}", 0), timed=False) for n in "bc")]
@@ -112,7 +114,7 @@ def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
 def test_a_line(tmp_path: Path) -> None:
     """The line names a running job with its progress and speed.
 
-    A job runs if it has a status file.
+    A job counts as running if it has a status file.
     """
     now = time.time()
     jobs = [work(tmp_path, "p.a"), work(tmp_path, "p.b")]
@@ -126,7 +128,7 @@ def test_a_line(tmp_path: Path) -> None:
 
 
 def test_what_is_drawn(tmp_path: Path) -> None:
-    """The display has a bar for all jobs, and a line for each running job."""
+    """The display has one bar for all jobs, and one line per running job."""
     now = time.time()
     jobs = [work(tmp_path, f"p.{number}") for number in range(20)]
     says(jobs[0], time=now)
@@ -142,14 +144,16 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     assert re.split("  +", first.strip())[-2:] == ["0 of 20 jobs", "14 running"]
     assert re.split("  +", lines[0])[:3] == ["p.0", "train", "30 of 120 steps (25 %)"]
     assert lines[0].rstrip().endswith("1,234 samples/s  1 min 30 s left") and "starting" in lines[1]
-    assert len(lines) == 14 and max(map(len, map(str.rstrip, [first, *lines[1:]]))) <= 80, "a terminal's width"
+    assert len(lines) == 14 and max(map(len, map(str.rstrip, [first, *lines[1:]]))) <= 80, (
+        "lines must fit a terminal's width"
+    )
 
 
 # ---- the logger plugin -------------------------------------------------------------------------------
 
 
 class TestInterface(TestLogHandlerBase):
-    """The logger interface's own tests of a plugin."""
+    """Snakemake's own tests of logger plugins."""
 
     __test__ = True
 
@@ -161,7 +165,7 @@ class TestInterface(TestLogHandlerBase):
 
 
 class Call:
-    """Snakemake's log with dlscale's plugin, set up as in a call."""
+    """Snakemake's log with dlscale's plugin, set up as in a real call."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         found = LoggerPluginRegistry().get_plugin("dlscale").get_settings(None)
@@ -185,7 +189,7 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Clear the interrupt before and after each test."""
+    """Clear the flag of an interrupt before and after each test."""
     interrupt.seen = False
     yield
     interrupt.seen = False
@@ -219,7 +223,7 @@ def test_it_shows_what_is_wrong_and_what_the_rules_tell(
 ) -> None:
     """Warnings and messages of the rules are shown.
 
-    The number of jobs of a dry run is on standard output, as in Snakemake.
+    A dry run prints the number of jobs to standard output, as in Snakemake.
     """
     say_all(Call(request.node.name, **settings))
     out, err = capsys.readouterr()
@@ -243,7 +247,7 @@ def test_what_an_executor_says_of_a_failed_job_is_shown(
 ) -> None:
     """An executor's message about a failed job is shown, but not after Ctrl-C.
 
-    Slurm's reason for a refused submission is such a message.
+    For example, the message may contain Slurm's reason for a refused submission.
     """
     for interrupt.seen, shown in ((False, "train, job 3: sbatch failed: 'no such QOS'\n"), (True, "")):
         call = Call(request.node.name)
@@ -277,7 +281,7 @@ def test_a_job_that_is_tried_again_has_not_failed(
 ) -> None:
     """A failed job that is tried again does not count as failed.
 
-    Progress is written in lines, since there is no terminal.
+    Progress is printed in lines, because there is no terminal.
     """
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LINE_EVERY", 0.0)
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LOOK_EVERY", 0.05)
@@ -308,7 +312,7 @@ def test_a_job_that_is_tried_again_has_not_failed(
     call.manager.stop()
     capsys.readouterr()
     time.sleep(0.2)
-    assert capsys.readouterr().err == "", "no lines after the end"
+    assert capsys.readouterr().err == "", "no line may follow the end"
 
 
 UNSEEN = """
@@ -330,7 +334,7 @@ except KeyboardInterrupt:
 
 
 def test_a_call_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
-    """A call ends if its output is closed, as by `snakemake 2>&1 | head`."""
+    """A call whose output is closed ends, for example in `snakemake 2>&1 | head`."""
     command = [sys.executable, "-c", UNSEEN, str(tmp_path / "ended")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as call:
         assert call.stdout and call.stderr

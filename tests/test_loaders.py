@@ -1,4 +1,4 @@
-"""Every loader yields the same sample stream, from every layout, with any workers, ranks and resume points."""
+"""Every loader yields the same sample stream, from every layout and with any workers, ranks and resume points."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from tests.raw_files import manifest_of
 from tests.waiting import PATIENCE, until
 
 CPU = torch.device("cpu")
-#: Volumes of different sizes, none a cube, none a multiple of a chunk.
+#: Edges of the volumes, cells. The volumes differ in size, are not cubes, and do not end with a complete chunk.
 EDGES = [(13, 11, 12), (9, 17, 10)]
 TIMES = [7, 9]
 
-#: Layouts of a field in its file: arguments of `store.create`. The first is the published form.
+#: Layouts of a field, as arguments of `store.create`, by name. The first layout is the published one.
 VOLUMES: dict[str, dict[str, Any]] = {
     "published": {},
     "chunks": {"chunk": 5},
@@ -65,19 +65,19 @@ VOLUMES: dict[str, dict[str, Any]] = {
     "channels last, half, whole": {"channels_last": True, "dtype": "float16"},
 }
 SERIES: dict[str, dict[str, Any]] = {"published": {}, "half": {"dtype": "float16"}}
-#: Layouts that only the HDF5 library can read: compressed, of the other byte order, and in float64.
+#: Layouts that only the HDF5 library can read: compressed, with the other byte order, or in float64.
 FOREIGN: dict[str, dict[str, Any]] = {
     "compressed": {"compression": "gzip"},
     "compressed, channels last": {"compression": "gzip", "channels_last": True},
     "big-endian": {"dtype": ">f4"},
     "double": {"dtype": "f8"},
 }
-#: Layout with chunks that contain some of the channels.
+#: Layout whose chunks contain only some of the channels.
 SPLIT: dict[str, Any] = {"chunks": (2, 5, 5, 5)}
 
 
 def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> None:
-    """Write one field: through `store`, or through h5py for foreign layouts."""
+    """Write one field through `store`, or through h5py if the layout is foreign."""
     values = np.random.default_rng(seed).normal(size=field.shape).astype(np.float32)
     values[(0,) * 4] = -0.0
     with h5py.File(path, "a") as file:
@@ -101,7 +101,7 @@ def volume_fields(edges: Sequence[int]) -> list[Field]:
 
 
 def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int = 2, **more: Any) -> Crops:
-    """Return 29 training crops of 6^3 cells of two volumes."""
+    """Return 29 training crops of 6^3 cells from two volumes."""
     for number, edges in enumerate(EDGES[:files]):
         path = folder / f"{number}.h5"
         if not path.exists():
@@ -113,7 +113,7 @@ def crops(folder: Path, layout: dict[str, Any], split: str = "train", files: int
 
 
 def series(folder: Path, layout: dict[str, Any], split: str = "train") -> Manifest:
-    """Return the manifest of two series of 6 channels on 5 x 8 points; 4 x 8 are kept."""
+    """Return the manifest of two series of 6 channels on 5 x 8 points, of which 4 x 8 are kept."""
     names = tuple(f"channel{number}" for number in range(6))
     transforms = tuple(Transform("linear", 100.0 * number, 0.5 + number) for number in range(6))
     fields = [Field("fields", names, ("1",) * 6, (times, 6, 5, 8), 1, transforms) for times in TIMES]
@@ -131,7 +131,7 @@ def pairs(folder: Path, layout: dict[str, Any], split: str = "train") -> Pairs:
 
 
 def informed(folder: Path, layout: dict[str, Any], split: str) -> InformedPairs:
-    """Return the same series as a training file and a validation file that continues it."""
+    """Return pairs with history; the series are a training file and a validation file that continues it."""
     manifest = series(folder, layout)
     first, second = manifest.splits["train"]
     extra = {"step_hours": 6.0, "starts": {"0.h5": 0.0, "1.h5": 42.0}, "before": {"1.h5": "0.h5"}}
@@ -154,7 +154,7 @@ CASES = [
 ]
 
 
-#: Settings of all loaders by kind.
+#: Settings class of every loader, by kind.
 SETTINGS: dict[str, Any] = {get_args(each.model_fields["kind"].annotation)[0]: each for each in loaders.LOADERS}
 
 
@@ -166,7 +166,7 @@ def build(
     device: torch.device = CPU,
     **more: Any,
 ) -> Any:
-    """Return a loader of a kind; DALI always has a thread, and some loaders have none."""
+    """Return a loader of a kind. DALI always gets at least one thread; some loaders have no threads."""
     if kind == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if more.get("reader") == "numpy":
@@ -178,13 +178,13 @@ def build(
 
 
 def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
-    """Return the loader that streams to a GPU, with the CPU in its role."""
+    """Return the loader that streams to a GPU; the CPU takes the GPU's role."""
     loader = build("direct", samples, share, workers)
     loader._backend = direct_loader.Streamed(samples, len(share.indices(0, samples.size)), loader._slots, CPU)
     return loader
 
 
-#: Every loader of data; loaders with several modes appear once for each mode.
+#: Functions that build every loader, by name. Loaders with several modes appear once per mode.
 LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
     **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
     "direct, resident": partial(build, "direct", resident="always"),
@@ -194,17 +194,17 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 
 
 def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
-    """Return parameters, the first of them a loader: DALI's starts processes, which takes seconds."""
+    """Return parameters that begin with a loader; DALI is marked slow, because its processes take seconds to start."""
     return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
 def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the batches of an epoch; copies, since loaders use their buffers again."""
+    """Return copies of an epoch's batches, because loaders reuse their buffers."""
     return [(x.numpy().copy(), y.numpy().copy()) for x, y in loader.epoch(epoch, start)]
 
 
 def expected(samples: Samples, share: Share, epoch: int, start: int = 0) -> Iterator[list[np.ndarray]]:
-    """Yield the batches as `read` gives them, sample by sample."""
+    """Yield the expected batches; each sample comes from `read`."""
     for step in range(start, share.steps(samples.size)):
         read = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
         yield [
@@ -220,7 +220,7 @@ def check(delivered: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[list[
             assert (values.shape, values.dtype) == (true_values.shape, true_values.dtype)
 
 
-#: Layouts that differ in how DALI's operators find a box.
+#: Layouts in which DALI's operators find a box in different ways.
 DALI_CASES = (
     "crops, published",
     "crops, channels last, half",
@@ -244,7 +244,7 @@ DALI_CASES = (
 def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any, layout: dict[str, Any]) -> None:
     """Every loader yields the same samples bit by bit, from every layout.
 
-    Two epochs are read; their last batch is smaller.
+    The test reads two epochs; their last batch is smaller.
     """
     samples, share = make(tmp_path, layout), Share(4)
     assert samples.size % 4
@@ -259,7 +259,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: str) -> None:
     """Every loader applies all symmetries exactly.
 
-    Some or all of them need no pass of their own: transposing, reversing, exchanging channels, changing signs.
+    Transposing, reversing, exchanging channels and changing signs may need no separate pass.
     """
     samples = crops(tmp_path, VOLUMES["half"], symmetry=symmetry)
     with closing(LOADERS[name](samples, Share(8), 0 if name == "torch" else 2)) as loader:
@@ -271,9 +271,9 @@ def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: s
 def test_every_loader_tells_the_history_and_the_time(tmp_path: Path, name: str, split: str) -> None:
     """Every loader adds history and time exactly.
 
-    The first histories of the validation file are in the file before it.
+    The first histories of the validation file come from the file before it.
     """
-    layout = {"dtype": "float16"}  # samples joined from two files are float32
+    layout = {"dtype": "float16"}  # samples that are joined from two files become float32
     samples = informed(tmp_path, layout, split)
     assert (samples.size, samples.input_spec.shape) == ({"train": 3, "valid": 8}[split], (6 * 3 + 4, 4, 8))
     for rank in range(2):
@@ -300,9 +300,9 @@ def test_workers_ranks_and_resume_points_do_not_show(
     layout = {"dtype": "float16"}
     samples = make(tmp_path, layout)
     for rank in range(ranks):
-        share = Share(4, rank, ranks)  # the last batch has one crop, or two pairs
+        share = Share(4, rank, ranks)  # the last batch has one crop or two pairs
         with closing(LOADERS[name](make(tmp_path, layout), share, workers)) as loader:
-            next(loader.epoch(2))  # abandoned after a batch, while more are loaded
+            next(loader.epoch(2))  # abandon the epoch after a batch, while other batches are loaded
             for start in (0, 2, len(loader)):
                 check(batches(loader, 1, start), expected(samples, share, 1, start))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
@@ -313,7 +313,7 @@ def test_workers_ranks_and_resume_points_do_not_show(
 def test_every_loader_serves_every_study(
     tmp_path: Path, tiny_data: Callable[[str], Path], study: str, kind: str
 ) -> None:
-    """Every loader delivers the shapes and types that a study's samples declare, or refuses the study."""
+    """Every loader delivers the shapes and dtypes that a study's samples declare, or refuses the study."""
     run = load_run(make_run(tmp_path, study, TINY[study]["run"], TINY[study]["dataset"]), "train")
     module = registry.load(registry.module_of(registry.study(study).dataset, "samples") or "")
     manifest = Manifest.read(tiny_data(study) / "manifest.json")
@@ -329,7 +329,7 @@ def test_every_loader_serves_every_study(
     with closing(build(kind, samples, Share(5))) as loader:
         delivered = batches(loader, 1)
     wanted = list(expected(samples, Share(5), 1))
-    # Only shapes and types are compared; test_imagenet.py compares images from DALI.
+    # Compare only shapes and dtypes; test_imagenet.py compares the images from DALI.
     if kind == "synthetic" or (kind == "dali" and isinstance(samples, CroppedImages)):
         wanted = [[batch[number] for number in range(2)] for batch in delivered]
         assert [len(x) for x, _ in delivered] == [len(x) for x, _ in expected(samples, Share(5), 1)]
@@ -343,7 +343,7 @@ def test_every_loader_serves_every_study(
 def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int) -> None:
     """Weighted means of ranks equal the mean of the batch.
 
-    A rank may have any part of a small last batch, even an empty one.
+    A rank may have any slice of a small last batch, even an empty slice.
     """
     losses = np.random.default_rng(0).uniform(size=samples)
     for step in range(-(-samples // 8)):
@@ -356,7 +356,7 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
 
 
 def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
-    """Chunks that were never written are left to the library: their fill value is not in the file."""
+    """The HDF5 library reads chunks that were never written, because their fill value is not in the data."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
         values[:, :4] = 1.0
@@ -372,7 +372,7 @@ def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) 
 )
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str, first: str, second: str) -> None:
-    """Files with different types and orders of axes form one dataset, such as a user's own files."""
+    """A dataset may have files with different dtypes and orders of axes, such as a user's own files."""
     crops(tmp_path, VOLUMES[first], files=1)
     both = crops(tmp_path, VOLUMES[second])
     assert len({(reader.dataset.dtype, reader.order) for reader in both.input.readers}) == 2
@@ -381,21 +381,22 @@ def test_files_of_different_layouts_in_one_dataset(tmp_path: Path, name: str, fi
 
 
 def test_halves_are_decoded_exactly() -> None:
-    """All 65,536 halves are decoded exactly: normal, subnormal, zeros of both signs, infinities and NaN."""
+    """All 65,536 float16 values are decoded exactly: normal, subnormal, both zeros, infinities and NaN."""
     from dlscale.data.loaders.direct_host import decode_half
 
     bits = np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         wanted = bits.view(np.float16).astype(np.float32)
     found = torch.full((1, 1, 1, 2**16), torch.nan).numpy()
-    # The offset is -0: a sum with it keeps the sign of zeros.
+    # The offset is -0, because adding -0 keeps the sign of zeros.
     decode_half(bits, np.array([0, 0, 0, 1, 0]), np.array([[0], [1], [-0.0]], np.float32), found)
     np.testing.assert_array_equal(found.reshape(-1), wanted)
     numbers = ~np.isnan(wanted)
     np.testing.assert_array_equal(np.signbit(found.reshape(-1)[numbers]), np.signbit(wanted[numbers]))
 
 
-@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])  # full cache lines, or not
+# rows with and without complete cache lines
+@pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])
 @pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
 @pytest.mark.parametrize("form", ["wide", "half", "single"])
 def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
@@ -411,8 +412,8 @@ def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], c
     words = {"single": stored, "half": stored.view(np.uint16)}.get(form)
     if words is None:
         words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
-    shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched together
-    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # begins with a cache line
+    shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched at once
+    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # `out` begins with a cache line
     shift, factor, offset = numbers
     for c, i, j, k in np.ndindex(shape):
         value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
@@ -422,19 +423,19 @@ def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], c
 
 
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
-    """A batch is overwritten only after the next one is requested.
+    """A batch is overwritten only after the next batch is requested.
 
-    Buffers are used again, so memory does not grow with the epoch.
+    Buffers are reused, so that memory does not grow with the epoch.
     """
     samples = crops(tmp_path, VOLUMES["half"])
     with closing(build("direct", samples, Share(2), 2)) as loader:
         places = set()
         for (x, y), (a, b) in zip(loader.epoch(0), expected(samples, Share(2), 0), strict=True):
             places.add((x.data_ptr(), y.data_ptr()))
-            torch.mm(torch.randn(200, 200), torch.randn(200, 200))  # time for the threads to overwrite it
+            torch.mm(torch.randn(200, 200), torch.randn(200, 200))  # give the threads time to overwrite the batch
             np.testing.assert_array_equal(x.numpy(), a)
             np.testing.assert_array_equal(y.numpy(), b)
-        assert len(places) == 3  # two batches that are ready, and the one in use
+        assert len(places) == 3  # two ready batches and the batch in use
 
 
 MEMORY = """
@@ -455,7 +456,7 @@ print(most)
 
 
 def large(folder: Path, edge: int) -> Crops:
-    """Return crops of a volume of `edge`^3 cells of nine channels in float16."""
+    """Return crops of a volume of `edge`^3 cells and nine channels in float16."""
     fields = volume_fields([edge] * 3)
     for field in fields:
         with h5py.File(folder / f"{edge}.h5", "a") as file:
@@ -469,9 +470,9 @@ def large(folder: Path, edge: int) -> Crops:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """The process's own memory hardly grows with 37 times the data.
+    """The process's own memory hardly grows if the data grow by a factor of 37.
 
-    Mapped pages of the page cache do not count: the system can take them back.
+    Mapped pages of the page cache do not count, because the system can free them.
     """
     found = []
     for edge in (48, 160):
@@ -502,9 +503,9 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str) -
 
 @pytest.mark.slow
 def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
-    """DALI's processes end with the loader, not by a signal to all processes of a job.
+    """DALI's processes end with the loader, but not by a signal to all processes of a job.
 
-    The training also survives such a signal until it has saved.
+    The training survives such a signal until it has saved its state.
     """
     loader = build("dali", crops(tmp_path, {}), Share(4), 2)
     next(iter(loader.epoch(0)))
@@ -544,12 +545,12 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
 
 @pytest.fixture
 def whole_file(tmp_path: Path) -> Crops:
-    """Return the samples of a single volume: the published program has one."""
+    """Return the samples of a single volume, because the published program reads only one."""
     return crops(tmp_path, VOLUMES["published"], files=1)
 
 
 def published_mirror(field: Any, path: Path) -> np.ndarray:
-    """Write a mirror like the published converter: all values, transposed; return them."""
+    """Write a mirror like the published converter: all values, with transposed axes; return the values."""
     with h5py.File(field.readers[0].path) as file:
         values = np.transpose(file[field.readers[0].name], [1, 2, 3, 0])
     np.save(path, values)
@@ -557,7 +558,7 @@ def published_mirror(field: Any, path: Path) -> np.ndarray:
 
 
 def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
-    """Mirrors next to a file, under the published names, are read and left unchanged; no others are made."""
+    """Mirrors with the published names next to a file are read and left unchanged; no other mirrors are written."""
     fields = {"data": whole_file.input, "label": whole_file.target}
     for name, field in fields.items():
         published_mirror(field, tmp_path / f"0_{name}.npy")
@@ -568,7 +569,7 @@ def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
         assert stamp(found.path) == before
     assert not [*tmp_path.glob("mirrors/*.npy")]
-    (tmp_path / "0_label.npy").unlink()  # the mirror of the input does not replace it
+    (tmp_path / "0_label.npy").unlink()  # without the label's mirror, the input's mirror is not enough
     prepare.make_mirror(whole_file.target)
     assert mirrors.mirror(whole_file.target).own
 
@@ -605,16 +606,16 @@ def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: 
 
 @pytest.mark.parametrize("damage", ["zeros", "torn", "text", "no record"])
 def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
-    """A damaged mirror is made again.
+    """A damaged mirror is written again.
 
-    Its name only identifies its file; its content shows the damage.
+    The name only identifies the mirrored file. The damage is detected from the content.
     """
     samples = crops(tmp_path, VOLUMES["chunks"])
     prepare.make_mirror(samples.input)
     path = mirrors.mirror(samples.input).path
     content, before = path.read_bytes(), path.stat()
     prepare.make_mirror(samples.input)
-    assert path.stat().st_ctime_ns == before.st_ctime_ns, "an intact mirror is not written again"
+    assert path.stat().st_ctime_ns == before.st_ctime_ns, "an intact mirror must not be written again"
     half = len(content) // 2
     damaged = {"zeros": content[:half] + bytes(100) + content[half + 100 :], "torn": content[:half], "text": b"hello"}
     path.write_bytes(damaged.get(damage, content))
@@ -626,7 +627,7 @@ def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
-    """A mirror next to its file with a few wrong values is refused, even if sampled cells do not show them."""
+    """A mirror next to its file with a few wrong values is refused, even if sampled cells do not reveal them."""
     path = tmp_path / "0_data.npy"
     published_mirror(whole_file.input, path)
     prepare.make_mirror(whole_file.input)
@@ -639,15 +640,15 @@ def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path
 
 
 def test_mirrors_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mirrors are made once, by the first process, and again for other content.
+    """Mirrors are written once, by the first process, and again for other content.
 
-    Smaller volumes fill a corner of the room of larger ones.
+    Smaller volumes fill a corner of the array for larger volumes.
     """
     samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), prepare._write_mirror
 
     def slow(found: mirrors.NpyMirror, field: Any) -> None:
         made.append(found.path)
-        time.sleep(0.2)  # other threads arrive meanwhile
+        time.sleep(0.2)  # other threads arrive during this time
         write(found, field)
 
     monkeypatch.setattr(prepare, "_write_mirror", slow)
@@ -683,7 +684,7 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_stage_makes_the_mirrors_that_its_loader_reads(tmp_path: Path) -> None:
-    """The stage makes the mirrors that its loader reads, before it begins; with other loaders it makes none."""
+    """Before it begins, the stage writes the mirrors that its loader reads; other loaders need no mirrors."""
     crops(tmp_path, VOLUMES["published"])
     fields, described = volume_fields(EDGES[0]), {"train": [("0.h5", 13), ("1.h5", 9)], "valid": []}
     manifest_of(tmp_path, "cosmo", fields, described).write(tmp_path / "manifest.json")
@@ -696,7 +697,7 @@ def test_the_stage_makes_the_mirrors_that_its_loader_reads(tmp_path: Path) -> No
 
 
 def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
-    """Mirrors exist for volumes only: series are refused."""
+    """Mirrors exist only for volumes; series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
     with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .* Pairs. Use h5py"):
@@ -704,13 +705,13 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
 
 
 class LateDevice:
-    """A device that works some time after it was given work, or when the host waits."""
+    """Device that works some time after it receives work, or when the host waits."""
 
     def __init__(self) -> None:
         self.memory: dict[int, str] = {}
-        self.given: list[int] = []  # addresses that its work reads, in order
-        self.seen: list[str] = []  # contents that it has read
-        self.ahead = 0  # largest amount of waiting work
+        self.given: list[int] = []  # addresses that the device's work reads, in order
+        self.seen: list[str] = []  # contents that the device has read
+        self.ahead = 0  # largest number of waiting tasks
 
     def work(self, until: int) -> None:
         while len(self.seen) < until:
@@ -723,7 +724,7 @@ class LateDevice:
 
 
 class LateBuffer:
-    """Memory of a device, which is overwritten as soon as it has no references."""
+    """Device memory that is overwritten as soon as it has no references."""
 
     def __init__(self, device: LateDevice, place: int) -> None:
         self.device, self.place = device, place
@@ -735,7 +736,7 @@ class LateBuffer:
 
 @pytest.mark.parametrize("speed", [0, 1, 3])
 def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
-    """Buffers are kept until the device has read them, however far behind it is.
+    """Buffers are kept until the device has read them, however far the device lags behind.
 
     The host waits only if it is further ahead than allowed.
     """
@@ -749,13 +750,13 @@ def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
     pace.close()
     assert device.seen == [f"batch {number}" for number in range(30)]
     assert device.ahead <= ahead + 1
-    assert set(device.memory.values()) == {"overwritten"}, "all buffers are released"
+    assert set(device.memory.values()) == {"overwritten"}, "all buffers must be released at the end"
 
 
 def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Data become resident if they fit the device's memory, less the memory of this process.
+    """Data become resident if they fit in the device's memory that this process does not use.
 
-    Memory of other processes does not count, so that parallel runs decide alike.
+    The memory of other processes does not count, so that parallel runs decide alike.
     """
     samples = crops(tmp_path, VOLUMES["half"])
     needed = samples.input.bytes + samples.target.bytes
@@ -786,15 +787,15 @@ def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     """On a GPU all loaders deliver the same samples, whichever stream lags behind.
 
-    They agree within the rounding of a fused multiply-add. A batch that is used before it is ready, or with memory that
-    is used again too early, shows only with a lag.
+    Values agree within the rounding of a fused multiply-add. A batch that is used too early, or whose memory is reused
+    too early, is only visible with a lag.
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
     kind, more = (way, {}) if way in ("dali", "torch") else ("direct", {"resident": way})
     kind, more = ("dali", {"reader": "numpy"}) if way == "numpy" else (kind, more)
     kept = []
     with closing(build(kind, samples, Share(4), 2, device, **more)) as loader:
-        next(loader.epoch(1))  # abandoned after a batch
+        next(loader.epoch(1))  # abandon the epoch after a batch
         for x, y in loader.epoch(0):
             if slow == "the model's stream":
                 torch.cuda._sleep(50_000_000)

@@ -1,4 +1,4 @@
-"""Losses and validation metrics, compared with plain numpy, in physical units if they are defined so."""
+"""Losses and validation metrics, compared with plain numpy; metrics in physical units if they are defined so."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_without_a_weight_the_exponential_is_not_computed() -> None:
     assert loss.item() == pytest.approx(1e4)
     loss.backward()
     assert torch.equal(p.grad, torch.full_like(p, 1 / p.numel()))
-    assert not l1(p, t, 0.1).isfinite(), "with a weight it is computed"
+    assert not l1(p, t, 0.1).isfinite(), "with a weight, the exponential must be computed"
 
 
 def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
-    """The relative L2 loss equals the published, flattened one bit by bit.
+    """The relative L2 loss equals the published loss on flattened tensors bit by bit.
 
-    Flattening copies channels-last tensors; for them only the order of the sum differs.
+    For channels-last tensors, which flattening copies, only the order of the sum differs.
     """
     p, t = (f32(random(4, 6, 24, 40, seed=seed)) for seed in (0, 1))
     flat, plain, last = (p.clone().requires_grad_() for _ in range(3))
@@ -112,7 +112,7 @@ def test_sums_over_batches_are_those_over_all_at_once() -> None:
     values = {"scalar": f32(random(11)), "by_channel": f32(random(11, 3, seed=1))}
     batched, whole = MetricSum(), MetricSum()
     whole.add(values)
-    for start in (0, 4, 8):  # batches of 4, 4 and 3
+    for start in (0, 4, 8):  # batches of 4, 4 and 3 samples
         batched.add({name: value[start : start + 4] for name, value in values.items()})
     for name, value in values.items():
         expected = value.numpy().astype(np.float64).mean(axis=0)
@@ -125,7 +125,7 @@ def test_sums_over_batches_are_those_over_all_at_once() -> None:
 
 
 def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, batch: int) -> dict[str, float]:
-    """Return the metrics as the trainer computes them: batch by batch, the last one smaller."""
+    """Return the metrics as the trainer computes them: batch by batch, with a smaller last batch."""
     total = MetricSum()
     for start in range(0, len(x), batch):
         part = slice(start, start + batch)
@@ -133,7 +133,7 @@ def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, bat
     naive = MetricSum()
     naive.add(metrics.naive(range(len(x))))
     found: dict[str, float] = metrics.summarise(naive.means() | total.means())
-    assert sorted(found) == sorted(metric.name for metric in metrics.described), "every number is described"
+    assert sorted(found) == sorted(metric.name for metric in metrics.described), "every number must be described"
     assert all(metric.naive is None or metric.naive in found for metric in metrics.described)
     return found
 
@@ -145,7 +145,7 @@ def units_of(metrics: Metrics) -> dict[str, str]:
 def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dict[str, np.ndarray]:
     """Return baselines without learning [pairs, C, H, W] for the pairs of a validation file.
 
-    The file begins at midnight and is 6-hourly.
+    The file begins at midnight and has a state every 6 hours.
     """
     years = []
     for year in (2001, 2002):
@@ -160,7 +160,7 @@ def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dic
     factor = (top / bottom)[:, None, None]
     back = 4 * -(-dt // 4)
     lags = sorted({0, 1, back - dt, back})
-    # Each channel's coefficients: least squares over all points of all pairs, a row of the matrix each.
+    # Coefficients of each channel: least squares over all points of all pairs; each point is a row of the matrix.
     pairs = [(year, t) for year in years for t in range(back, len(year) - dt)]
     root = np.broadcast_to(np.sqrt(w), mean.shape[-2:]).ravel()
     fit = []
@@ -203,7 +203,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
     )
     climatology = np.load(era5_data / "stats" / "time_means.npy")[0].astype(np.float64)
     x, y = fields[:-dt], fields[dt:]
-    # errors differ between samples
+    # Make the errors differ between samples.
     p = y + std * 0.3 * random(*y.shape) * np.linspace(0.5, 2, len(y))[:, None, None, None]
     w = np.cos(np.radians(manifest.extra["latitude"]))
     w = (w / w.mean())[:, None]
@@ -222,7 +222,9 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
         assert found[f"skill/{name}"] == pytest.approx(1 - rmse / min(naive.values()), abs=1e-4)
         roots = np.sqrt((w * ((p - y)[:, c] / std[c]) ** 2).mean(axis=(1, 2)))
         assert found[f"rmse_normalised/{name}"] == pytest.approx(roots.mean(), rel=1e-4)
-        assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, "root of means is not mean of roots"
+        assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, (
+            "the root of a mean must differ from the mean of roots"
+        )
         a, b = (value[:, c] - climatology[c] for value in (p, y))
         cross, aa, bb = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
         assert found[f"acc/{name}"] == pytest.approx((cross / np.sqrt(aa * bb)).mean(), rel=1e-3)
@@ -235,7 +237,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
 
 
 def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
-    """Baselines without learning are left out if their data are missing.
+    """A baseline without learning is left out if its data are missing.
 
     Without times of day, the climatology is the mean of all times.
     """
@@ -259,7 +261,7 @@ def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
     """Yesterday's state may be in the file before.
 
-    Two periods of one series: for the first pairs, yesterday is in the training file.
+    With two periods of one series, yesterday's states for the first pairs are in the training file.
     """
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels[:1]
     settings = {
@@ -286,7 +288,7 @@ def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -
 def physical(y: np.ndarray) -> np.ndarray:
     """Undo the published transforms by hand.
 
-    Densities are exp(14 x), velocities 1000 x, and the temperature is 10^(5 + 3 x).
+    Densities are exp(14 x), velocities are 1000 x, and the temperature is 10^(5 + 3 x).
     """
     return np.stack([np.exp(14 * y[:, 0]), *(1000 * y[:, c] for c in (1, 2, 3)), 10 ** (5 + 3 * y[:, 4])], axis=1)
 
@@ -301,10 +303,10 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
                 inputs[split, file.path] = opened["Nbody"][:].astype(np.float64)
     train_mean = np.stack([box for (split, _), box in boxes.items() if split == "train"]).mean(axis=(0, 2, 3, 4))
     valid = next(box for (split, _), box in boxes.items() if split == "valid")
-    y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples: batches of 2, 2 and 1
+    y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples in batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    # Least squares over all points of the training boxes, which fit into a block.
+    # Least squares over all points of the training boxes, which fit into one block.
     points = [key for key in boxes if key[0] == "train"]
     terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
     answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T

@@ -1,4 +1,4 @@
-"""Memory: predictions match PyTorch's allocator; a failed allocation gives one message."""
+"""Memory: predictions equal PyTorch's allocations, and a failed allocation gives one message."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
 
 
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
-    """Return the bytes that PyTorch's allocator holds at the end of each range of a step, and the peak.
+    """Return the allocated bytes at the end of each range of a step, and the peak.
 
-    Bytes are relative to the begin of the step, when there are no gradients; they come from the profiler's events.
+    The bytes are relative to the begin of the step, at which gradients do not exist. They come from the profiler's
+    allocator events.
     """
-    step(x, y)  # creates the optimiser's state
+    step(x, y)  # this step creates the optimiser's state
     step.weights.clear_gradients()
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, marking(record_function):
@@ -87,7 +88,7 @@ def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, i
     ids=str,
 )
 def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, Any]) -> None:
-    """After forward, after backward and at the peak they agree, up to a few scalars."""
+    """After forward, after backward and at the peak, prediction and allocation agree except for a few scalars."""
     step, (x, y) = case.step(CPU, **over), case.batch(CPU)
     found = predicted(case, **over)
     at, most = allocated(step, x, y)
@@ -96,9 +97,12 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
     own = sum(p.numel() * p.element_size() for p in step.model.parameters())
     assert found.parameters == own
     state = sum(value.nbytes for each in step.optimizer.state.values() for value in each.values() if value.dim())
-    assert 0 <= found.optimizer - state - masters <= 8 * len(step.optimizer.state), "only step counters may differ"
+    assert 0 <= found.optimizer - state - masters <= 8 * len(step.optimizer.state), (
+        "the difference may only be step counters"
+    )
     assert found.gradients == own + masters
-    if case is UNET or over != {"accumulation_steps": 2}:  # otherwise gradients of earlier micro-batches are included
+    # otherwise the gradients of earlier micro-batches are included
+    if case is UNET or over != {"accumulation_steps": 2}:
         parts = own if "accumulation_steps" in over else 0
         assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
     assert at["backward"] == pytest.approx(own, abs=64)
@@ -106,7 +110,7 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
 
 
 def test_activations_are_what_autograd_saves() -> None:
-    """PyTorch's hook for saved tensors gives the same distinct memory, without parameters."""
+    """PyTorch's hook for saved tensors gives the same bytes of distinct memory, without parameters."""
     step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -124,7 +128,7 @@ def test_activations_are_what_autograd_saves() -> None:
 
 
 def test_several_ranks_hold_their_gradients() -> None:
-    """DistributedDataParallel's buckets exist during the peak of the activations."""
+    """DistributedDataParallel's buckets add to the peak of the activations."""
     one, two = predicted(UNET), predicted(UNET, ranks=2)
     masters: dict[str, Any] = {"precision": "bf16_master", "optimizer": {"fused": True}}
     assert one.gradients == two.gradients == one.parameters
@@ -133,7 +137,7 @@ def test_several_ranks_hold_their_gradients() -> None:
     assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients
 
 
-#: A larger model, so that a step stores more than it exchanges.
+#: A larger model, whose steps store more bytes than they exchange.
 SHARED = Case("era5_vit", {"embed_dim": 96, "depth": 6, "heads": 4}, (48, 96), 4, channels=3)
 SHARINGS: dict[str, dict[str, Any]] = {
     "tp": {"geometry": {"gpus_per_node": 2, "tp": 2}},
@@ -156,7 +160,7 @@ def _allocated_by_ranks(rank: int, port: int, folder: str) -> None:
                 run, partial(SHARED.network, run), SHARED.loss(), replace(joined, mesh=mesh), study.sharding
             )
             shards = step.shards()
-            step(*SHARED.batch(CPU))  # creates buckets and buffers
+            step(*SHARED.batch(CPU))  # this step creates buckets and buffers
             at, most = allocated(step, *SHARED.batch(CPU))
             own = sum(p.tensor.nbytes for name, p in shards.items() if name.startswith("model."))
             found[name] = [at["forward"], most, own]
@@ -165,7 +169,7 @@ def _allocated_by_ranks(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
-    """The prediction is within 12 % of the allocator's figures on each of the two devices."""
+    """On each of the two devices, the prediction is within 12 % of the allocator's bytes."""
     spawn(_allocated_by_ranks, (free_port(), str(tmp_path)), 2)
     study = registry.study("era5_vit")
     alone = predicted(SHARED)
@@ -176,15 +180,15 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
         x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
         use = memory.of_run(run, fake, (x, y))
         assert use.peak and alone.peak
-        # Gathered weights stay until the end without resharding.
+        # Without resharding, gathered weights stay in memory until the end.
         weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0
         batch = 4 * (x.numel() + y.numel())
-        before = use.gradients * ("accumulation_steps" in over)  # of earlier micro-batches
-        held = use.parameters + use.optimizer + batch + use.gradients * (name == "cp")  # DDP's buckets
+        before = use.gradients * ("accumulation_steps" in over)  # gradients of earlier micro-batches
+        held = use.parameters + use.optimizer + batch + use.gradients * (name == "cp")  # the buckets of DDP
         for rank in (0, 1):
             forward, most, own = json.loads((tmp_path / f"{rank}.json").read_text())[name]
             assert own == pytest.approx(use.parameters, rel=0.02), name
-            # Buffers of exchanges are freed a little later than possible.
+            # Buffers of exchanges are freed a little later than the prediction assumes.
             assert forward == pytest.approx(use.activations - batch + weights + before, rel=0.12), name
             assert most == pytest.approx(use.peak - held, rel=0.12), name
 
@@ -196,7 +200,7 @@ def measured(folder: str, manifest: str) -> str:
     before = [p.detach().clone() for p in session.step.model.parameters()]
     found = memory.measure(session, sample_batch())
     assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), (
-        "no step was made"
+        "measuring must make a step"
     )
     return found.text()
 
@@ -207,9 +211,9 @@ def sample_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.slow
 def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
-    """On a CPU the process's memory grows by the predicted bytes and by memory that the system retains.
+    """On a CPU, the process's memory grows by the predicted bytes and by memory that the system retains.
 
-    This needs a new process: one that has computed before reuses freed memory and does not grow.
+    A new process measures, because a process that has already computed reuses freed memory and does not grow.
     """
     code = "import sys; from tests.test_memory import measured; print(measured(*sys.argv[1:]))"
     command = [sys.executable, "-c", code, tmp_path, cosmo_data / "manifest.json"]
@@ -228,7 +232,7 @@ def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
 @pytest.mark.parametrize("case", [UNET, VIT], ids=["unet", "vit"])
 @pytest.mark.parametrize("over", [{}, {"precision": "bf16", "optimizer": {"fused": True}}], ids=str)
 def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
-    """The prediction is within 10 % of the allocator's peak, without workspaces that remain afterwards."""
+    """The prediction is within 10 % of the allocator's peak, without the workspaces that remain after the step."""
     device = torch.device("cuda")
     found = predicted(case, device, **over)
     step, (x, y) = case.step(device, **over), case.batch(device)
@@ -294,14 +298,16 @@ def test_texts_of_too_little_memory(error: Exception) -> None:
 
 
 def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosmo_data: Path) -> None:
-    """A worker that the system's out-of-memory killer ended once was reported as a defect of dlscale."""
+    """A killed loader worker is reported as lack of memory; the system's killer was once reported as a defect of
+    dlscale.
+    """
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})
     session = open_session(run, cosmo_data / "manifest.json", World(), 1)
     expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
     with (
         pytest.raises(UserError, match=expected),
         around.translate_memory_errors(run, cosmo_data / "manifest.json", World()),
-        closing(session.loader("train")) as loader,  # closing the loader may raise the error, too
+        closing(session.loader("train")) as loader,  # closing the loader may also raise the error
     ):
         for number, _ in enumerate(loader.epoch(0)):
             if not number:
@@ -317,7 +323,7 @@ def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:
 
 
 def failing(tmp_path: Path, data: Path, limit: float) -> str:
-    """Let the loss of a step fail on a simulated device with `limit` bytes; return the message."""
+    """Simulate an allocation failure in a step's loss, on a device with `limit` bytes; return the message."""
     run = tiny_run("cosmo_unet", tmp_path, batch_size=16)
     session = open_session(run, data / "manifest.json", World(), 1)
 
@@ -332,7 +338,7 @@ def failing(tmp_path: Path, data: Path, limit: float) -> str:
 
 @pytest.mark.slow
 def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: Path) -> None:
-    """The message lists only settings that fit, the cheapest first, each with its predicted memory."""
+    """The message lists only settings that fit, the cheapest first, and the predicted memory of each setting."""
     manifest = Manifest.read(cosmo_data / "manifest.json")
 
     def needed(**over: Any) -> int:
@@ -341,7 +347,7 @@ def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: P
 
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths
-    limit = (halves + fourths) / 2  # micro-batches of four samples fit, larger ones do not
+    limit = (halves + fourths) / 2  # micro-batches of four samples fit, larger micro-batches do not
     text = failing(tmp_path, cosmo_data, limit / around.SHARE["cpu"] + around.RESERVE["cpu"])
     assert "out of memory in the forward pass: CUDA out of memory. Tried to allocate 20.00 MiB" in text
     assert f"a step of 16 samples is predicted to take {size(full)}" in text
@@ -379,7 +385,7 @@ sys.exit(cli.main(sys.argv[2:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["throughput", pytest.param("train", marks=pytest.mark.slow)])
 def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: Path) -> None:
-    """The system refuses memory beyond a limit: one line names settings that work under this limit."""
+    """If the system refuses memory beyond a limit, one line names settings that work within the limit."""
     over: dict[str, Any] = {"model": {"widths": [256, 64]}, "batch_size": 128, "samples": {"train": 128}}
     arguments = ["--config", tmp_path / "config.yaml", "--manifest", cosmo_data / "manifest.json", "--device", "cpu"]
     out = ["--out", tmp_path / "throughput.json"]
@@ -400,5 +406,5 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
     assert advice, line
     if stage == "train":
         done = run(accumulation_steps=int(advice[1]))
-        # The limit counts addresses, and the libraries for the last picture take more of them than the training.
+        # The limit counts address space, of which the libraries for the last picture take more than the training.
         assert "epoch 2 of 2" in done.stderr, done.stderr

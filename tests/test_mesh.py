@@ -1,6 +1,7 @@
-"""Every strategy on every mesh trains like one process: forward pass, loss, each gradient, each update.
+"""Every strategy on every mesh trains like one process: forward pass, loss, each gradient and each update.
 
-`make test` runs the cases for two processes; `make test-parallel` runs those for four and eight, and the compiled ones.
+`make test` runs the cases for two processes. `make test-parallel` runs the cases for four and eight processes, and the
+compiled cases.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
 
-#: Samples per batch and in total: two batches and three samples, so that five of eight ranks miss the third.
+#: Samples per batch, and samples in total: two batches and three samples, so that five of eight ranks have no sample of
+#: the third batch.
 BATCH, SAMPLES = 8, 19
 STEPS = 3
-#: Patches of a field: 32 tokens divide evenly on all meshes; 35 do on none and are padded to 36 or 40.
+#: Patches of a field: 32 tokens divide evenly on all meshes. 35 tokens divide on no mesh and are padded to 36 or 40.
 GRIDS = {"even": (4, 8), "uneven": (5, 7)}
 HEADS = 8
 
@@ -59,8 +61,8 @@ Tensors = dict[str, torch.Tensor]
 class Case:
     """A geometry with its strategy, the run's settings, and the allowed difference from one process.
 
-    Differences of predictions and losses are relative to their greatest value, of gradients and updates to the
-    greatest of the same tensor; gradients that are zero except for rounding are compared with the greatest of all.
+    Differences of predictions and losses are relative to their greatest value. Differences of gradients and updates are
+    relative to the greatest value of the same tensor, or of all tensors if the gradient is zero except for rounding.
     """
 
     ranks: int
@@ -69,7 +71,7 @@ class Case:
     over: dict[str, Any] = field(default_factory=dict)
     grid: str = "even"
     tolerance: float = 2e-5
-    #: Whether one process computes the same with the same settings; otherwise it computes in float32.
+    #: Whether a single process uses the same settings. If not, the single process computes in float32.
     exact: bool = True
 
     def run(self) -> RunCore:
@@ -92,7 +94,7 @@ class Case:
             static=torch.ones(1, 2 * rows, 3 * columns),
             checkpointing=bool(self.over.get("activation_checkpointing")),
         )
-        with torch.no_grad():  # random values for all parameters, so that a missing one shows
+        with torch.no_grad():  # all parameters get random values, so that a missing parameter is noticed
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape))
         return model
@@ -107,13 +109,13 @@ class Case:
 
 FSDP: dict[str, Any] = {"kind": "fsdp"}
 BF16 = {"over": {"precision": "bf16"}, "tolerance": 0.05}
-#: Several settings at once.
+#: Settings that combine several features.
 MANY = {
     "accumulation_steps": 2,
     "optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3, "clip_norm": 0.05, "fused": True},
 }
 STRATEGIES: dict[str, Case] = {
-    # Two processes: part of `make test`.
+    # Cases for two processes, which `make test` runs.
     "2 ddp": Case(2),
     "2 ddp uneven": Case(2, grid="uneven"),
     "2 ddp small buckets": Case(2, parallel={"bucket_mb": 0.01}),
@@ -148,8 +150,9 @@ STRATEGIES: dict[str, Case] = {
     "2 tp, master weights": Case(2, {"tp": 2}, over={"precision": "bf16_master"}, tolerance=0.05),
     "2 tp, scaled loss": Case(2, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "2 fsdp, scaled loss": Case(2, parallel=FSDP, over={"precision": "fp16"}, tolerance=0.01),
-    "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.08),  # 0.061 with PyTorch 2.11
-    # Four processes.
+    # error with PyTorch 2.11: 0.061
+    "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.08),
+    # Cases for four processes.
     "4 ddp": Case(4),
     "4 fsdp": Case(4, parallel=FSDP),
     "4 fsdp in two groups": Case(4, parallel={**FSDP, "shard": 2}),
@@ -174,7 +177,7 @@ STRATEGIES: dict[str, Case] = {
     ),
     "4 dp tp, fp16 master weights": Case(4, {"tp": 2}, over={**MANY, "precision": "fp16_master"}, tolerance=0.02),
     "4 ddp, all at once, fp16 hook": Case(4, parallel={"compression": "fp16"}, over=MANY, tolerance=0.01),
-    # Eight processes.
+    # Cases for eight processes.
     "8 dp cp, sharded in groups, recomputed": Case(
         8, {"cp": 2}, {**FSDP, "shard": 2}, {**MANY, "activation_checkpointing": True}, "uneven"
     ),
@@ -205,7 +208,7 @@ COMPILED: dict[str, Case] = {
 
 
 def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
-    """Train for three batches; return the full tensors to compare on every rank."""
+    """Train for three batches; on every rank, return the full tensors that are compared."""
     study, share = registry.study("era5_vit"), Share(BATCH, world.data_rank, world.data_size)
     step = build_step(run, case.model, relative_l2, world, study.sharding)
     found: dict[str, Any] = {"start": whole(step.weights.state_dict())}
@@ -217,7 +220,7 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
             found["prediction"] = step.predict(x[own])
         loss = step(x[own], y[own], share.weight(number, SAMPLES))
         found[f"loss {number}"] = world.sum(loss * len(x[own])) / len(x)
-        # Gradients as the update uses them: clipped, and without the loss scale.
+        # Gradients as the update uses them: clipped and without the loss scale.
         updated = zip(step.weights.named, step.weights.updated, strict=True)
         gradients = {name: p.grad for name, p in updated if p.grad is not None}
         found[f"gradients {number}"] = {
@@ -231,7 +234,7 @@ def learn(case: Case, run: RunCore, world: World) -> dict[str, Any]:
 
 
 def overflow(step: Step, world: World) -> dict[str, Any]:
-    """Let a gradient overflow on the second device of the model or of all; return how the step reacted."""
+    """Let a gradient overflow on the second tensor-parallel device, or the second rank; return the step's reaction."""
     collect = step.weights.collect_gradients
 
     def overflowing() -> None:
@@ -252,9 +255,9 @@ def overflow(step: Step, world: World) -> dict[str, Any]:
 
 
 def exchanged(case: Case, run: RunCore, world: World, step: Step) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes that a rank exchanges in a full batch: counted, and by formula.
+    """Return the bytes that a rank exchanges in a full batch, as counted and by formula.
 
-    DDP must have arranged its buckets before.
+    DDP must have arranged its buckets before this call.
     """
     x, y = case.batch(0)
     own = Share(BATCH, world.data_rank, world.data_size).indices(0, SAMPLES)
@@ -272,7 +275,7 @@ def whole(state: Tensors) -> Tensors:
 
 def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) -> None:
     as_rank(rank, port, ranks)
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that wait for each other print where
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that wait for each other print where they wait
     with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
         for name in names:
             case = {**STRATEGIES, **COMPILED}[name]
@@ -294,7 +297,7 @@ def of_ranks(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that gives the results of a case from all ranks; equal numbers of ranks train together."""
+    """Return a function from a case to the results of all ranks; cases with equally many ranks run together."""
     folders: dict[int, Path] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
@@ -313,10 +316,13 @@ def compare(case: Case, found: list[dict[str, Any]]) -> None:
     alone, tolerance = learn(case, case.alone(), World()), case.tolerance
     for rank in found:
         for name, value in alone["start"].items():
-            assert torch.equal(rank["start"][name], value), f"{name} has another initial value"
+            assert torch.equal(rank["start"][name], value), (
+                f"the initial value of {name} differs from that of one process"
+            )
         parts = {each["dp"]: each["prediction"] for each in found}
         for each in found:
-            # Ranks that share a model give the same predictions; all together, they equal those of one process.
+            # Ranks that share a model give the same predictions. The predictions of all ranks together equal those of
+            # one process.
             torch.testing.assert_close(each["prediction"], parts[each["dp"]], rtol=0, atol=0)
         near(torch.cat([parts[dp] for dp in sorted(parts)]), alone["prediction"], tolerance, "prediction")
         for number in range(STEPS):
@@ -330,7 +336,8 @@ def compare(case: Case, found: list[dict[str, Any]]) -> None:
             for name, weights in updates.items():
                 moved = [each[f"weights {number}"][name] - each["start"][name] for each in (rank, alone)]
                 greatest = float(weights.abs().max())
-                spacing = 2**-7 * greatest if case.over.get("precision") == "bf16_pure" else 0.0  # of its numbers
+                # spacing of bf16 numbers
+                spacing = 2**-7 * greatest if case.over.get("precision") == "bf16_pure" else 0.0
                 near(*moved, 2 * tolerance, f"update {number} of {name}", 0.01 * greatest, spacing)
 
 
@@ -339,7 +346,7 @@ def near(
 ) -> None:
     allowed = max(tolerance * max(float(expected.abs().max()), floor), spacing)
     error = float((got - expected).abs().max())
-    assert error <= allowed, f"{what}: differs by {error:.3g}, allowed are {allowed:.3g}"
+    assert error <= allowed, f"{what}: differs by {error:.3g}, but at most {allowed:.3g} is allowed"
 
 
 @pytest.mark.parametrize(
@@ -362,12 +369,12 @@ def test_evaluate_computes_in_the_format_in_which_weights_are_gathered(learnt: A
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_exchange_what_the_formula_says(learnt: Any, name: str) -> None:
-    small = 64  # bytes of norms and overflow flags
+    small = 64  # bytes of the exchanged norms and overflow flags
     for number, rank in enumerate(learnt(name)):
         counted, expected = rank["counted"], rank["formula"]
         more = {kind: counted.get(kind, 0) - expected.get(kind, 0) for kind in {**counted, **expected}}
         assert all(size <= small for size in more.values()), f"counted {counted}, expected {expected}"
-        if number == 0:  # other ranks may have less, if weights do not divide evenly
+        if number == 0:  # other ranks may exchange less if weights do not divide evenly
             assert all(size >= 0 for size in more.values()), f"counted {counted}, expected {expected}"
 
 
@@ -375,7 +382,9 @@ def test_ranks_exchange_what_the_formula_says(learnt: Any, name: str) -> None:
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
-    """Sums may differ between ranks that share a model (here completely): the first rank's sum is used."""
+    """Ranks that share a model may have different sums (completely different in this test); the first rank's sum is
+    used.
+    """
     ranks = arrangement(STRATEGIES[name].run().geometry)
     assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
 
@@ -389,7 +398,7 @@ def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
     ],
 )
 def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
-    """All ranks skip the update and reduce the loss scale, even those with finite gradients."""
+    """If a gradient overflows on one rank, all ranks skip the update and reduce the loss scale."""
     assert [rank["overflow"] for rank in learnt(name)] == [{"kept": True, "scale": 0.5}] * STRATEGIES[name].ranks
 
 
@@ -429,7 +438,7 @@ def test_the_first_axis_of_the_order_has_neighbours() -> None:
     ],
 )
 def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int]]) -> None:
-    """With two nodes of eight devices, no group of two crosses a node."""
+    """On two nodes of eight devices, no group of two devices spans both nodes."""
     geometry = Geometry(nodes=2, gpus_per_node=8, cp=2, tp=tp, order=order)
     with fake_group(16):
         world = World(size=16, mesh=Mesh(geometry, "cpu"))
@@ -446,7 +455,7 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
     ],
 )
 def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
-    """Devices that share a model would draw the same numbers for different tokens."""
+    """Hidden drop-out is refused, because devices that share a model would draw equal numbers for different tokens."""
 
     def model() -> nn.Module:
         made = Case(2).model()
@@ -466,11 +475,11 @@ def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str 
 # ---- checkpoints under other meshes ----------------------------------------------------------------
 
 ADAM: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}
-SAVED = 2  #: Batches before a step is saved; one more follows.
+SAVED = 2  #: Batches before a step is saved; one more batch follows after loading.
 
 
 def passed_on(ranks: int) -> dict[str, Case]:
-    """Return cases that continue the training of each other case, and of one process."""
+    """Return cases; each case can continue the training of every other case and of one process."""
     cases = {
         "ddp": Case(ranks, over=ADAM),
         "fsdp": Case(ranks, parallel=FSDP, over=ADAM),
@@ -577,7 +586,7 @@ ORDERS = ("tp-cp-dp", "cp-tp-dp")
 def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
     """Seven tokens on four devices are gathered by one collective, even if tp neighbours are not adjacent ranks.
 
-    PyTorch warns of two consecutive collectives at each start.
+    With two consecutive collectives, PyTorch would warn at each start.
     """
     spawn(_divide_and_unite, (4, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), 4)
     tokens = torch.arange(14.0).reshape(1, 7, 2)
@@ -586,7 +595,8 @@ def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
         for united, _, counts in found:
             assert torch.equal(united, tokens), order
             assert counts == {"all_gather": 1}
-        # Each device has the gradient of its own tokens, times the number of devices that continue identically.
+        # Each device has the gradient of its own tokens, multiplied by the number of devices, which all continue
+        # identically.
         assert torch.equal(sum(gradient for _, gradient, _ in found), 4 * tokens), order
     assert [(tmp_path / f"{rank}.log").read_text() for rank in range(4)] == [""] * 4
 
@@ -609,7 +619,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
                     return ViT((8, 24), (2, 3), 4, 3, 8 * HEADS, 2, HEADS, checkpointing=again, dropout=0.5)
 
                 step = build_step(run, make, relative_l2, world, VIT.sharding, draws=True)
-                torch.manual_seed(world.data_rank)  # as a session does
+                torch.manual_seed(world.data_rank)  # as a session seeds it
                 drawn: dict[str, list[torch.Tensor]] = {"position": [], "hidden": []}
                 model = step.model
 
@@ -638,7 +648,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
     ],
 )
 def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
-    """Devices of a model drop the same values in replicated parts, and different ones for their tokens and heads."""
+    """Devices of a model drop equal values in replicated parts, and different values for their own tokens and heads."""
     spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), ranks)
     for number, _ in enumerate(meshes):
         found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]
@@ -655,5 +665,5 @@ def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshe
             for name, values in each["drawn False"].items():
                 assert torch.equal(values, each["drawn True"][name]), name
                 assert not torch.equal(values, each["again False"][name]), (
-                    f"{name}: the next step must draw other numbers"
+                    f"{name}: the next step must draw different numbers"
                 )

@@ -1,4 +1,4 @@
-"""Digits: published and simulated IDX files, and the network that classifies them."""
+"""Digits: published IDX files, simulated IDX files, and the network that classifies digits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_idx(path: Path, values: np.ndarray, zipped: bool = False) -> Path:
 
 @pytest.fixture
 def digits(tmp_path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return 20 images and labels."""
+    """Return 20 random images and labels."""
     rng = np.random.default_rng(5)
     return rng.integers(0, 256, (20, 28, 28), dtype=np.uint8), rng.integers(0, 10, 20, dtype=np.uint8)
 
@@ -62,7 +62,7 @@ def files(folder: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool = Fa
 def test_idx_files_are_stored_as_they_are(
     tmp_path: Path, digits: tuple[np.ndarray, np.ndarray], zipped: bool, pieces: int
 ) -> None:
-    """The rows keep their order and are split by `shares`; reading in pieces gives the same."""
+    """Rows keep their order and are split by `shares`; reading in pieces does not change the result."""
     source = {"kind": "files", "all": files(tmp_path, digits, zipped), "shares": {"train": 0.7, "valid": 0.3}}
     folder = make_dataset(tmp_path / "data", {"kind": "mnist", "source": source, "pieces": pieces})
     for split, rows in (("train", slice(0, 14)), ("valid", slice(14, 20))):
@@ -74,7 +74,7 @@ def test_idx_files_are_stored_as_they_are(
 
 @pytest.mark.slow
 def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """Its threads and the loader's workers use no other CPUs; too few CPUs give a message."""
+    """The run's threads and the loader's workers use no other CPUs. Too few CPUs give a message."""
     manifest = tiny_data("mnist_cnn") / "manifest.json"
     tiny = copy.deepcopy(TINY["mnist_cnn"])
     settings = resolve.merge(tiny["run"], {"loader": {"kind": "torch", "workers": 1}, "geometry": {"cpus": 1}})
@@ -91,7 +91,7 @@ def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path
 
 
 def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
-    """Runs at the same time would all use the same first CPUs."""
+    """A run that names its CPUs runs without other jobs, because such runs would all use the same first CPUs."""
     run = resolve.load({"targets": ["mnist_demo"]}).plans["mnist_demo"]["published"].run
     own = run.model_copy(update={"geometry": run.geometry.model_copy(update={"cpus": 1})})
     assert [cost.threads("train", each, on_gpus=False) for each in (run, own)] == [1, None]
@@ -101,7 +101,7 @@ def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
 def test_processes_of_a_node_have_cpus_of_their_own(
     monkeypatch: pytest.MonkeyPatch, cpus: int, rank: int, processes: int, own: set[int]
 ) -> None:
-    """In a Slurm task, a process sees only its own CPUs and uses all of them."""
+    """A process in a Slurm task sees only its own CPUs and uses all of them."""
     found = list[set[int]]()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, given: found.append(set(given)))
@@ -127,7 +127,7 @@ def test_bad_files_are_one_message(
 
 
 def test_the_network_is_the_published_one() -> None:
-    """Its number of parameters is right, and its logits equal a computation layer by layer."""
+    """The number of parameters is right, and the logits equal a computation layer by layer."""
     torch.manual_seed(0)
     model = MnistCNN().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882
@@ -154,7 +154,7 @@ def test_the_published_plan_says_what_the_script_did() -> None:
     assert [resolved.run.loader.workers for resolved in ladder.values()] == [0, 1, 2, 4, 8]
     shares = [each.value for each in resolve.study_files()["mnist_cnn"].published if each.label == "train()"]
     assert sum(share for share in shares[1:] if share) == pytest.approx(99.9), (
-        "the lines must account for all of the time"
+        "the lines must account for the complete time"
     )
 
 
@@ -162,11 +162,11 @@ def test_the_published_plan_says_what_the_script_did() -> None:
     ("damage", "zipped"),
     [
         *((damage, True) for damage in ("flip", "checksum", "cut", "more", "fewer rows")),
-        *((damage, False) for damage in ("cut", "more", "fewer rows")),  # only gzip has a checksum
+        *((damage, False) for damage in ("cut", "more", "fewer rows")),  # only gzip files have a checksum
     ],
 )
 def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bool) -> None:
-    """A wrong gzip checksum is found, as is a file that does not end with its last row."""
+    """A wrong gzip checksum is detected, and also a file that does not end with its last row."""
     plain = bytearray(struct.pack(">4I", 0x803, 50, 6, 6) + bytes(range(200)) * 9)
     if damage == "more":
         plain += b"more"
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bo
 
 @pytest.mark.slow
 def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
-    """The accuracy equals a count; the record also has the accuracy of the most frequent training digit."""
+    """The accuracy equals a count. The record also has the accuracy of the most frequent training digit."""
     dataset = {"kind": "mnist", "source": {"kind": "simulated", "train": 300, "valid": 100}}
     folder = make_dataset(tmp_path / "data", dataset)
     config = make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": 3}, "loader": {"workers": 0}}, dataset)
@@ -206,7 +206,9 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int) -> None:
-    """8,000 real digits give at least 96 % on the other 2,000 after one epoch, and 98 % after 14 epochs."""
+    """Training on 8,000 real digits gives at least 96 % on 2,000 other digits after one epoch, and 98 % after 14
+    epochs.
+    """
     shipped = yaml.safe_load((registry.studies()["mnist_cnn"].yaml).read_text())["datasets"]["mnist_t10k"]
     pair = shipped["source"]["all"]
     shipped["source"]["all"] = {key: str(shared(path.replace("data/", "data/mnist/"))) for key, path in pair.items()}
@@ -217,7 +219,7 @@ def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int)
 
 
 def test_labels_of_qmnist_are_named(tmp_path: Path) -> None:
-    """They are 32-bit integers [N, 8]; the message does not call them images."""
+    """QMNIST's labels, 32-bit integers [N, 8], are refused; the message does not call them images."""
     (labels := tmp_path / "labels.idx").write_bytes(struct.pack(">HBBII", 0, 12, 2, 3, 8) + bytes(3 * 8 * 4))
     with pytest.raises(
         UserError, match=r"IDX file of 32-bit integers with 2 axes, expected .* with 1 axes. QMNIST's extended"

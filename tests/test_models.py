@@ -1,4 +1,4 @@
-"""The models against explicit formulas, their published sizes, and evaluation without drop-out."""
+"""The models: compared with explicit formulas, with their published sizes, and evaluated without drop-out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def count(model: nn.Module) -> int:
 
 
 def vit(**settings: object) -> ViT:
-    """Return a small ViT with a rectangular grid and rectangular patches."""
+    """Return a small ViT; its grid and its patches are not square."""
     chosen = {"image_size": (8, 18), "patch": (2, 3), "in_channels": 3, "out_channels": 3, "embed_dim": 16}
     return ViT(**{**chosen, "depth": 2, "heads": 4, **settings})  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def unet(**settings: object) -> UNet3D:
 
 
 def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Give every parameter (with biases, norms and positions) random values, so that a missing one shows."""
+    """Add random numbers to every parameter, also biases, norms and positions, so that a missing one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -64,7 +64,7 @@ def test_the_published_vits_have_their_parameters(embed_dim: int, parameters: in
 
 def test_a_unet_of_any_size_has_the_parameters_of_its_layers() -> None:
     a, b, c, cells = 7, 11, 3, 4**3
-    expected = (2 * a + a * b + b * c + c * b + 2 * b * a + 2 * a * 5) * cells  # weights, down then up
+    expected = (2 * a + a * b + b * c + c * b + 2 * b * a + 2 * a * 5) * cells  # weights on the way down, then up
     assert count(UNet3D(2, 5, widths=(a, b, c))) == expected + a + b + c + b + a + 5
 
 
@@ -82,7 +82,8 @@ def test_unet_weights_are_normal_and_biases_zero(std: float) -> None:
             continue
         w = p.detach().double() / std
         n = w.numel()
-        # Five standard errors of mean, standard deviation and fourth moment of a standard normal distribution.
+        # The limits are five standard errors of the mean, the standard deviation and the fourth moment of normal
+        # numbers.
         assert abs(w.mean()) < 5 / math.sqrt(n), name
         assert abs(w.std() - 1) < 5 / math.sqrt(2 * n), name
         assert abs((w**4).mean() - 3) < 5 * math.sqrt(96 / n), name
@@ -120,7 +121,7 @@ def test_dropouts_act_in_training_and_are_off_in_evaluation() -> None:
 
 
 def conv_down(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Compute a convolution (kernel 4, stride 2, padding 1) by its sum.
+    """Compute a convolution (kernel 4, stride 2, padding 1) as an explicit sum.
 
     x is [C, D, H, W], weight is [O, C, 4, 4, 4].
     """
@@ -133,7 +134,7 @@ def conv_down(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray
 
 
 def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Compute a transposed convolution (kernel 4, stride 2, padding 1): cells spread over 4^3, the rim is cropped."""
+    """Compute a transposed convolution (kernel 4, stride 2, padding 1): spread cells over 4^3, then crop the rim."""
     y = np.zeros((weight.shape[1], *(2 * n + 2 for n in x.shape[1:])))
     for i, j, k in np.ndindex(x.shape[1:]):
         spread = (x[:, i, j, k][:, None, None, None, None] * weight).sum(axis=0)
@@ -143,7 +144,7 @@ def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("widths", "grid"), [((2,), (8, 16, 8)), ((2, 3, 4), (8, 16, 8)), ((2, 3, 4), (8, 8, 8))], ids=str
-)  # the last case has a single cell at the lowest level
+)  # in the last case, the lowest level has a single cell
 def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = roughened(UNet3D(2, 3, widths=widths).double())
@@ -182,7 +183,7 @@ def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...
 def test_unet_on_blocks_is_the_plain_one(
     settings: dict[str, Any], grid: tuple[int, ...], layout: torch.memory_format
 ) -> None:
-    """Prediction and all gradients agree in float64; each implementation loads weights that the other saved."""
+    """Prediction and all gradients agree in float64, and each implementation loads weights that the other one saved."""
     torch.manual_seed(0)
     plain = roughened(unet(**settings).double())
     blocks = unet(space_to_depth=True, **settings).double()
@@ -199,7 +200,7 @@ def test_unet_on_blocks_is_the_plain_one(
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
         assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(one.abs().max())), (
-            "relative to 1 at least, since sums may cancel"
+            "relative to at least 1, because sums may cancel"
         )
 
 
@@ -246,7 +247,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarra
 def test_vit_is_its_explicit_form(residual: bool | str) -> None:
     torch.manual_seed(0)
     model = roughened(vit(in_channels=3, out_channels=2, residual=residual).double()).eval()
-    with torch.no_grad():  # tokens so small that the norms' epsilon (1e-6) matters
+    with torch.no_grad():  # the tokens are so small that the epsilon of the norms (1e-6) matters
         for p in (*model.embedding.parameters(), model.position):
             p.mul_(2e-3)
     x = torch.randn(3, 8, 18, dtype=torch.float64)
@@ -297,7 +298,7 @@ def test_static_fields_are_further_inputs() -> None:
         vit(in_channels=channels, residual="linear", **more).eval()
         for channels, more in ((3, {"static": fixed}), (5, {}))
     )
-    wide.load_state_dict(roughened(model).state_dict())  # the fields are not weights
+    wide.load_state_dict(roughened(model).state_dict())  # the static fields are not weights
     torch.testing.assert_close(model(x), wide(torch.cat([x, fixed.expand(2, -1, -1, -1)], dim=1)))
 
 
@@ -351,7 +352,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def torchvisions(depth: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes in torchvision's state dict, as in its published weights."""
+    """Return names and shapes in torchvision's state dict, which its published weights have."""
     blocks, convolutions = {18: ([2, 2, 2, 2], 2), 34: ([3, 4, 6, 3], 2)}.get(depth, ([3, 4, 6, 3], 3))
     blocks = [3, 4, 23, 3] if depth == 101 else blocks
     found = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
@@ -376,13 +377,13 @@ def torchvisions(depth: int) -> dict[str, tuple[int, ...]]:
 
 
 def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a batch normalisation."""
+    """Return names and shapes of the values of a batch normalisation."""
     return {f"{name}.{what}": () if what == "num_batches_tracked" else (channels,) for what in NORM}
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Number, names, order and shapes agree; the values that normalise images are not parameters."""
+    """Number, names, order and shapes agree. The values that normalise images are not parameters."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]
@@ -391,7 +392,7 @@ def test_parameters_are_torchvisions(depth: int) -> None:
 
 
 def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Compute the network from its state dict, as described by He et al., with torchvision's strides."""
+    """Compute the network from its state dict as He et al. describe, with torchvision's strides."""
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         mean, var, weight, bias = (
@@ -420,7 +421,7 @@ def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def awake(model: ResNet) -> ResNet:
-    """Give every layer random values, since default statistics would hide a missing layer."""
+    """Give every layer random values, because default statistics would hide a missing layer."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             for values in (module.weight, module.bias, module.running_mean, module.running_var):
@@ -444,7 +445,7 @@ def test_logits_are_those_of_the_layers_one_by_one(depth: int) -> None:
 def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
     """Channels-last memory changes no gradient; in bf16 all are finite, and the last layer's direction stays."""
     torch.manual_seed(0)
-    # Double precision, since a normalisation over few values amplifies rounding errors.
+    # Use double precision, because a normalisation over few values amplifies rounding errors.
     model = ResNet(depth, classes=5, width=8).double()
     x, y = torch.randn(8, 3, 64, 64).double(), torch.arange(8) % 5
 
@@ -472,13 +473,13 @@ def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
 
 
 def test_patches_in_bf16_are_the_products_that_they_are() -> None:
-    """The products agree with float64 on the same rounded numbers; on AMX oneDNN is wrong by more than 100 %."""
+    """The products agree with float64 on the same rounded numbers. oneDNN on AMX is wrong by more than 100 %."""
     torch.manual_seed(0)
     layer, x = _Patches(20, 48, kernel_size=(8, 8), stride=(8, 8)), torch.randn(2, 20, 32, 64)
     exact, rounded = nn.Conv2d(20, 48, 8, 8).double(), x.bfloat16()
     exact.load_state_dict({name: value.bfloat16().double() for name, value in layer.state_dict().items()})
     assert torch.equal(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, stride=8)), (
-        "in float32 it must be a convolution"
+        "in float32 the layer must be a convolution"
     )
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(rounded)
@@ -491,7 +492,7 @@ def test_patches_in_bf16_are_the_products_that_they_are() -> None:
 
 
 def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong function simulates oneDNN on AMX; right convolutions pass, and no random number is drawn."""
+    """A wrong function simulates oneDNN on AMX. Right convolutions pass, and the check draws no random number."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 2, 2), nn.Conv2d(8, 8, 1), _Patches(8, 8, 2, 2))
     state = torch.get_rng_state()
     check_convolutions(model)

@@ -1,4 +1,4 @@
-"""The list of known mutations matches the code and the tests; `mutate_code.py` checks how many are caught."""
+"""The list of known mutations fits the code and the tests; `mutate_code.py` reports which mutations are caught."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
 
-#: Parts of the package that need mutations: all that compute, decide or print.
+#: Parts of the package that need mutations, because they compute, decide or print.
 PARTS = {
     "extensions",
     *("config", "core", "data", "launch", "measure", "parallel", "preflight", "report"),
@@ -19,7 +19,7 @@ PARTS = {
 
 
 def test_each_mutation_fits_the_code() -> None:
-    """The text to replace occurs exactly once, and the changed code can be parsed."""
+    """The text to replace occurs exactly once, and the mutated code can be parsed."""
     for mutation in MUTATIONS:
         assert mutation.old != mutation.new, mutation.name
         changed = mutation.applied((ROOT / mutation.path).read_text())
@@ -28,7 +28,7 @@ def test_each_mutation_fits_the_code() -> None:
 
 
 def test_each_mutation_has_a_test_that_each_change_waits_for() -> None:
-    """Its test is in `make test`, which runs before each change."""
+    """The test of a mutation is in `make test`, which runs before each change."""
     for mutation in MUTATIONS:
         file, _, name = mutation.node.partition("::")
         nodes = ast.parse((ROOT / file).read_text()).body
@@ -54,7 +54,7 @@ def test_mutations_are_many_and_everywhere() -> None:
 
 @pytest.mark.slow
 def test_one_is_caught_and_one_survives(tmp_path: Path) -> None:
-    """In a repository with one module and one test, a mutation is also reverted before the next run."""
+    """In a repository with one module and one test, one mutation is caught and reverted, and one survives."""
     package, tests = tmp_path / "small" / PACKAGE, tmp_path / "small/tests"
     package.mkdir(parents=True)
     tests.mkdir()

@@ -1,4 +1,4 @@
-"""Each row of DEFECTS.md has a defect in `mutate_defects.py`, with a test of this row, that fits the code."""
+"""Each row of DEFECTS.md has a defect in `mutate_defects.py` that fits the code, with a test from the row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mutate_defects import DEFECTS, mutations, rows
 
 
 def test_each_row_has_its_defect() -> None:
-    """A row without a defect has a reason, and each defect belongs to an existing row."""
+    """A row without a defect has a reason, and each defect belongs to one existing row."""
     found = rows()
     assert len(found) == len(DEFECTS) >= 52
     for beginning in DEFECTS:

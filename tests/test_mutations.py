@@ -1,6 +1,7 @@
 """Small files for every reader, damaged in many ways: a reader accepts a file or refuses it with one message.
 
-A reader must not raise another exception, crash or hang. `make test-mutations` damages each reader's files 250 times.
+A reader must not raise another exception, crash or hang. `make test-mutations` damages the files of each reader 250
+times.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from tests.test_era5_sources import FORMATS, atmosphere, write
 from tests.test_import_log import write as write_log
 from tests.test_mnist import write_idx
 
-#: Timeout of a reader in seconds.
+#: Time limit of a reader, seconds.
 LIMIT_S = 20.0
 FORK = multiprocessing.get_context("fork")
 
@@ -54,7 +55,7 @@ Read = Callable[[Path], object]
 
 
 def sources(settings: Callable[[Path], dict[str, Any]]) -> Read:
-    """Return a function that reads the first split of a dataset of raw files in a folder."""
+    """Return a function that reads the first split of a dataset from the raw files in a folder."""
 
     def read(folder: Path) -> None:
         dataset = _dataset(settings(folder), folder)
@@ -73,7 +74,7 @@ def _dataset(raw: dict[str, Any], folder: Path) -> Any:
 
 
 def prepared(settings: Callable[[Path], dict[str, Any]]) -> Read:
-    """Return a function that describes the prepared files in a folder, and then reads samples."""
+    """Return a function that describes the prepared files in a folder and then reads samples."""
 
     def read(folder: Path) -> None:
         dataset, out = _dataset(settings(folder), folder), folder.parent / "out"
@@ -94,7 +95,7 @@ def prepared(settings: Callable[[Path], dict[str, Any]]) -> Read:
 
 
 def described(folder: Path) -> None:
-    """Read a described dataset like a training and its metrics."""
+    """Read a described dataset as a training and its metrics do."""
     manifest = Manifest.read(folder / "data" / "manifest.json")
     manifest.check_files()
     verify(manifest, ("train", "valid"), World())
@@ -103,7 +104,7 @@ def described(folder: Path) -> None:
 
 
 def images(folder: Path) -> None:
-    """Pack the images of a folder of classes, unchanged and decoded."""
+    """Pack the images of class folders, once unchanged and once decoded."""
     for form in ("encoded", "decoded"):
         write_pack(
             folder.parent / "pack.h5", pictures(folder, ["a", "b"])[0], ["a", "b"], form, lambda done, whole: None
@@ -216,7 +217,7 @@ def _cosmo(kind: str) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: cosmo([folder / "a.h5"], [folder / "b.h5"], kind)
 
 
-#: By name of a reader: the functions that make and read its files, and a pattern of files to damage.
+#: Functions that make and read a reader's files, and a pattern of the files to damage, by name of the reader.
 READERS: dict[str, tuple[Callable[[Path], object], Read, str]] = {
     "cosmo, raw": (lambda folder: write_volume(folder / "a.h5", volume((8, 8, 8))), sources(_cosmo("files")), "a.h5"),
     "cosmo, compressed": (_zipped_volumes, prepared(_cosmo("prepared")), "?.h5"),
@@ -248,7 +249,7 @@ READERS: dict[str, tuple[Callable[[Path], object], Read, str]] = {
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
     """Return a file's content with some bytes changed, moved, overwritten, repeated or cut off.
 
-    Half of the changes are in the first bytes, where formats store offsets and sizes.
+    Half of the changes are in the first bytes, which contain offsets and sizes in most formats.
     """
     data = bytearray(content)
     size = len(data) if rng.random() < 0.5 else min(len(data), 2048)
@@ -271,7 +272,7 @@ def mutated(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 def outcome(read: Read, folder: Path) -> tuple[str, str]:
-    """Return the outcome of a reader in a separate process, and its last output."""
+    """Run a reader in a separate process; return its outcome and its last output."""
     ends, words = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_report, args=(read, folder, words))
     child.start()
@@ -301,14 +302,14 @@ def _report(read: Read, folder: Path, words: Any) -> None:
 
 
 def check(name: str, count: int, seed: int, folder: Path) -> None:
-    """Damage a file of a reader `count` times: each time the reader must accept it, or refuse it in a short message."""
+    """Damage a reader's file `count` times; each time the reader must accept it, or refuse it in a short message."""
     make, read, which = READERS[name]
     original, copy = folder / "original" / "files", folder / "copy" / "files"
     original.parent.mkdir(parents=True)
     torch.set_num_threads(1)  # OpenMP threads do not survive a fork
     make(original)
     shutil.copytree(original, copy)
-    read(copy)  # undamaged; this also imports all modules that the children need
+    read(copy)  # undamaged; this call also imports all modules that the child processes need
     candidates = sorted(path.relative_to(original) for path in original.glob(which) if path.is_file())
     assert candidates, f"{name}: there is no file {which}"
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Profiler `nsys`: successful runs with the real tool, and failures with a simulated one."""
+"""Profiler `nsys`: success with the real tool, and failures with a simulated tool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def configure(folder: Path, processes: int = 1, **profile: Any) -> Path:
 
 # ---- a simulated nsys that fails ---------------------------------------------------------------------
 
-#: Script that counts its calls in `calls`; `behaviour` has a word for each `profile` call, the last one for all others.
+#: Script that counts its calls in the file `calls`. The file `behaviour` has one word per `profile` call; the last word
+#: applies to all later calls.
 PRETENDED = """#!/bin/sh
 here=$(dirname "$0")
 case "$1 $2" in
@@ -96,7 +97,9 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
     assert (tool.version, tool.steps, tool.problem) == ("2099.1.2", 1, None)
     assert tool.files == {"Nsight Systems, rank 0": "nsys.rank0.nsys-rep"} and left(tmp_path) == ["nsys.rank0.nsys-rep"]
     assert [row.name for row in top] == ["step"]
-    assert tool.overhead and tool.overhead.ratio == 1.5, "relative to steps without a profiler in the same process"
+    assert tool.overhead and tool.overhead.ratio == 1.5, (
+        "the overhead must be relative to steps without a profiler in the same process"
+    )
     words = (folder / "calls").read_text().split()
     assert {"--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--kill=none"} <= set(words)
     assert "--capture-range=nvtx" in words and "--capture-range-end=stop" in words
@@ -120,7 +123,7 @@ def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, wor
     assert len((folder / "calls").read_text().splitlines()) == 1
 
 
-#: Program that profiles like a stage.
+#: Program that profiles as a stage does.
 STAGE = """
 import json, logging, signal, sys
 from pathlib import Path
@@ -151,7 +154,7 @@ def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
-    """After SIGTERM no file is left; after SIGKILL, the child sees the end of its standard input."""
+    """After SIGTERM to the stage, no file is left. After SIGKILL, its child sees the end of its standard input."""
     folder = pretended("sleeps")
     configure(tmp_path)
     process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=variables(), cwd=tmp_path)
@@ -183,7 +186,7 @@ def test_doctor_looks_for_it_where_runs_ask_for_it(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The range ends when the sum is available."""
+    """The range of a sum ends when the sum is available, as with PyTorch's own hook."""
     happened: list[str] = []
     monkeypatch.setattr(nsys.nvtx, "start_range", lambda name: happened.append(name) or 7)
     monkeypatch.setattr(nsys.nvtx, "end_range", lambda opened: happened.append("end"))
@@ -206,7 +209,7 @@ def test_marks_are_nvtx_ranges() -> None:
 
 
 def totals(tool: Path, report: Path) -> dict[str, tuple[int, int]]:
-    """Return the count and total ns of each NVTX range in nsys' own summary."""
+    """Return (count, total ns) of each NVTX range in nsys's own summary."""
     names = subprocess.run([tool, "stats", "--help-reports"], capture_output=True, text=True).stdout
     summary = "nvtx_sum" if "nvtx_sum" in names else "nvtxsum"
     words = [tool, "stats", "--report", summary, "--format", "csv", "--output", "-", "--force-export", "true", report]
@@ -216,7 +219,7 @@ def totals(tool: Path, report: Path) -> dict[str, tuple[int, int]]:
 
 
 def agrees(tool: Path, folder: Path, rank: int) -> None:
-    """Check that a rank's ranges are balanced, occur once per step, and have the durations of nsys' summary."""
+    """Check that a rank's ranges are balanced, occur once per step, and have the durations of nsys's summary."""
     _, top = found(folder)
     expected = totals(tool, folder / f"profile/nsys.rank{rank}.nsys-rep")
     rows = {row.name: row for row in top if row.kind == "range" and row.rank == rank}
@@ -251,7 +254,7 @@ def test_a_run_on_a_processor(real_nsys: Path, cosmo_data: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_two_processes(real_nsys: Path, cosmo_data: Path, tmp_path: Path) -> None:
-    """Both are profiled, and their all-reduces are ranges."""
+    """Both processes are profiled, and their all-reduces have ranges."""
     configure(tmp_path, 2, ranks=[0, 1])
     starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, cosmo_data, real_nsys, *starter)
@@ -268,7 +271,7 @@ def test_a_mistake_in_one_of_two_processes_ends_both(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """The error's own message is reported; the other process does not wait."""
+    """The message of the process with the mistake is reported. The other process does not wait for it."""
     configure(tmp_path, 2, ranks=[0, 1])
     starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, tmp_path / "nosuch", real_nsys, *starter)

@@ -1,4 +1,4 @@
-"""Databases of Nsight Systems: figures against a count of every nanosecond, versions, and damaged files."""
+"""Databases of Nsight Systems: figures compared with a count of every nanosecond; versions; damaged files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def summarize(path: Path, rank: int = 0) -> tuple[ProfiledTool, list[TopEntry]]:
     return summarise(events(path), "nsys", rank)
 
 
-#: Two training steps of 100 ns on a GPU, launched by threads 0 (forward) and 5 (autograd) on two streams.
+#: Two training steps of 100 ns on a GPU. Thread 0 launches the forward pass, thread 5 (autograd) the backward pass, on
+#: two streams.
 TWO_STEPS = Recording(
     ranges=[
         *[(base, base + 100, "step", 0, True) for base in (1000, 1100)],
@@ -56,21 +57,23 @@ TWO_STEPS = Recording(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
-    """The figures agree with a drawing by hand."""
+    """The figures agree with figures from a drawing by hand."""
     tool, top = summarize(TWO_STEPS.write(tmp_path / "nsys.sqlite", version), 3)
     ns = 1e-9
-    assert tool.steps == 2 and tool.seconds_per_step == pytest.approx(102.5 * ns)  # 1000 to 1100, 1100 to 1205
+    # the steps last from 1000 to 1100 and from 1100 to 1205
+    assert tool.steps == 2 and tool.seconds_per_step == pytest.approx(102.5 * ns)
     assert {name: round(one.seconds / ns) for name, one in tool.ranges.items()} == {
         **{"step": 100, "data": 10, "copy": 4, "forward": 25, "backward": 40, "optimizer": 15, "comm": 5}
     }
-    # Autograd's thread launches 30 ns of gradients and 15 ns of all-reduces within the backward pass of thread 0.
+    # Within the backward pass of thread 0, autograd's thread launches 30 ns of gradients and 15 ns of all-reduces.
     assert {name: round((one.device_seconds or 0) / ns) for name, one in tool.ranges.items()} == {
         **{"step": 95, "data": 10, "copy": 10, "forward": 30, "backward": 45, "optimizer": 10, "comm": 15}
     }
     seen = tool.activity
     assert (seen.launches, seen.syncs, seen.items) == (5, 0.5, None)
-    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps, without the wait after the last one
-    assert seen.device_busy == pytest.approx(2 * (10 + 30 + 45) / 205)  # 10-20, 25-55, 60-105, of 1000 to 1205
+    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps, without the wait after the last step
+    # busy at 10-20, 25-55 and 60-105 in each step, of 1000 to 1205
+    assert seen.device_busy == pytest.approx(2 * (10 + 30 + 45) / 205)
     assert (seen.copy_bytes, seen.pageable_bytes) == (4096, 2048)
     assert seen.copy_seconds == pytest.approx(10 * ns) and seen.copy_overlap == 0
     assert seen.comm_seconds == pytest.approx(15 * ns) and seen.comm_overlap == pytest.approx(10 / 15)
@@ -85,7 +88,8 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     assert set(copies) == {"Host-to-Device (pageable to device)", "Host-to-Device (pinned to device)"}
     assert copies["Host-to-Device (pinned to device)"].calls == 0.5
     idle = {row.name: row.seconds / ns for row in top if row.kind == "gap"}
-    # Step 1 is idle at 1000-1010; both at 1020-1025 and 1055-1060; after the first the device is busy until 1105.
+    # The first step is idle at 1000-1010. Both steps are idle at 1020-1025 and 1055-1060. After the first step, the
+    # device is busy until 1105.
     assert idle == pytest.approx(
         {"step": (2 + 0) / 2, "data": (4 + 1) / 2, "copy": (4 + 4) / 2, "forward": 5, "backward": 5}
     )
@@ -122,7 +126,7 @@ def test_a_cut_database_is_one_message(tmp_path: Path) -> None:
 
 
 def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
-    """This happens, for example, if nsys cannot see the process's `nvtx`."""
+    """A report without steps is refused, for example if nsys cannot see the process's `nvtx`."""
     path = Recording(calls=[(1, 2, 0, 1, "cudaLaunchKernel")]).write(tmp_path / "nsys.sqlite")
     with pytest.raises(ValueError, match="contains no step"):
         summarize(path)
@@ -137,7 +141,7 @@ def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
 
 @st.composite
 def recordings(draw: st.DrawFn) -> Recording:
-    """Return consecutive steps with ranges, and arbitrary activity of the device and of other threads."""
+    """Return consecutive steps with ranges; the device and other threads have arbitrary activity."""
     recording = Recording()
     now = draw(st.integers(0, 5))
     for _ in range(draw(st.integers(1, 3))):
@@ -162,7 +166,7 @@ def recordings(draw: st.DrawFn) -> Recording:
         (start, end, thread, number, "cudaLaunchKernel")
         for number, (start, end, thread) in enumerate(spans(8, st.sampled_from([0, 5, 7])), 1)
     ]
-    number = st.integers(0, 8)  # number of a call; 0 means none
+    number = st.integers(0, 8)  # number of a call; 0: no call
     recording.kernels = spans(8, number, st.sampled_from(["a", "b", "ncclDevKernel_AllReduce"]))
     kinds = st.tuples(st.integers(1, 1000), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1, 2]), st.just(2))
     recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]
@@ -172,7 +176,7 @@ def recordings(draw: st.DrawFn) -> Recording:
 
 
 class Truth:
-    """Reference figures, counted nanosecond by nanosecond and event by event."""
+    """Reference figures, counted for each nanosecond and each event."""
 
     def __init__(self, recording: Recording) -> None:
         self.r = recording
@@ -183,7 +187,7 @@ class Truth:
         works = [(s, e, c, "kernel", name, None) for s, e, c, name in recording.kernels]
         works += [(s, e, c, "copy", "", rest) for s, e, c, *rest in recording.copies]
         works += [(s, e, c, "memset", "", None) for s, e, c in recording.memsets]
-        self.work = []  # start, end, call, kind, name, rest, launch, thread, step
+        self.work = []  # columns: start, end, call, kind, name, rest, launch, thread, step
         for work in works:
             launch, thread = calls.get(work[2], (work[0], None))
             if (step := self.step(launch)) is not None:
@@ -192,12 +196,14 @@ class Truth:
         self.instants = range(self.first, self.last)
 
     def step(self, time: int) -> int | None:
-        """Return the step in which something began."""
+        """Return the number of the step in which an event at `time` began."""
         begun = [number for number, step in enumerate(self.steps) if step[0] <= time]
         return begun[-1] if begun and time <= self.steps[-1][1] else None
 
     def backward_threads(self) -> set[int]:
-        """Return threads that use the device in every backward pass of thread 0, only there, and have no ranges."""
+        """Return the threads that use the device in every backward pass of thread 0 but at no other time, without
+        ranges.
+        """
         calls = [(start, thread) for start, _, thread, *_ in self.r.calls]
         calls += [(start, thread) for start, _, _, thread in self.r.waits]
         calls = [(start, thread) for start, thread in calls if self.step(start) is not None]
@@ -216,7 +222,7 @@ class Truth:
         return {time for span in spans for time in range(span[0], span[1])}
 
     def open(self, name: str) -> float:
-        """Return the mean time per step in which a range was open."""
+        """Return the mean time per step in which a range was open, ns."""
         rows = [row for row in self.r.ranges if row[2] == name]
         return sum(len(self.covered([r for r in rows if self.step(r[0]) == n])) for n in range(self.n)) / self.n
 
@@ -227,7 +233,7 @@ class Truth:
             return False
 
         def at(row: Any, thread: int) -> bool:
-            # A range outside of all steps does not count, and an empty one contains nothing.
+            # A range outside all steps does not count, and an empty range contains no work.
             return row[3] == thread and row[0] <= launch <= row[1] and row[0] < row[1] and self.step(row[0]) is not None
 
         named = [row for row in self.r.ranges if row[2] == name]

@@ -1,4 +1,4 @@
-"""Measuring external programs: their pace matches their own clocks, and they run as without dlscale."""
+"""Measuring external programs: the measured pace equals their own clocks, and the programs run as without dlscale."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from dlscale.report.verdict import judge_run
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 
-# ---- the pace from the recorded steps ----------------------------------------------------------------
+# ---- the pace, computed from recorded steps ----------------------------------------------------------
 
 
 class Clock:
-    """The steps file of one process, written with a simulated clock that starts at 1000 s."""
+    """Steps file of one process, written with a simulated clock that starts at 1000 s."""
 
     def __init__(self, folder: Path, rank: int = 0, way: str = "seen") -> None:
         self.now, self.number, self.iterator, self.optimizer = 1000.0, rank, 0, 0
@@ -71,7 +71,7 @@ class Clock:
         self.note(f"s {self.now:.6f} 0.0 {self.optimizer}")
 
     def epoch(self, count: int, wait: float, seconds: float, ahead: bool = False) -> None:
-        """Train on batches; fetch each one just before its step, or one step ahead."""
+        """Train on batches; fetch each batch just before its step, or one step ahead."""
         self.iterator += 1
         if ahead:
             self.batch(wait)
@@ -89,13 +89,13 @@ class Clock:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
-    """The pace excludes validations, pauses and the first steps, whether or not a batch is fetched ahead."""
+    """The pace excludes validations, pauses and the first steps, whether or not batches are fetched ahead."""
     clock = Clock(tmp_path)
-    clock.now += 30  # compiling
+    clock.now += 30  # time to compile
     for _ in range(5):
         clock.epoch(60, wait=0.02, seconds=0.06, ahead=ahead)
         clock.validate(2, seconds=3.0)
-        clock.now += 5  # a checkpoint
+        clock.now += 5  # time to write a checkpoint
     way, processes = steps.read(tmp_path)
     found = steps.pace(processes)
     assert way == "seen" and found
@@ -106,7 +106,7 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
 
 
 def test_what_is_between_loops_is_no_part_of_a_step(tmp_path: Path) -> None:
-    """An unrecorded validation between two loops is excluded, even if it is shorter than a pause."""
+    """An unrecorded validation between two loops does not count as a step, even if it is shorter than a pause."""
     clock = Clock(tmp_path, way="timed")
     for _ in range(20):
         clock.note(f"l {clock.now:.6f}")
@@ -132,7 +132,7 @@ def outcome(printed: list[tuple[float, float]]) -> running.Outcome:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> None:
-    """The longest of three folds with separate optimisers and speeds counts; validations are unrecorded."""
+    """Of three folds with separate optimisers and speeds, the longest counts. The validations are not recorded."""
     printed = list[tuple[float, float]]()
     for rank in range(ranks):
         clock = Clock(tmp_path, rank)
@@ -152,7 +152,7 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
 
 
 def test_optimisers_that_alternate_and_short_trainings_are_one(tmp_path: Path) -> None:
-    """The alternating optimisers of a GAN are one training, and so are clients that make a few steps each."""
+    """The alternating optimisers of a GAN are one training, and so are federated clients that make a few steps each."""
     for folder, clients in ((tmp_path / "gan", [1, 2] * 40), (tmp_path / "clients", [n // 5 for n in range(80)])):
         folder.mkdir()
         clock = Clock(folder)
@@ -179,14 +179,14 @@ def test_waiting_is_that_of_all_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("made", "counted"), [(11, 8), (101, 90), (1001, 950)])
 def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) -> None:
-    """The warm-up is a tenth of the steps with a known begin (all but the first): at least 2, at most 50."""
+    """The warm-up is a tenth of the steps whose begin is known (all but the first), at least 2 and at most 50."""
     Clock(tmp_path).epoch(made, wait=0.0, seconds=0.1)
     found = steps.pace(steps.read(tmp_path)[1])
     assert found and found.steps == counted
 
 
 def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
-    """A single step may take as long as ten others: the pause limit is per step, not per line of the log."""
+    """The limit for a pause applies per step, not per line: a single step may take as long as ten other steps."""
     points, time, step = [(0.0, 0.0)], 0.0, 0
     for steps_, seconds in ((10, 1.0), (10, 1.0), (1, 1.0), (10, 1.0), (1, 0.1), (10, 1.0)):
         time, step = time + seconds, step + steps_
@@ -202,7 +202,7 @@ def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
 def test_waits_in_bursts_count_by_the_clock(
     workers: int, wait: float, count: int, every: int, validation: float
 ) -> None:
-    """A slow batch is followed by quick ones from the other workers; a validation after every 50 steps is excluded."""
+    """A slow batch is followed by fast batches from other workers; the validation after every 50 steps is excluded."""
     when, points, printed, trained = 1.7e9, list[tuple[float, float]](), list[tuple[float, float]](), [0.0]
     for step in range(1, count + 1):
         seconds = wait if workers > 1 and step % workers == 0 else 0.02
@@ -216,7 +216,7 @@ def test_waits_in_bursts_count_by_the_clock(
         speed, clock = interval(pace.rates)[0], 8 * (count - warm_up) / (trained[-1] - trained[warm_up])
         if warm_up == every or not (validation and wait > 1 and workers > 1):
             assert speed == pytest.approx(clock, rel=0.1)
-        else:  # a wait is nearly as long as a validation: both may count
+        else:  # a wait is nearly as long as a validation, so that both may count
             assert speed < 1.1 * clock
         assert pace.training > 0.9 or validation
 
@@ -237,7 +237,7 @@ def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None
 def test_a_stated_batch_size_is_held_against_the_loaders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], stated: int, of_run: bool, counts: int | None
 ) -> None:
-    """The loader delivers 4 batches of 16 per step; a batch size from the run's settings yields to a larger value."""
+    """The loader delivers 4 batches of 16 per step. A batch size from the run's settings yields to a larger value."""
     clock = Clock(tmp_path)
     for _ in range(20):
         for _ in range(4):
@@ -251,7 +251,7 @@ def test_a_stated_batch_size_is_held_against_the_loaders(
 
 
 def test_rates_read_at_once_share_their_time() -> None:
-    """A program's output can arrive in blocks of several lines."""
+    """The output of a program can arrive in blocks of several lines."""
     printed = [(1.7e9 + block, rate) for block in range(1, 41) for rate in (400.0, 400.0, 20.0)]
     found = steps.pace_of_rates(printed, 1.7e9, None)
     assert found and interval(found.rates)[0] == pytest.approx(3 / (2 / 400 + 1 / 20), rel=0.01)
@@ -291,7 +291,7 @@ def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_
 def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path) -> None:
     for way, seconds in (("seen", 0.1), ("timed", 0.2)):
         Clock(tmp_path, way=way).epoch(100, wait=0.0, seconds=seconds)
-    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # a killed process, with half a line
+    (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # a killed process leaves half a line
     way, processes = steps.read(tmp_path)
     assert way == "timed" and len(processes) == 1
 
@@ -316,7 +316,7 @@ def test_a_validation_of_one_batch_and_a_step_that_did_not_end_are_no_samples(tm
 
 
 def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
-    """A smaller last batch counts for the rate, but does not set the batch size."""
+    """A smaller last batch counts for the rate but not for the batch size."""
     clock = Clock(tmp_path)
     for _ in range(4):
         clock.iterator += 1
@@ -324,7 +324,9 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
             clock.batch(0.0, samples)
             clock.step(0.1)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.batch_size == 53, "a mean: a fifth of the batches is much smaller"
+    assert found and found.batch_size == 53, (
+        "the batch size must be the mean, because a fifth of the batches is much smaller"
+    )
     for _ in range(2):
         clock.iterator += 1
         for samples in (64,) * 39 + (8,):
@@ -340,7 +342,7 @@ def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
 
 
 def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
-    """Every tenth step of 50 ms is logged, with a validation after every 100; as JSON and as TensorBoard events."""
+    """A JSON or TensorBoard log gives the pace: every tenth step of 50 ms, and a validation after every 100 steps."""
     time, rows = 1.7e9, []
     for step in range(0, 1000, 10):
         rows.append({"step": step, "time": time, "loss": 1.0})
@@ -354,11 +356,11 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         (points,) = logs.logged(path, logs.Start(1.7e9 - 1))
         found = steps.pace_of_log(points, batch_size=32)
         assert found and found.rates == pytest.approx([640.0] * 10, rel=1e-4) and found.samples
-    assert logs.logged(tmp_path / "board", logs.Start(time + 1)) == [], "events of an earlier run do not count"
+    assert logs.logged(tmp_path / "board", logs.Start(time + 1)) == [], "events of an earlier run must not count"
     (tmp_path / "board" / "events.out.tfevents.0.of.a.try").write_bytes(b"not one, but as long as a record's head")
     (tmp_path / "board" / "events.out.tfevents.1.of.another").touch()
     (points,) = logs.logged(tmp_path / "board", logs.Start(1.7e9 - 1))
-    assert len(points) == 100, "files of killed runs in the same folder do not matter"
+    assert len(points) == 100, "files of killed runs in the same folder must not count"
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.out.tfevents.1.of.another").touch()
     with pytest.raises(UserError, match="has no events; expected an event file"):
@@ -372,7 +374,7 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
 def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None:
-    """The reader never waits for a pipe and never reads from an endless device."""
+    """The reader never waits for a pipe and never reads an endless device."""
     path = tmp_path / "log"
     if kind == "device":
         path = Path("/dev/zero")
@@ -389,14 +391,16 @@ def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None
 
 
 def test_a_log_may_end_within_a_line(tmp_path: Path) -> None:
-    """A program that is stopped early leaves half a line; a complete last line without a line end counts."""
+    """A program that is stopped early leaves half a line. A complete last line counts even without a line end."""
     log, start = tmp_path / "log.jsonl", logs.Start(1.7e9)
     rows = '{"step": 1, "time": 1.7e9}\n{"step": 2, "time": 1700000003.0}'
     for text in (rows, rows + '\n{"step": 3, "ti'):
         log.write_text(text)
         assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9 + 3, 2)]]
     log.write_text('{"step": 1, "time": 1.7e9}\n{"step": 2, "ti{"epoch": 2}\n{"step": 3, "time": 1.7e9}\n')
-    assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9, 3)]], "a line was cut off, and a new run appended to it"
+    assert logs.logged(log, start) == [[(1.7e9, 1), (1.7e9, 3)]], (
+        "the half line and the line appended to it by a new run must not count"
+    )
     for step in ("Infinity", "NaN", "[" * 100_000, "null", "true", "1.5", "1" * 400, "1" * 5000, '"two"'):
         log.write_text(f'{{"step": {step}, "time": 1}}\n')
         with pytest.raises(UserError, match="line 1: expected JSON"):
@@ -446,7 +450,7 @@ def iso(time: float, zone: tzinfo | None = None) -> str:
     return datetime.fromtimestamp(time, zone).isoformat(" ")
 
 
-#: Begin of a run in seconds since 1970, and its steps of 50 ms that start two seconds later.
+#: Begin of a run, seconds since 1970; times of its 50 ms steps after the begin, seconds. The first step is at 2 s.
 BEGIN, TICKS = 1.7e9, [2 + number / 20 for number in range(40)]
 
 TIMES: dict[str, Callable[[float], object]] = {
@@ -487,7 +491,7 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
 def test_times_since_the_start_are_not_those_since_the_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: float, uptime: float, seconds: float
 ) -> None:
-    """Steps over 100 s: read as times since the boot, some would fall into the run, too."""
+    """The steps cover 100 s. If read as times since the boot, some steps would fall into the run, too."""
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: BEGIN + 100, perf_counter=lambda: uptime))
     count = int(99.9 / seconds)
     log = write_log(tmp_path / "log.jsonl", [number * seconds / unit for number in range(count)])
@@ -546,7 +550,7 @@ def test_times_of_another_kind_are_refused(tmp_path: Path, in_india: None, times
 @pytest.mark.parametrize("how", ["appended", "anew", "copied"])
 @pytest.mark.parametrize("slower", [3.1, 0.5])
 def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form: str, how: str, slower: float) -> None:
-    """This holds if a program appends to its log, rewrites it, or replaces it by a longer copy."""
+    """Earlier runs do not count if a program appends to its log, rewrites the log, or replaces it by a longer copy."""
     log, earlier = tmp_path / "log.jsonl", BEGIN - 86400
     moved = earlier - BEGIN if "since" not in form else 0.0
     write_log(log, [TIMES[form](BEGIN + moved + slower * tick) for tick in TICKS])
@@ -563,7 +567,7 @@ def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form
 
 
 def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
-    """Cross-validation writes several trainings to one log; two processes that log the same steps are one training."""
+    """Cross-validation writes several trainings to one log. Two processes that log the same steps are one training."""
     log, when = tmp_path / "log.jsonl", BEGIN
     with log.open("w") as file:
         for count, seconds in ((30, 0.1), (40, 0.05), (30, 0.2)):
@@ -618,7 +622,7 @@ def test_a_printed_rate_has_its_suffix_and_its_unit(
         assert (found and (found[0], pytest.approx(found[1]))) == expected
 
 
-#: Pattern, a line that a program prints, and its rate; None if the number is not a rate.
+#: Pattern, a line that a program prints, and (unit, rate); None if the number is not a rate.
 PRINTED = [
     (r"ms/batch (\S+)", "| lr 0.000249 | ms/batch 619.56 | loss 7.42", (PER_STEP, 1 / 0.61956)),
     (r"sec: (\S+)", "INFO:tensorflow:global_step/sec: 12.2695", (PER_STEP, 12.2695)),
@@ -640,12 +644,12 @@ PRINTED = [
     (r"rate (\S+)", "rate 120 samples/min", ("", 2)),
     (r"(\S+) ms/sample", "5 ms/sample", ("", 200)),
     (r"Speed: (\S+)", "Speed: 84.05img/s", ("", 84.05)),
-    # Labels may belong to the number after them, and units to the number before them.
+    # A label may belong to the number after it, and a unit to the number before it.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
     (r"avg (\S+)", "avg 84.05 min 80 max 90", ("", 84.05)),
     (r"avg (\S+) samples/sec", "Time taken for epoch 2 is 48.7 sec, avg 84.055 samples/sec", ("", 84.055)),
-    # A time is a rate only if it is the time of one step and has a unit.
+    # A time is a rate only if it has a unit and is the time of a single step.
     (r"time (\S+)", "step time 101.00 ms", (PER_STEP, 1 / 0.101)),
     (r"time (\S+)ms", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
     (r"time (\S+),", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
@@ -687,7 +691,7 @@ def test_rates_in_steps_are_samples_with_a_batch_size() -> None:
 
 @pytest.mark.parametrize("pattern", [r"(\S+) samples/s", r"((?:a|aa)+)b"])
 def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
-    """Long lines are searched in time, and a pattern with exponential run time is given up."""
+    """Long lines are searched quickly, and a pattern with exponential run time is abandoned."""
     finder, begin = Finder({"": re.compile(pattern)}, tmp_path / "record"), time.perf_counter()
     finder.look(1.0, [b"x" * 60_000] * 20 + [b"a" * 60] * 10 + [b"3 samples/s"] * 5)
     assert time.perf_counter() - begin < 1
@@ -701,7 +705,7 @@ def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
 
 
 def test_a_batch_confirms_the_size_of_its_loader() -> None:
-    """A batch confirms the size with an array or list of that length; the first axis alone proves nothing."""
+    """A batch confirms the size if it contains an array or list of that length; a matching first axis is not enough."""
 
     class Array:
         shape = (5, 2)
@@ -730,7 +734,7 @@ def test_without_a_measurement_batches_are_passed_on(monkeypatch: pytest.MonkeyP
 
 
 def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be iterated repeatedly and by two loops at once; it has a length, attributes and `next`."""
+    """A timed loader can be iterated repeatedly and by two loops at once; it has a length, attributes and `next`."""
     log = writes(tmp_path, monkeypatch)
     monkeypatch.setattr(timed, "LOG", log)
     loader = timed.timed(torch.utils.data.DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
@@ -753,7 +757,7 @@ def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 1 has no global optimiser hook; a class that inherits its `step` counts once."""
+    """PyTorch 1 has no global optimiser hook. A step of a class that inherits `step` counts once."""
 
     class Optimizer:
         def __init__(self, rate: float) -> None:
@@ -772,13 +776,13 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
-    optimizer.step()  # writes the steps noted so far
-    assert len(steps.Tail(file).process.steps) == 6, "two optimisers that step in turn, as in a GAN, are one training"
+    optimizer.step()  # this step also writes the steps noted before
+    assert len(steps.Tail(file).process.steps) == 6, "two optimisers that alternate, as in a GAN, must be one training"
 
 
 # ---- programs ----------------------------------------------------------------------------------------
 
-#: Training that prints the samples/s of each epoch, measured with its own clock.
+#: Training that prints the samples/s of each epoch by its own clock.
 TRAIN = """
 import sys, time, torch
 from torch import nn
@@ -805,14 +809,14 @@ for epoch in range(4):
 
 
 def program(folder: Path, text: str = TRAIN, wrapped: str = "") -> Path:
-    """Write a program; its loader is wrapped in the function `wrapped`, if given."""
+    """Write a program; if `wrapped` is given, this function wraps the program's loader."""
     path = folder / "train.py"
     path.write_text(textwrap.dedent(text.replace("TIMED", wrapped)))
     return path
 
 
 def measure(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """Run `dlscale measure` in a folder."""
+    """Run `dlscale measure` in a folder; return the completed process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dlscale", "measure", *map(str, words)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
@@ -824,7 +828,7 @@ def found(folder: Path, name: str = "train") -> Throughput:
 
 @pytest.mark.slow
 def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
-    """Steps seen in PyTorch, timed by one line and printed agree; the program's own output is unchanged."""
+    """Steps seen in PyTorch, steps timed by an added line and printed rates agree; the output is unchanged."""
     path = program(tmp_path)
     seen = measure(tmp_path, "--", sys.executable, path, 0.004)
     printed = measure(tmp_path, "--rate", "nersc", "--", sys.executable, path, 0.004)
@@ -842,15 +846,15 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     verdict = judge_run(read_run(tmp_path / "results/plans" / PLAN / "train"))
     assert verdict.bound and verdict.bound.what == "data loading"
     causes = {finding.cause for finding in verdict.findings}
-    assert causes & {"storage", "neighbour"}, "the loader sleeps; other programs may also slow it"
+    assert causes & {"storage", "neighbour"}, "the loader sleeps, and other programs may slow the loader"
     assert (tmp_path / "results/plans" / PLAN / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_nsight_systems_may_stand_between(tmp_path: Path, real_nsys: Path) -> None:
-    """The documented command writes Nsight's report and dlscale's record, and reports the rate with Nsight."""
+    """The documented command writes the reports of Nsight and dlscale, and prints the rate under Nsight."""
     path = program(tmp_path, TRAIN + "raise SystemExit(3)\n")
-    words = ["--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--output=mine"]  # works without a GPU
+    words = ["--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--output=mine"]  # these options need no GPU
     done = measure(tmp_path, "--", real_nsys, "profile", *words, sys.executable, path, 0.004)
     assert done.returncode == 3 and done.stdout.count("samples/sec") == 4, done.stderr
     assert "train: " in done.stderr and "ended with status 3" in done.stderr
@@ -871,7 +875,7 @@ def test_a_program_without_steps_has_one_message_and_its_own_status(
 ) -> None:
     ended = measure(tmp_path, "--", sys.executable, "-c", code)
     assert ended.returncode == status and message in ended.stderr and "Traceback" not in ended.stderr
-    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "a partial result was left"
+    assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "no partial result may be left"
 
 
 def test_secrets_of_a_command_are_in_none_of_its_files(tmp_path: Path) -> None:
@@ -902,7 +906,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
-    """A grandchild in its own session that ignores SIGTERM is ended, too."""
+    """A grandchild in its own session that ignores SIGTERM is also ended."""
     stubborn = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
     )
@@ -941,7 +945,7 @@ STUBBORN = """
 
 
 def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
-    """Processes that ignore SIGTERM end, too; while the program runs, its orphans do not become zombies."""
+    """Processes that ignore SIGTERM also end. While the program runs, its orphans do not become zombies."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dlscale", "measure", "--", sys.executable, program(tmp_path, STUBBORN)],
         cwd=tmp_path,
@@ -959,7 +963,7 @@ def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:
-    """The program may save on a signal; its own exit status is returned."""
+    """The program can save its state on a signal, and its own exit status is returned."""
     code = (
         "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(9)); print('on', flush=True); time.sleep(60)"
     )
@@ -979,7 +983,7 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
 
 # ---- programs of all kinds, and bad input ------------------------------------------------------------
 
-#: Unusual loops, each in a separate process, which prints its name and its number of steps.
+#: Unusual training loops. Each loop runs in a separate process, which prints its name and its number of steps.
 LOOPS = """
 import builtins, io, itertools, multiprocessing, os, queue, sys, threading, time, torch, warnings
 warnings.simplefilter("ignore")
@@ -1144,7 +1148,7 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
 
 
 def hooked(folder: Path, *words: object, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with its steps in `folder/steps`, as `dlscale measure` does."""
+    """Run a program with the hook, as `dlscale measure` does; the steps are written to `folder/steps`."""
     (folder / "steps").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(HOOK), "OMP_NUM_THREADS": "1", timed.FOLDER: str(folder / "steps")}
     command = [sys.executable, *map(str, words)]
@@ -1155,7 +1159,7 @@ def hooked(folder: Path, *words: object, **more: str) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path | None]]:
-    """Return exit status and steps file of each loop."""
+    """Return (exit status, steps file) of each loop, by name."""
     folder = tmp_path_factory.mktemp("loops")
     ended = hooked(folder, program(folder, LOOPS))
     assert not ended.stderr
@@ -1216,7 +1220,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
 def test_loops_of_all_kinds(
     loops: dict[str, tuple[str, Path | None]], name: str, batch: int | None, count: int, tmp_path: Path
 ) -> None:
-    """Each step counts once, and each batch with its samples if they are certain; each loop ends as without dlscale."""
+    """Each step counts once, each batch counts its certain samples, and each loop ends as without dlscale."""
     status, file = loops[name]
     assert status == "0" and file
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -1227,14 +1231,14 @@ def test_loops_of_all_kinds(
 
 
 def test_a_program_goes_on_where_its_steps_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is missing, a file cannot be written, or the disk fills within a line: the reason is recorded."""
+    """Recording stops with a reason: a missing folder, a read-only file, or a disk that fills within a line."""
     log = writes(tmp_path, monkeypatch)
     assert log.on and log._file.endswith(str(os.getpid())) and steps.stopped(tmp_path) is None
     monkeypatch.setattr(timed, "write_file", lambda place, data: os.write(place, data[:5]))
     log._write(timed.clock())
     assert not log.on and "disk may be full" in (steps.stopped(tmp_path) or "")
     (process,) = steps.read(tmp_path)[1]
-    assert len(process.steps) == 2, "half a line at the end of the file is ignored"
+    assert len(process.steps) == 2, "half a line at the end of the file must be ignored"
     next(tmp_path.glob("stopped.*")).unlink()
     Path(log._file).unlink()
     Path(log._file).mkdir()
@@ -1243,7 +1247,7 @@ def test_a_program_goes_on_where_its_steps_cannot_be_written(tmp_path: Path, mon
 
 
 def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> timed.Log:
-    """Return the log of a process after two written steps and two that are still in memory."""
+    """Return a process's log with two written steps and two steps that are still in memory."""
     monkeypatch.setattr(timed, "write_file", os.write)
     monkeypatch.setenv(timed.FOLDER, str(folder))
     log = timed.Log("seen")
@@ -1267,7 +1271,7 @@ def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: P
 
 
 def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> None:
-    """The longest of three consecutive trainings counts, with all processes that trained at the same time."""
+    """Of three consecutive trainings the longest counts, with all processes that trained at the same time."""
     for number, (begin, count) in enumerate(((0, 100), (1000, 300), (1001, 290), (2000, 100))):
         clock = Clock(tmp_path, number)
         clock.now += begin
@@ -1276,7 +1280,7 @@ def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> 
     assert [process.rank for process in processes] == [1, 2]
 
 
-#: Training that can be measured in four ways at once.
+#: Training that can be measured in four ways during one run.
 FOUR = (
     "import json, dlscale\nlog = open('log.jsonl', 'w')\nnumber = 0\n"
     + TRAIN.replace(
@@ -1289,7 +1293,7 @@ FOUR = (
 
 @pytest.mark.slow
 def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
-    """All ways measure one run, so that other programs cannot make them differ, and agree with its own stopwatch."""
+    """Four ways that measure the same run agree with each other and with the program's own clock."""
     path = program(tmp_path, FOUR, "dlscale.timed")
     ended = hooked(tmp_path, path, 0.002, PYTHONPATH=f"{HOOK}:{ROOT / 'workflow_scripts'}")
     own = [float(line.split()[1]) for line in ended.stdout.splitlines()]
@@ -1374,7 +1378,7 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
 
 # ---- the record of a run -------------------------------------------------------------------------------
 
-#: Loop of 40 steps of 10 ms with 8 samples each; it first runs the code that replaces DO, and exits with 3.
+#: Loop of 40 steps of 10 ms with 8 samples each. Code that replaces DO runs before the loop; the exit status is 3.
 DOING_LOOP = f"""
 import os, sys, time
 sys.path.append({str(HOOK.parent)!r})
@@ -1388,7 +1392,7 @@ sys.exit(3)
 
 @pytest.fixture
 def measure_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Path]]:
-    """Return a function that measures `DOING_LOOP` in this process; it returns the exit status and the run's folder."""
+    """Return a function that measures `DOING_LOOP` in this process and returns (exit status, folder of the run)."""
     monkeypatch.chdir(tmp_path)
 
     def called(do: str = "", *words: str, **options: object) -> tuple[int, Path]:
@@ -1417,7 +1421,7 @@ def test_a_page_has_the_unit_of_the_terminal(
 
 
 def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measured) -> None:
-    """Other files, a pipe, a folder, a link, bytes and impossible times are ignored; valid steps count."""
+    """Other files, a pipe, a folder, a link, invalid bytes and impossible times are ignored, but valid steps count."""
     times = ["begin 1e307 1.0 0", "begin 1 1 0\ns nan 0 0", "begin 1 1 0\ns 1 0", f"s 1{'0' * 400} 0 0"]
     status, folder = measure_here(
         "assert os.fsencode(sys.argv[1]) == b'caf\\xe9'\n"
@@ -1465,7 +1469,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
 
 
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
-    """Lines before the damage count; sample counts of another version of `timed` may be arbitrary."""
+    """Lines before the damage count. Another version of `timed` may have written any sample counts."""
     clock = Clock(tmp_path)
     for samples in ("8.0", "None", "-5", "1" + "0" * 400):
         clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
@@ -1480,7 +1484,7 @@ def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
     measure_here: Measured, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command, its exit status, its steps and its telemetry are kept."""
+    """If the record cannot be written, the command, its exit status, its steps and its telemetry are still kept."""
     status, folder = measure_here("os.mkdir(f'{steps}/../throughput.json')")
     assert status == 3 and f"; the run's record is kept in {folder.relative_to(Path.cwd())}\n" in capfd.readouterr().err
     kept = read_yaml(folder / "config.yaml")["program"]
@@ -1489,7 +1493,7 @@ def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
 
 
 def test_others_runs_cost_no_page(measure_here: Measured, capfd: pytest.CaptureFixture[str]) -> None:
-    """Damaged runs are skipped by name; temporary folders of killed or running calls are ignored."""
+    """Damaged runs are skipped and named. Temporary folders of killed or running calls are ignored."""
     plan = Path("results/plans") / PLAN
     for name in ("other", ".train.host.1.abc.part", "folder/throughput.json"):
         (plan / name).mkdir(parents=True)
@@ -1548,7 +1552,7 @@ def test_steps_count_where_the_named_way_finds_none(tmp_path: Path, option: list
 
 @pytest.mark.slow
 def test_a_fifo_is_no_log(tmp_path: Path) -> None:
-    """It is refused before the program starts; a pipe that the program creates does not lose the result."""
+    """A FIFO is refused before the program starts. If the program itself creates a pipe, its result is kept."""
     os.mkfifo(tmp_path / "log")
     ended = measure(tmp_path, "--steps", "log", "--", "touch", "started")
     assert ended.returncode == 2 and "log: a link, pipe or device" in ended.stderr
@@ -1563,7 +1567,7 @@ def test_a_fifo_is_no_log(tmp_path: Path) -> None:
 def test_a_program_without_a_step_is_warned_of_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The warning names the options for the loaded framework, here a file mapped from a folder called `jaxlib`."""
+    """The warning names the options for the detected framework; the test maps a file in a folder called `jaxlib`."""
     monkeypatch.setattr(running, "UNSEEN_SECONDS", 1.0)
     (tmp_path / "jaxlib").mkdir()
     (tmp_path / "jaxlib/xla.so").write_bytes(bytes(4096))
@@ -1602,7 +1606,7 @@ def test_each_reason_for_no_step_has_its_own_message(
 
 @pytest.mark.slow
 def test_rates_between_nonsense(tmp_path: Path) -> None:
-    """Words, long lines and binary data between the rates do no harm, nor do three calls at once with one name."""
+    """Words, long lines and binary data between the rates do no harm; nor do three simultaneous calls with one name."""
     code = (
         "import sys, time\n"
         + PRINTS.format("[90, 'nan', 100, 1e300, 'word', *[100] * 5]")
@@ -1621,17 +1625,19 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
     names = ["train", "train_2", "train_3"]
     for name in names:
         record = found(tmp_path, name)
-        assert record.full and record.outside and record.outside.steps == 7, "six rates of 100, and one of 10"
+        assert record.full and record.outside and record.outside.steps == 7, (
+            "six rates of 100 and one rate of 10 must count"
+        )
         assert min(record.full.trial_throughput) > 9.9 and 10 < record.full.mean < 100
         assert max(record.full.trial_throughput) < 100.01
         causes = [each.cause for each in judge_run(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
-        assert set(causes) <= {"neighbour", "idle"}, "the program sleeps between rates; its step time is unknown"
+        assert set(causes) <= {"neighbour", "idle"}, "the program sleeps between rates, and its step time is unknown"
     plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()
     assert all(f"name: {name}\n" in plan for name in names)
 
 
 def test_it_runs_as_if_alone(tmp_path: Path) -> None:
-    """It has its own environment, modules, signals and `sitecustomize`; the hook is valid Python 3.8."""
+    """A program has its own environment, modules, signals and `sitecustomize`; the hook is valid Python 3.8."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import sys; sys.own = True")
     (tmp_path / "module_of_its_own.py").touch()
@@ -1657,7 +1663,7 @@ def test_it_runs_as_if_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -> None:
-    """Lines stay complete with PYTHONUNBUFFERED, too, with which `print` writes each argument separately."""
+    """Lines stay complete, even with PYTHONUNBUFFERED, which makes `print` write each argument separately."""
     code = """
         import os, sys
         rank = int(os.environ["RANK"])
@@ -1679,7 +1685,7 @@ def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -
 
 
 def test_its_own_words_stay(tmp_path: Path) -> None:
-    """A command that sets PYTHONPATH disables the hook; a message names the remedies."""
+    """A command that sets PYTHONPATH keeps its value, which disables the hook; a message names the remedies."""
     path = program(tmp_path, "import os, sys; print(os.environ['PYTHONPATH'], sys.argv[1:])")
     words = ["env", "PYTHONPATH=/its own", sys.executable, str(path), "PYTHONPATH=x"]
     call = [sys.executable, "-P", "-m", "dlscale", "measure"]
@@ -1712,7 +1718,7 @@ def test_output_that_nobody_takes(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_planted_causes_are_named(tmp_path: Path) -> None:
-    """At least 80 % of the planted causes are found, and programs without a cause have no finding."""
+    """At least 80 % of the planted causes are found. Programs without a planted cause give no finding."""
     right, wrong, alarms = 0, list[object](), list[object]()
     for number, (name, case) in enumerate(outside.CASES.items()):
         if case.limited and not outside.can_limit():

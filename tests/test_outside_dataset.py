@@ -1,4 +1,4 @@
-"""Studies outside the package, with datasets of their own: images, labels and scalars, made in memory."""
+"""External studies with their own kinds of dataset: images, labels and scalars, made in memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TYPES = {"image": "uint8", "mask": "uint8", "label": "int64", "scalars": "float3
 
 @pytest.fixture
 def module(tmp_path: Path) -> str:
-    """Register a study with its own kind of dataset."""
+    """Register a study with its own kind of dataset; return the name of its module."""
     name = f"marks_{tmp_path.parent.name}_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / f"{name}.yaml").write_text("{}")
@@ -125,7 +125,7 @@ def test_arrays_that_do_not_go_together(arguments: dict[str, Any], words: str) -
 def test_a_kind_that_acquires_is_asked_for_a_url_too(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kind's `acquire` also gets a URL, since it may do more than fetch the file."""
+    """A kind's `acquire` also gets URLs, because it may do more than fetch the file."""
     kind, raw = registry.kind("marks"), RawFile("a.bin", "http://127.0.0.1:9/a.zip")
     every = [Part(split, "all", (raw,)) for split in ("train", "valid")]
     monkeypatch.setattr(type(kind), "parts", lambda self, dataset: every)
@@ -141,7 +141,7 @@ def test_a_kind_that_acquires_is_asked_for_a_url_too(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dtype: str, pieces: int) -> None:
-    """Integers keep their type, floats get the requested one; statistics cover the training part alone."""
+    """Integers keep their type; floats get the requested type. Statistics cover only the training part."""
     settings = {"kind": "marks", "pieces": pieces, "storage": {"dtype": dtype, "channels": "last"}}
     folder = make_dataset(tmp_path / "data", settings)
     manifest = Manifest.read(folder / "manifest.json")
@@ -172,7 +172,7 @@ def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dt
         np.testing.assert_allclose(info.maximum, np.atleast_1d(values.max(axis=axes)), rtol=1e-6)
     classes = {name: info.classes for name, info in manifest.fields.items()}
     assert classes == {"image": None, "mask": None, "label": 10, "scalars": None, "weight": None}, (
-        "class counts cover all splits"
+        "class counts must cover all splits"
     )
     assert manifest.fields["scalars"].channels == ["mass", "age"] and manifest.fields["weight"].units == ["kg"]
     panels = {panel.title: panel for panel in first_rows(manifest)}
@@ -206,7 +206,7 @@ def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pyt
     )
 
 
-# ---- files that the study's code reads -----------------------------------------------------------------
+# ---- files that the code of a study reads --------------------------------------------------------------
 
 READING = """
 import os, sqlite3, tempfile
@@ -299,7 +299,7 @@ def test_a_file_that_parts_do_not_name_is_refused(
 def test_named_files_those_of_its_own_and_of_packages_are_read(tmp_path: Path, place: str, code: str) -> None:
     assert preprocessed(tmp_path, **{place: code}) == 0
     np.testing.assert_array_equal(h5py.File(tmp_path / "piece.h5")["y"], np.arange(6))
-    np.load(tmp_path / "other.npy")  # afterwards the check is off again
+    np.load(tmp_path / "other.npy")  # the check must be off after the stage
     h5py.File(tmp_path / "other.h5").close()
 
 
@@ -307,7 +307,7 @@ def test_named_files_those_of_its_own_and_of_packages_are_read(tmp_path: Path, p
 def test_acquiring_and_describing_read_named_files_only(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """Acquiring reads the raw file's origin, and describing the dataset's own folder."""
+    """Acquiring may read the raw file's origin, and describing the dataset's own folder; other files are refused."""
     (tmp_path / "other.txt").write_text("1")
     (tmp_path / "y.txt").write_text("2")
     kind, code, raw = registry.kind("marks"), registry.load(module), RawFile("a.txt", str(tmp_path / "y.txt"))
@@ -331,7 +331,7 @@ def test_acquiring_and_describing_read_named_files_only(
         assert stage(*words) == status
 
 
-# ---- studies outside the package: where they are found, and errors in them -----------------------------
+# ---- external studies: where they are found, and errors in their code ----------------------------------
 
 
 STUDY = """
@@ -423,7 +423,7 @@ def test_mistakes_in_a_study(tmp_path: Path, name: str, text: str, words: str) -
 
 
 def test_one_module_name_in_two_studies_is_refused(tmp_path: Path) -> None:
-    """Python would import the same module for both."""
+    """Two studies with modules of one name are refused, because Python would import the same module for both."""
     for folder in ("a", "b"):
         write(tmp_path / folder / f"study_{folder}.py", STUDY.format(kind=folder))
         (tmp_path / folder / "common.py").write_text("")

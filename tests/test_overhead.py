@@ -1,4 +1,4 @@
-"""The overhead of a profiler: compared with figures by hand, and with simulated machines of known overhead."""
+"""A profiler's overhead, compared with figures by hand and with simulated machines of known overhead."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dlscale.measure.profilers import Overhead, overhead
 
 
 def test_an_even_drift_falls_out() -> None:
-    """The machine slows by 10 ms per window: 100 and 120 without the profiler, 1.5 times 110 with it."""
+    """A steady drift has no effect: windows take 100 and 120 ms without the profiler, and 1.5 times 110 ms with it."""
     found = overhead([0.1] * 4, [0.165] * 4, [0.12] * 4)
     assert found.ratio == pytest.approx(1.5)
-    assert found.noise == pytest.approx(1.5 * 0.01 / 0.11), "half of the difference between plain windows"
+    assert found.noise == pytest.approx(1.5 * 0.01 / 0.11), (
+        "the noise must be half the difference between the plain windows"
+    )
 
 
 def test_the_noise_is_the_steps_scatter() -> None:
-    """The plain steps are 1 s ± 0.1 (std 0.1155); a median has pi / 2 times the variance of a mean."""
+    """The plain steps take 1 s ± 0.1 (std 0.1155). A median has pi / 2 times the variance of a mean."""
     plain = [0.9, 1.1, 0.9, 1.1]
     found = overhead(plain, [2.0] * 4, plain)
-    error = 0.1155 * (3.1416 / 2) ** 0.5 / 2  # of the median of four
+    error = 0.1155 * (3.1416 / 2) ** 0.5 / 2  # error of the median of four steps
     assert found.ratio == 2 and found.noise == pytest.approx(3.182 * 2 * error / 2**0.5, rel=1e-3)
 
 
@@ -38,7 +40,7 @@ def test_words() -> None:
 
 
 def share(cost: float, machine: Callable[[random.Random], Callable[[], float]], trials: int = 400) -> float:
-    """Return the fraction of trials in which a profiler of this cost has a significant overhead."""
+    """Return the fraction of trials in which a profiler with the given cost has a significant overhead."""
     certain = 0
     for seed in range(trials):
         pace = machine(random.Random(seed))
@@ -53,13 +55,13 @@ def quiet(draw: random.Random) -> Callable[[], float]:
 
 
 def drifting(draw: random.Random) -> Callable[[], float]:
-    """Return step times with a linear drift of up to 2 % per step and noise."""
+    """Return a function that returns step times with noise and a linear drift of up to 2 % per step."""
     slope, step = draw.uniform(-0.002, 0.002), iter(range(30))
     return lambda: 0.1 + slope * next(step) + draw.gauss(0, 0.003)
 
 
 def disturbed(draw: random.Random) -> Callable[[], float]:
-    """Return step times; about every fourth is 1.5 times as long, since another program runs."""
+    """Return a function that returns step times; another program makes about every fourth step 1.5 times as long."""
     return lambda: draw.gauss(0.1, 0.003) * (1.5 if draw.random() < 0.25 else 1.0)
 
 
@@ -70,5 +72,5 @@ def test_nothing_is_seldom_called_a_cost(machine: Callable[[random.Random], Call
 
 @pytest.mark.parametrize(("machine", "least"), [(quiet, 0.99), (drifting, 0.2), (disturbed, 0.05)])
 def test_a_cost_is_found(machine: Callable[[random.Random], Callable[[], float]], least: float) -> None:
-    """A cost of 20 % is found on a quiet machine; drift or disturbances mostly hide it."""
+    """A cost of 20 % is usually found on a quiet machine. Drift or disturbances mostly hide the cost."""
     assert share(1.2, machine) > least

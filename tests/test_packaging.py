@@ -41,7 +41,7 @@ CORE = {Requirement(line).name for line in PROJECT["dependencies"]}
 
 def test_pyproject_pins_nothing_and_the_lock_all() -> None:
     for each in REQUIREMENTS:
-        assert not re.search(r"==|~=|@", str(each.specifier)), f"{each}: exact versions belong in the lock only"
+        assert not re.search(r"==|~=|@", str(each.specifier)), f"{each}: exact versions belong only in the lock"
         locked = LOCK.get(canonicalize_name(each.name))
         assert locked is None or each.specifier.contains(locked, prereleases=True), f"{each}: the lock has {locked}"
         assert each.name not in CORE or (locked and ">=" in str(each.specifier)), f"{each} has no minimum version"
@@ -64,7 +64,7 @@ def test_the_workflow_asks_for_the_same_snakemake() -> None:
 
 @pytest.mark.parametrize("major", ["12", "13"])
 def test_one_cuda_in_the_gpu_image(major: str) -> None:
-    """Base image, PyTorch's index, Nsight Systems and all locked NVIDIA libraries are for one version of CUDA."""
+    """Base image, PyTorch's index, Nsight Systems and all locked NVIDIA libraries have the same version of CUDA."""
     text = (ROOT / "docker/Dockerfile").read_text()
     (base, settings) = re.findall(rf"^FROM (\S+) AS cuda{major}\nENV (.+)$", text, re.MULTILINE)[0]
     assert re.search(rf"/cuda:{major}\.\d+\.\d+-base-\S+@sha256:[0-9a-f]{{64}}$", base)
@@ -81,7 +81,7 @@ def test_cuda_12_is_the_default() -> None:
 
 
 def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make version` writes it to all other files, and `make release-check` compares them."""
+    """`make version` writes the version to all other files, and `make release-check` compares the files."""
     spec = spec_from_file_location("release", ROOT / ".ci/release.py")
     release = module_from_spec(spec)
     spec.loader.exec_module(release)
@@ -100,7 +100,7 @@ def test_the_source_distribution_lists_what_git_has() -> None:
 
 
 def test_the_two_images_have_tags_of_their_own() -> None:
-    """The prefix of `type=sha` replaces the flavour's prefix; without one both images would get the same tag."""
+    """The prefix of `type=sha` replaces the flavour's prefix; without a prefix both images would have the same tag."""
     (step,) = [
         step
         for job in read_yaml(ROOT / ".github/workflows/images.yml")["jobs"].values()
@@ -113,15 +113,15 @@ def test_the_two_images_have_tags_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
-    """`make install` keeps an environment's PyTorch, even if the lock has another version."""
+    """`make install` keeps the PyTorch of an environment, even if the lock has another version."""
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, tmp_path)
-    # All other packages keep their installed versions.
+    # All other packages also keep their installed versions.
     (tmp_path / "requirements.lock").write_text(f"torch=={LOCK['torch']}\n")
     shutil.copytree(ROOT / "workflow_scripts/dlscale/core", tmp_path / "workflow_scripts/dlscale")
     words = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages"]  # the system has pip
     subprocess.run([*words, tmp_path / ".venv"], check=True)
-    # The environment has the packages of this one, but an older pre-release of PyTorch.
+    # The environment has this environment's packages, but an older pre-release of PyTorch.
     theirs = tmp_path / "theirs/torch-2.12.0a0+site.dist-info"
     theirs.mkdir(parents=True)
     metadata = str(distribution("torch").read_text("METADATA"))
@@ -142,7 +142,7 @@ def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
 
 # ---- an installed wheel ------------------------------------------------------------------------------
 
-#: Program that prints the package's path and the fingerprints of two of its stages.
+#: Program that prints the path of the package and the fingerprints of two stages.
 LOOK = """
 import json, dlscale
 from dlscale.core.fingerprint import data_modules, fingerprint, run_modules
@@ -153,7 +153,7 @@ print(json.dumps([dlscale.__file__, *digests]))
 
 @dataclass(frozen=True)
 class Installed:
-    """Environment with the installed wheel, and a folder made by `dlscale init`."""
+    """An environment with the installed wheel, and a folder made by `dlscale init`."""
 
     place: Path
     study: Path
@@ -164,11 +164,11 @@ class Installed:
         return folder
 
     def files(self) -> set[Path]:
-        """Return all paths in the environment, except compiled code."""
+        """Return all paths in the environment, without compiled code."""
         return {path for path in self.place.rglob("*") if "__pycache__" not in path.parts}
 
     def call(self, *words: str, status: int = 0, folder: Path | None = None) -> str:
-        """Run a command in the folder, without access to a checkout; return its output."""
+        """Run a command in the study's folder, without access to a checkout; return the command's output."""
         kept = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
         environment = {**kept, "PATH": f"{self.place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         done = subprocess.run(
@@ -180,7 +180,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build the wheel, install it next to the existing packages, and make a study's folder."""
+    """Build the wheel, install it next to the existing packages, and make the folder of a study."""
     base = tmp_path_factory.mktemp("installed")
     source, made = base / "source", Installed(base / "environment", base / "work/a study")
     source.mkdir()
@@ -217,7 +217,7 @@ def test_init_writes_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
-    """The folder made by `dlscale init` is complete, and the installed code has a checkout's fingerprints."""
+    """The folder made by `dlscale init` is complete, and the installed stages have the fingerprints of a checkout."""
     file, *digests = json.loads(installed.call("python", "-P", "-c", LOOK))
     assert Path(file).is_relative_to(installed.packages)
     done = subprocess.run([sys.executable, "-P", "-c", LOOK], capture_output=True, text=True, check=True)
@@ -229,7 +229,9 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
     links = [(path, link) for path, text in laid.items() for link in re.findall(r"\]\((\.[^)]*)\)", text)]
     assert links and not [link for path, link in links if not (path.parent / link).exists()]
 
-    assert (installed.packages / "dlscale/workflow/CITATION.cff").is_file(), "crates cite the software by this file"
+    assert (installed.packages / "dlscale/workflow/CITATION.cff").is_file(), (
+        "crates need this file to cite the software"
+    )
     told = installed.call("dlscale", "new-study", "ripples")
     assert "make " not in told and f"read {DOCS}adding.md" in told
     would = installed.call("dlscale", "run", "-n")
@@ -238,7 +240,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
 
 @pytest.mark.long
 def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) -> None:
-    """The commands of AGENTS.md work with a wheel and without a clone, and write only to the user's folder."""
+    """The commands of AGENTS.md work with a wheel and without a clone; they write only to the user's folder."""
     before = installed.files()
     (commands,) = re.findall(
         r"^```bash\npip install .*\n((?:.*\n)*?)```", (ROOT / "AGENTS.md").read_text(), re.MULTILINE
@@ -254,7 +256,7 @@ def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) ->
 
 
 def test_the_package_alone_is_mounted_in_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other packages in the same site-packages would hide the image's packages."""
+    """Only the package is mounted, because other packages in its site-packages would hide the image's packages."""
     monkeypatch.chdir(tmp_path)
     assert launcher.sources(Site(engine="podman", image="any")) == PACKAGE.parent
     monkeypatch.setattr(launcher, "CHECKOUT", None)

@@ -1,4 +1,4 @@
-"""Several processes train like one: same samples, gradients and numbers; the first process writes."""
+"""Several processes train like one process: same samples, gradients and numbers; only the first process writes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train_by(ranks: int, folder: Path, data: Path) -> None:
 
 
 def _stage(rank: int, ranks: int, meet: str, words: list[str]) -> None:
-    """Run one process of a stage, on one node."""
+    """Run one process of a stage on a single node."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ[MEET] = f"{meet}/meet"
     assert cli.main(words) == 0, Path(words[-1]).read_text()
@@ -69,12 +69,12 @@ def configure(folder: Path, study: str, ranks: int, **changes: Any) -> Path:
 
 
 def close(one: Path, other: Path, tolerance: float) -> None:
-    """Compare two trainings: every number of every epoch, and the weights."""
+    """Compare two trainings: every number of every epoch, and all weights."""
     for a, b in zip(records(one), records(other), strict=True):
         for key in ("epoch", "step", "samples", "learning_rate"):
             assert a[key] == b[key], key
         assert bool(a["untrained"]) == bool(b["untrained"])
-        before = [(a["untrained"], b["untrained"])] if a["untrained"] else []  # before the first step
+        before = [(a["untrained"], b["untrained"])] if a["untrained"] else []  # values before the first step
         for left, right in [(a, b), *before]:
             for key in ("train_loss", "valid_loss"):
                 assert left[key] == pytest.approx(right[key], rel=tolerance), key
@@ -87,14 +87,14 @@ def close(one: Path, other: Path, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("study", "ranks", "changes"),
     [
-        # 13 samples in batches of 4 leave one for the last batch: the second process has no sample of it.
+        # 13 samples in batches of 4 leave one sample for the last batch, in which the second process has no sample.
         pytest.param(
             *("cosmo_unet", 2, {"samples": {"crop": 16, "train": 13, "valid": 7}}),
             id="last batch of one",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            # Each process has the base batch size, so the global batch is twice as large.
+            # Each process has the base batch size, so that the global batch is twice as large.
             *("era5_vit", 2, {"schedule": {"kind": "constant", "scaling": "linear", "base_batch_size": 2}}),
             id="scaled rate",
             marks=pytest.mark.slow,
@@ -122,7 +122,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
 def test_several_train_as_one_does(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
 ) -> None:
-    """Losses, metrics and weights equal one process's with the same global batch, up to the order of sums."""
+    """Losses, metrics and weights equal those of one process with the same global batch, up to the order of sums."""
     data = cosmo_data if study == "cosmo_unet" else era5_data
     alone = configure(tmp_path / "alone", study, 1, **changes)
     assert train(alone, data / "manifest.json") == 0
@@ -130,7 +130,7 @@ def test_several_train_as_one_does(
     train_by(ranks, together, data)
     close(alone, together, 2e-5)
     first = records(together)[0]
-    assert first["untrained"]["train_loss"] > 0, "`close` compared no values before the first step"
+    assert first["untrained"]["train_loss"] > 0, "`close` must compare values before the first step"
     if "schedule" in changes:
         assert first["learning_rate"] == 2 * ERA5_RUN["optimizer"]["lr"]
     made_with = json.loads((together / "provenance.json").read_text())
@@ -140,7 +140,7 @@ def test_several_train_as_one_does(
         *(f"train.rank{rank}.log" for rank in range(1, ranks)),
     ]
     assert len(list((together / "tensorboard").iterdir())) == 2, (
-        "one process must write: one file for epochs, one for the end"
+        "only one process may write: a file for epochs and a file for the end"
     )
 
 
@@ -150,14 +150,16 @@ def test_several_train_as_one_does(
     "shared", [{}, {"geometry": {"tp": 2}}, {"geometry": {"cp": 2}}, {"parallel": {"kind": "fsdp"}}], ids=str
 )
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path, shared: dict[str, Any]) -> None:
-    """The weights agree bit by bit, including drop-out in every process."""
+    """After a resume, weights agree bit by bit with those of an uninterrupted training, even with drop-out on each
+    rank.
+    """
     drops = {"model": {**ERA5_RUN["model"], "dropout": 0.2}}
     through = configure(tmp_path / "through", "era5_vit", 2, **drops, **shared, training={"epochs": 3})
     train_by(2, through, era5_data)
     newest = sorted(through.glob("checkpoints/*/step-*"))
     assert len(newest) == 2
     for path in newest[-1].glob("*.safetensors"):
-        path.unlink()  # as if it had ended after the second epoch
+        path.unlink()  # as if the training had ended after the second epoch
     whole = (through / "model.pt").read_bytes()
     train_by(2, through, era5_data)
     assert json.loads((through / "provenance.json").read_text())["resumed_from_step"] == records(through)[1]["step"]
@@ -179,7 +181,7 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
         for rate, seconds in zip(found[mode]["trial_throughput"], found[mode]["trial_time"], strict=True):
             assert rate * seconds == pytest.approx(2 * 4)  # global batch size: two processes with four samples each
         assert found[mode]["usage"]["cpu_seconds"] >= 0
-    # One process of the node records telemetry, for both.
+    # One process per node records telemetry, for all processes of the node.
     assert sorted(path.name for path in (folder / "telemetry").iterdir()) == ["throughput.csv", "throughput.json"]
     rows = telemetry.read(folder / "telemetry/throughput.csv")
     assert rows and rows[-1].cpu_others is not None, "telemetry must cover both processes"
@@ -188,7 +190,7 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
 
 @pytest.mark.slow
 def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data: Path) -> None:
-    """The other processes do not wait forever for one that ended."""
+    """A mistake in one process ends all processes; the others do not wait forever."""
     folder = configure(tmp_path, "era5_vit", 2, optimizer={"lr": 1e30}, precision="fp32")
     arguments = [
         *("--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2),
@@ -201,7 +203,7 @@ def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data
 
 
 def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds even with Slurm's variables set: a run on one device may be a task of a larger job."""
+    """A run on one device works alone, even with Slurm's variables: it may be a task of a larger job."""
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
         monkeypatch.setenv(name, value)
     with join(Geometry(), "cpu") as alone:
@@ -223,7 +225,7 @@ TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
         (4, {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, rf"{FEW} 3 were started"),
         (4, {"SLURM_NTASKS": "8"}, rf"{FEW} 1 were started"),
         (1, TASK, "MASTER_ADDR and MASTER_PORT are not set"),
-        # All nodes derive the port from the job's number.
+        # All nodes derive the port from the job number.
         (1, {**TASK, "SLURM_JOB_ID": "4711"}, "MASTER_ADDR is not set"),
         (1, {**TASK, "MASTER_ADDR": "node1"}, "MASTER_PORT is not set"),
     ],
@@ -246,7 +248,7 @@ def test_ports_of_two_jobs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = []
     for job in ("4711", "4712"):
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+            monkeypatch.setenv(name, "")  # set the variable so that monkeypatch restores it
             monkeypatch.delenv(name)
         monkeypatch.setenv("SLURM_JOB_ID", job)
         rendezvous._rendezvous(Geometry(gpus_per_node=2))

@@ -1,4 +1,4 @@
-"""The profile stage: the files of each profiler, with one and several processes; failures; no effect on trainings."""
+"""The profile stage: files of each profiler with one and several processes; failures; no effect on trainings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def done(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
 def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
     found = Profile.read(done / "profile/profile.json")
     assert [tool.name for tool in found.tools] == ALL == found.settings["tools"]
-    assert len(found.seconds_per_step) == 2 * STEPS * len(ALL), "plain steps before and after each profiler"
+    assert len(found.seconds_per_step) == 2 * STEPS * len(ALL), (
+        "there must be plain steps before and after each profiler"
+    )
     assert min(found.seconds_per_step) > 0
     assert (found.nranks, found.batch_size, found.device.kind) == (1, 4, "cpu")
     for tool in found.tools:
@@ -79,7 +81,7 @@ def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
 
 
 def test_the_files_are_those_that_are_named(done: Path) -> None:
-    """Files of an earlier call are removed."""
+    """The folder has exactly the files that the record names: files of an earlier call are removed."""
     found = Profile.read(done / "profile/profile.json")
     named = {file for tool in found.tools for file in tool.files.values()}
     assert named == {"torch.rank0.json.gz", "lines.rank0.txt"}
@@ -126,7 +128,7 @@ def test_where_other_processes_read_this_one_does_for_once(tmp_path: Path, cosmo
 def test_a_profiler_that_does_not_work_says_why(
     tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other profilers continue; if all fail, the stage fails."""
+    """If a profiler fails, the other profilers continue. If all profilers fail, the stage fails."""
 
     def forbidden(tool: TorchProfiler) -> None:
         raise Unavailable("CUPTI is refused")
@@ -199,7 +201,7 @@ def test_ranges_are_balanced_and_nested(window: Window) -> None:
 
 
 def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None:
-    """This holds even if a step fails."""
+    """A profiler closes its ranges even if a step fails."""
     with pytest.raises(ZeroDivisionError), TorchProfiler(tmp_path, 0, torch.device("cpu")).attached():
         window.run(1)
         raise ZeroDivisionError
@@ -212,7 +214,7 @@ def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
-    """Each profiled rank has files and rows; all-reduces have their own range."""
+    """Each profiled rank has files and rows, and all-reduces have their own range."""
     folder = configure(tmp_path, "era5_vit", 2, profile={"tools": ["torch", "lines"], "steps": 3, "ranks": [1, 0]})
     arguments = ["--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2]
     ended = launch("profile", 2, *arguments, "--out", folder / "profile", "--log", folder / "log")
@@ -234,7 +236,9 @@ def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
 
 @pytest.mark.slow
 def test_training_is_the_same_after_a_profile(tmp_path: Path, cosmo_data: Path) -> None:
-    """A profile in the same folder does not change the weights by a bit, nor the training the profile's files."""
+    """A profile in the same folder does not change the weights by a bit; a training does not change the profile's
+    files.
+    """
     make_run(tmp_path / "plain", "cosmo_unet", {**COSMO_RUN, "loader": {"workers": 0}}, COSMO)
     assert profiled(tmp_path / "profiled", cosmo_data, tools=["torch", "lines"]) == 0
     before = (tmp_path / "profiled/profile/profile.json").read_bytes()

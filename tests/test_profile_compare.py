@@ -1,4 +1,4 @@
-"""Comparison of two profiles: the changes, and which of them exceed the noise."""
+"""Comparison of two profiles: the changes, and which changes exceed the noise."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def summary(*rows: TopEntry, steps: int = 4, batch: float | None = None) -> Summ
 
 
 def compared(before: Summary, after: Summary) -> dict[str, Any]:
-    """Return the change of each row, by name."""
+    """Return the change of each row, by the row's name."""
     return {each.name: each for each in compare(before, after).itertuples()}
 
 
 def test_names_in_a_summary_are_no_formulas(tmp_path: Path) -> None:
-    """A quote is put before names that a spreadsheet would compute, and removed when they are read."""
+    """A name that a spreadsheet would compute gets a leading quote, which is removed when the name is read."""
     names = ["=cmd()", "+x", "-x", "@x", "\tx", "'=x", "'x", "x=", "-1.5"]
     profile.write(Profile(), [row(name, 1.0) for name in names], tmp_path)
     written = [line["name"] for line in csv.DictReader((tmp_path / "profile_summary.csv").open(newline=""))]
@@ -48,7 +48,7 @@ def test_names_in_a_summary_are_no_formulas(tmp_path: Path) -> None:
 
 
 def test_changes_are_by_profiler_kind_and_name() -> None:
-    """A row that a profile or a rank lacks counts as zero time."""
+    """A row that is missing in a profile or on a rank counts as zero time."""
     before = summary(row("mm", 5), row("mm", 7, kind="kernel"), row("gone", 2), row("a.py:1: x", 1, tool="lines"))
     after = summary(row("mm", 4), row("mm", 7, kind="kernel"), row("new", 3))
     assert {(one.kind, one.name): (one.before, one.after) for one in compare(before, after).itertuples()} == {
@@ -62,7 +62,7 @@ def test_changes_are_by_profiler_kind_and_name() -> None:
 
 
 def test_noise_is_that_of_two_means() -> None:
-    """The noise is sqrt(3^2 / 9 + 4^2 / 4) = sqrt(5), times Student's t of three degrees of freedom, 3.1824."""
+    """The noise is sqrt(3^2 / 9 + 4^2 / 4) = sqrt(5), times Student's t with three degrees of freedom, 3.1824."""
     (one,) = compared(summary(row("mm", 10, 3), steps=9), summary(row("mm", 17, 4), steps=4)).values()
     assert one.noise == pytest.approx(3.1824 * 5**0.5, rel=1e-4) and not one.certain
     (one,) = compared(summary(row("mm", 10, 3), steps=9), summary(row("mm", 18, 4), steps=4)).values()
@@ -70,11 +70,11 @@ def test_noise_is_that_of_two_means() -> None:
     (one,) = compared(summary(row("x", 1, kind="line")), summary(row("x", 9, kind="line"))).values()
     assert math.isinf(one.noise) and not one.certain
     (one,) = compared(summary(row("mm", 10), steps=1), summary(row("mm", 1, 0.1), steps=9)).values()
-    assert math.isinf(one.noise) and not one.certain, "the noise of a single step is not known"
+    assert math.isinf(one.noise) and not one.certain, "the noise of a single step must be unknown"
 
 
 def test_other_batches_are_compared_by_the_sample() -> None:
-    """8 s for 4 samples and 10 s for 10 samples are 2 s and 1 s per sample; the noise is per sample, too."""
+    """Times and noise are per sample: 8 s for 4 samples and 10 s for 10 samples give 2 s and 1 s."""
     before, after = summary(row("mm", 8, 0.4), batch=4), summary(row("mm", 10, 0.5), batch=10)
     (one,) = compared(before, after).values()
     assert (one.before, one.after, one.per, one.certain) == (2, 1, "sample", True)
@@ -85,7 +85,7 @@ def test_other_batches_are_compared_by_the_sample() -> None:
 
 
 def test_noise_is_seldom_called_a_change() -> None:
-    """Profiles of the same program differ by more than the noise in about 5 % of the rows."""
+    """Profiles of the same program differ by more than the noise in only about 5 % of the rows."""
     draw, steps = random.Random(1), 100
 
     def profile() -> Summary:
@@ -117,7 +117,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert stage("compare", "--profiles", a, b) == 0
     said = words(capsys)
     assert "faster and slower" in said and "mm −1.00 ± 0.23 4.00 3.00 1 operator, torch yes" in said
-    assert "\x1b[31m" not in said, "a terminal would obey this escape sequence"
+    assert "\x1b[31m" not in said, "the terminal must not execute this escape sequence"
     assert stage("compare", "--profiles", a, write(tmp_path / "d", 3e-3, 16, "aten::\x1b[31mmm")) == 0
     assert words(capsys).startswith("batch of a process: 4 before, 8 after; so all times are per sample faster and")
     assert stage("compare", "--profiles", b, a, "--json") == 0
@@ -139,7 +139,7 @@ def test_profiles_of_other_studies_are_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_names_of_kernels_are_short_and_stay_apart() -> None:
-    """Long C++ names are shortened to their begin and end, with a number if two would be equal."""
+    """Long C++ names are shortened to begin and end; equal short names get a number."""
     long = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)1, (bool){}, (cudnnKernelDataType_t)0>(T1 *)"
     names = ["aten::mm", long.format(0), long.format(1), long.format(0), "aten::mm"]
     assert short_names(names) == [
@@ -152,11 +152,11 @@ def test_names_of_kernels_are_short_and_stay_apart() -> None:
 
 
 def test_calls_of_a_step_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Calls are means over ranks; equal ones are shown once, and a profiler without counts shows none."""
+    """Calls are means over ranks. Equal numbers of calls are shown once; a profiler without counts shows no calls."""
     before = summary(replaced(row("nccl", 5), 8), replaced(row("nccl", 5, rank=1), 8), replaced(row("mm", 9), 2))
     after = summary(replaced(row("nccl", 4), 5), replaced(row("nccl", 4, rank=1), 5), replaced(row("mm", 8), 2))
     found = {name: (each.calls_before, each.calls_after) for name, each in compared(before, after).items()}
-    assert found == {"nccl": (8, 5), "mm": (1, 1)}, "a rank without mm counts as zero calls"
+    assert found == {"nccl": (8, 5), "mm": (1, 1)}, "a rank without mm must count as zero calls"
     for calls, shown in (((8, 5), "8 -> 5"), ((7, 7), "7"), ((27.966, 3.97), "27.97 -> 3.97"), ((0, 0), "–")):
         assert _calls(*calls).text == shown
 
@@ -170,7 +170,7 @@ def replaced(entry: TopEntry, calls: float) -> TopEntry:
     reason="needs nsys, and the published program's folder sample_nsys_profiles in SC22_PROFILES",
 )
 def test_published_reports_show_fewer_collectives(capsys: pytest.CaptureFixture[str]) -> None:
-    """With larger buckets a step has 5 NCCL calls instead of 8, as in the tutorial."""
+    """With larger buckets, a step has 5 NCCL calls instead of 8, as in the tutorial."""
     folder = Path(os.environ["SC22_PROFILES"])
     names = [folder / f"4gpu_{name}.nsys-rep" for name in ("baseline", "bucketcap100mb")]
     assert stage("compare", "--profiles", *names, "--json") == 0
@@ -192,7 +192,7 @@ def test_published_reports_show_fewer_collectives(capsys: pytest.CaptureFixture[
 def test_a_report_of_a_later_nsys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed: str, said: str
 ) -> None:
-    """nsys 2022.4 prints these errors for SC23's reports and for a truncated one."""
+    """The errors that nsys 2022.4 prints for SC23's reports and for a truncated report give clear messages."""
     tool, report = tmp_path / "nsys", tmp_path / "theirs.nsys-rep"
     tool.write_text(
         f"#!/bin/sh\n[ $1 = --version ] && echo version 2022.4.2.1-df98 || {{ echo {shlex.quote(printed)}; exit 1; }}\n"
@@ -206,7 +206,7 @@ def test_a_report_of_a_later_nsys(
 
 
 def published(folder: Path, forward: int, version: str = "2022") -> Path:
-    """Write a report like the published programs': 3 steps with their names of ranges, in ms."""
+    """Write a report like those of the published programs: 3 steps with the programs' range names, times in ms."""
     ms, recording = 1_000_000, Recording()
     for number in range(3):
         at = 100 * number * ms
@@ -222,12 +222,14 @@ def published(folder: Path, forward: int, version: str = "2022") -> Path:
 
 
 def test_reports_of_other_programs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are compared with each other and with a run's own profile, whatever the recording options."""
+    """Reports are compared with each other and with a run's profile, whatever the recording options were."""
     before, after = published(tmp_path / "a", 30), published(tmp_path / "b", 40, "2025")
     assert stage("compare", "--profiles", before, after, "--json") == 0
     rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)["faster and slower"]}
     for key in (("range", "forward"), ("kernel", "convolution 3")):
-        assert (rows[key]["before"], rows[key]["after"]) == pytest.approx((0.03, 0.04)), "seconds per step"
+        assert (rows[key]["before"], rows[key]["after"]) == pytest.approx((0.03, 0.04)), (
+            "the times must be seconds per step"
+        )
     assert {name for kind, name in rows if kind == "range"} == {"forward"}, (
         "unchanged steps and copies must be left out"
     )
@@ -256,7 +258,7 @@ def test_what_is_no_report_is_one_message(
 def test_a_report_is_exported_by_a_real_nsys(
     real_nsys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report comes from a program without dlscale."""
+    """A real nsys exports a report of a program without dlscale."""
     program = tmp_path / "theirs.py"
     program.write_text(
         "import time, nvtx\n"

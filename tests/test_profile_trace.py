@@ -1,4 +1,4 @@
-"""Summaries of a profiler's trace: intervals against sets of integers, traces by hand, and PyTorch's own sums."""
+"""Summaries of a profiler's trace: intervals compared with sets of integers, traces by hand, and PyTorch's own sums."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ MAIN, ENGINE, LOADER = 1, 2, 3
 
 
 def event(name: str, category: str, begin: float, end: float, thread: int = MAIN, **args: Any) -> dict[str, Any]:
-    """Return a complete event in Kineto's format; times are in microseconds."""
+    """Return a complete event in Kineto's format from times in microseconds."""
     shown = {"ph": "X", "cat": category, "name": name, "pid": 10, "tid": thread, "ts": begin, "dur": end - begin}
     return {**shown, "args": args}
 
 
 def launch(number: int, at: float, thread: int, work: list[dict[str, Any]], name: str = "cudaLaunchKernel") -> Any:
-    """Return a CUDA call and the device's work that it launched."""
+    """Return a CUDA call and the device's work that the call launched."""
     for one in work:
         one["args"]["correlation"] = number
     return [event(name, "cuda_runtime", at, at + 2, thread, correlation=number), *work]
@@ -79,7 +79,7 @@ def copy(kind: str, begin: float, end: float, size: int) -> dict[str, Any]:
 
 
 def gpu_trace() -> list[dict[str, Any]]:
-    """Return two steps, 0 to 100 and 100 to 200 µs on the host; the device finishes later."""
+    """Return a trace of two steps, 0 to 100 and 100 to 200 µs on the host; the device finishes later."""
     events: list[dict[str, Any]] = []
     for step, t in enumerate((0, 100)):
         n = 10 * step
@@ -98,8 +98,8 @@ def gpu_trace() -> list[dict[str, Any]]:
             event("nccl:all_reduce", "user_annotation", t + 60, t + 64, ENGINE),
             *launch(n + 1, t + 3, LOADER, [copy("HtoD (Pageable -> Device)", t + 5, t + 15, 1000)], "cudaMemcpyAsync"),
             *launch(n + 2, t + 5, LOADER, [copy("HtoD (Pinned -> Device)", t + 15, t + 25, 3000)], "cudaMemcpyAsync"),
-            # Work of the loader's thread outside of its range, while the model computes: it does not belong to the
-            # model.
+            # The loader's thread launches work outside its range while the model computes. This work does not belong to
+            # the model.
             *launch(n + 3, t + 20, LOADER, [kernel("decode", t + 25, t + 30, 13)]),
             *launch(n + 4, t + 14, MAIN, [kernel("gemm", t + 20, t + 50)]),
             *launch(n + 5, t + 46, ENGINE, [kernel("gemm", t + 50, t + 90)]),
@@ -114,13 +114,13 @@ def gpu_trace() -> list[dict[str, Any]]:
             ),
             event("aten::_local_scalar_dense", "cpu_op", t + 90, t + 99),
             event("cudaStreamSynchronize", "cuda_runtime", t + 92, t + 98),
-            # The loader keeps pace: its waits do not delay a step.
+            # The loader keeps pace, so that its waits do not delay a step.
             event("cudaEventSynchronize", "cuda_runtime", t + 30, t + 90, LOADER),
-            # A read of the optimiser's step counter on the host does not wait for the device.
+            # Reading the optimiser's step counter on the host does not wait for the device.
             event("aten::_local_scalar_dense", "cpu_op", t + 84, t + 85),
         ]
     events += [
-        event("cudaDeviceSynchronize", "cuda_runtime", 201, 214),  # outside of all steps
+        event("cudaDeviceSynchronize", "cuda_runtime", 201, 214),  # outside all steps
         event("PyTorch Profiler (0)", "Trace", 0, 220),
         {"ph": "M", "name": "process_name", "pid": 10, "tid": 0, "args": {"name": "python"}},
         {"ph": "s", "id": 4, "cat": "ac2g", "name": "ac2g", "pid": 10, "tid": MAIN, "ts": 14},
@@ -137,7 +137,8 @@ def test_ranges_of_a_gpu() -> None:
         {"step": 100, "data": 10, "copy": 6, "forward": 30, "backward": 40, "optimizer": 20, "comm": 4}
     )
     assert {name: (time.device_seconds or 0) / US for name, time in ranges.items()} == pytest.approx(
-        # Work launched within: two copies of 10 µs, the first product, the second one with the all-reduce.
+        # Work launched in each range: `data` has two copies of 10 µs; `forward` has the first product; `backward` has
+        # the second product and the all-reduce.
         {"step": 129, "data": 0, "copy": 20, "forward": 30, "backward": 70, "optimizer": 4, "comm": 30}
     )
     assert all(time.std == pytest.approx(0, abs=1e-9) for time in ranges.values())
@@ -145,12 +146,12 @@ def test_ranges_of_a_gpu() -> None:
 
 def test_activity_of_a_gpu() -> None:
     activity = summarise(read(gpu_trace()), "torch")[0].activity
-    assert activity.launches == 7, "the launch of a graph counts once"
+    assert activity.launches == 7, "the launch of a graph must count once"
     assert (activity.syncs, activity.items, activity.sync_seconds) == (1, 1, pytest.approx(6 * US))
     assert (activity.copy_bytes, activity.pageable_bytes) == (4000, 1000)
     assert activity.copy_seconds == pytest.approx(20 * US)
-    assert activity.copy_overlap == pytest.approx(5 / 20), "copies run from 5 to 25 µs, a kernel from 20 µs on"
-    # Busy from 5 to 100, 105 to 200 and 220 to 224, of 0 to 224 µs.
+    assert activity.copy_overlap == pytest.approx(5 / 20), "copies run from 5 to 25 µs, and a kernel from 20 µs on"
+    # The device is busy from 5 to 100, 105 to 200 and 220 to 224 µs, of 0 to 224 µs.
     assert activity.device_busy == pytest.approx((95 + 95 + 4) / 224)
     idle = {name: seconds / US for name, seconds in activity.idle_seconds.items()}
     assert idle == pytest.approx({"data": 5, OUTSIDE: 10}) and sum(idle.values()) == pytest.approx((224 - 194) / 2)
@@ -176,7 +177,7 @@ def test_rows_of_a_gpu() -> None:
         "Memcpy HtoD (Pinned -> Device)": pytest.approx(10),
     }
     idle = {row.name: (row.calls, row.seconds / US) for row in rows if row.kind == "gap"}
-    # Idle from 0 to 5 and 100 to 105; and from 200 to 220, after the host has left the last step.
+    # The device is idle from 0 to 5 and 100 to 105 µs, and from 200 to 220 µs, after the host has left the last step.
     assert idle == {OUTSIDE: (0.5, pytest.approx(10)), "data": (1, pytest.approx(5))}
     (step,) = [row for row in rows if row.name == "step"]
     assert step.share == pytest.approx(100 / 112), "the device finishes the two steps after 224 µs"
@@ -194,11 +195,11 @@ def test_steps_that_differ_have_a_spread() -> None:
     step, activity = tool.ranges["step"], tool.activity
     assert (step.seconds, step.std) == pytest.approx((20 * US, np.std([10, 30], ddof=1) * US))
     (mm,) = [row for row in rows if row.kind == "operator"]
-    # A step lasts until the next one begins: 2 + 6 and 6 µs, of 50 µs for both.
+    # A step lasts until the next step begins. The times are 2 + 6 and 6 µs, of 50 µs for both steps.
     assert (mm.calls, mm.seconds, mm.share) == (1.5, pytest.approx(7 * US), pytest.approx(7 / 25))
     assert mm.std == pytest.approx(np.std([8, 6], ddof=1) * US)
     assert (activity.launches, activity.device_busy, activity.comm_seconds) == (None, None, None), (
-        "a trace without a device has no figures for it"
+        "a trace without a device must not have figures for a device"
     )
 
 
@@ -209,7 +210,7 @@ def test_a_trace_without_a_step_is_refused() -> None:
 
 @st.composite
 def random_traces(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a step of 100 µs with kernels, copies and all-reduces on several streams."""
+    """Return the events and the device's work of a 100 µs step: kernels, copies and all-reduces on several streams."""
     trace, device = [event("step", "user_annotation", 0, 100)], []
     for number in range(1, draw(st.integers(2, 13))):
         begin, length = draw(st.integers(0, 150)), draw(st.integers(1, 40))
@@ -230,7 +231,7 @@ def random_traces(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str,
 
 @given(random_traces())
 def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """The overlaps equal the overlaps of sets of microseconds."""
+    """The overlaps equal those of sets of microseconds."""
     trace, device = found
     activity = summarise(read(trace), "torch")[0].activity
 

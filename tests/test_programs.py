@@ -1,4 +1,4 @@
-"""Runs of external programs: the commands that start them, their files, and their endings."""
+"""Runs of external programs: the commands that start a program, its files, and the ways in which it ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STARTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
 def test_words(engine: str, starter: str, tmp_path: Path) -> None:
-    """Each process that a launcher starts has its own container; the program's command follows, in its folder."""
+    """Each process of a launcher has its own container; the program's command follows, in the program's folder."""
     site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
         for changes in ({}, {"image": "theirs:2"}, {"start": "itself"}):
@@ -110,7 +110,7 @@ def test_a_task_is_told_what_torchrun_tells(given: dict[str, str], told: str) ->
 
 
 def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
-    """Its own PATH or PYTHONPATH would hide dlscale and the container engine from the commands that start it."""
+    """The program's variables do not reach its starter: its PATH or PYTHONPATH would hide dlscale and the engine."""
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
@@ -145,7 +145,7 @@ def test_a_container_gets_its_secrets_by_name(engine: str, named: list[str]) -> 
 
 
 def configure(folder: Path, *more: str, **program: Any) -> Path:
-    """Write a program and its run's configuration."""
+    """Write a program and the configuration of its run; return the configuration's path."""
     write_program(folder / "theirs")
     return make_run(folder, "program", settings(folder / "theirs", *more, **program), {"kind": "files"})
 
@@ -171,7 +171,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
-    """A program that saved after SIGTERM is incomplete, whatever its status; the final result covers all tries."""
+    """A program that saved after SIGTERM is incomplete, whatever its exit status. The final result covers all tries."""
     configure(tmp_path, f"--ended={status}", "--seconds=0.1")
     process = start(tmp_path)
     until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
@@ -182,13 +182,13 @@ def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
     assert ended(start(tmp_path)) == (0, "")
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
     assert [each["valid_loss"] for each in found] == [1.0, 1 / 2, 1 / 3]
-    assert [each["step"] for each in found] == [12, 24, 36], "steps must be counted, since the log counts epochs"
+    assert [each["step"] for each in found] == [12, 24, 36], "steps must be counted, because the log counts epochs"
     assert "goes on after epoch 0" in (log := (tmp_path / "log").read_text()) and log.count("goes on after") == 2
-    assert not (tmp_path / SOURCES).exists(), "a finished program must not resume if it is forced to run again"
+    assert not (tmp_path / SOURCES).exists(), "a finished program must start anew if it is forced to run again"
 
 
 def test_other_files_begin_afresh(tmp_path: Path) -> None:
-    """A program also starts anew if the files that its resume option names are missing."""
+    """If the files that the resume option names are missing, the program starts anew."""
     configure(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/log.jsonl").write_text("of another\n")
@@ -223,7 +223,7 @@ def test_nothing_is_written_or_removed_behind_a_link(tmp_path: Path, name: str) 
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine").write_text("mine")
     (tmp_path / SOURCES).write_text("a")
-    (tmp_path / "other/saved").write_text("1")  # otherwise the program would resume
+    (tmp_path / "other/saved").write_text("1")  # without this file the program would not resume
     (tmp_path / name).symlink_to("other")
     code, said = ended(start(tmp_path))
     assert code == 2 and said.startswith(f"dlscale program: {tmp_path / name}: a link, pipe or device; expected"), said
@@ -232,15 +232,15 @@ def test_nothing_is_written_or_removed_behind_a_link(tmp_path: Path, name: str) 
 
 def test_steps_of_a_log_that_counts_epochs() -> None:
     points = [(float(time), step, 0.0) for step, time in enumerate([1, 2, 13, 14], 1)]
-    # ends of steps of a second try, which resumed after the second epoch
+    # Times at which the steps of a second try end; the try resumed after the second epoch.
     ends = [12 + number / 10 for number in range(21)]
     assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
-    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single try are counted"
+    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single try must be counted"
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
 
 
 def test_a_metric_is_of_the_validation_at_its_step() -> None:
-    """A metric that this validation did not log is missing; an earlier value is not used."""
+    """A metric that this validation did not log is missing; an earlier value does not replace it."""
     found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
     valid = [(10.0, 4, 0.5), (20.0, 8, 0.4), (30.0, 12, 0.3)]
     curves = {"loss/valid": valid, "valid/late": [(20.0, 8, 0.9)], "valid/epochs": [(10.0, 1, 0.1), (20.0, 2, 0.2)]}
@@ -253,8 +253,8 @@ def test_a_metric_is_of_the_validation_at_its_step() -> None:
     [
         (True, 8, [], (32, 64.0, 0.5)),
         (False, None, [], (None, None, 0.0625)),  # 4 steps at 64 steps/s
-        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # prints samples/s only
-        (True, None, [], (None, 64.0, 4.0)),  # the time of the validation is not known
+        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # the program prints only samples/s
+        (True, None, [], (None, 64.0, 4.0)),  # the time of the validation is unknown
     ],
 )
 def test_samples_of_a_program_are_known_or_missing(
@@ -270,7 +270,7 @@ def test_samples_of_a_program_are_known_or_missing(
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
-    """The first try is killed after 310 steps of 10 ms, the last second unwritten; the second repeats some."""
+    """The first try is killed after 310 steps of 10 ms, without its last second; the second try repeats some steps."""
     ends = [1000 + step / 100 for step in range(1, 621)]
     marks = [(1000 + step / 100 + 0.001, 1 / step) for step in range(50, 350, 50)]
     for checkpoint in (300, 200, 230):
@@ -286,7 +286,7 @@ def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
         program = Program(
             command=["train", "{resume}"], resume=["--resume", "{out}/last"], losses={"val (.*)": "loss/valid"}
         )
-        for _ in range(2):  # the second call is after a try that was killed at its start
+        for _ in range(2):  # the second call simulates a try that was killed at its start
             before = earlier(steps.parent, keep, program)
             shutil.rmtree(steps, ignore_errors=True)
         assert before.step in (checkpoint, checkpoint - 1)
@@ -351,25 +351,25 @@ def test_words_that_cannot_be(program: dict[str, Any], message: str) -> None:
 
 
 def test_words_of_values() -> None:
-    """Each number of a list is a separate word; placeholders in values are replaced."""
+    """Each number of a list becomes a separate word, and placeholders in values are replaced."""
     found = words(command=["a", "{optimizer.betas}", "{x}"], values={"x": "w={workers}"})
     assert found == ["a", "0.9", "0.999", "w=0"]
 
 
 def named_files(results: Path, run: Any) -> list[str]:
-    """Return the files that the command of a run's program names."""
+    """Return the files that the command of a run's program contains."""
     context: Any = SimpleNamespace(paths=Results(results))
     return Programs(context, commands=Any).named_files(run)
 
 
 def test_a_word_may_be_long(tmp_path: Path) -> None:
-    """A script after `-c` may be longer than a file name can be."""
+    """A word may be longer than a file name can be, such as a script after `-c`."""
     run = SimpleNamespace(program=Program(command=["python", "-c", "pass;" * 100]))
     assert named_files(tmp_path, run) == []
 
 
 def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
-    """Editing the script reruns the run; a change of the interpreter does not, wherever it is."""
+    """An edited script reruns the run. A changed interpreter does not, in whatever folder it is."""
     (tmp_path / "python").symlink_to(sys.executable)
     for name in ("train.sh", "train.py"):
         (tmp_path / name).touch()
@@ -382,7 +382,7 @@ def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log reports steps too late for paired timing: the error comes with its first steps, without a long wait."""
+    """A log reports steps too late for paired timing, so that its first steps cause an error without a long wait."""
     monkeypatch.setattr(turns, "PATIENCE", 60.0)
     write = """
         import json, sys, time
@@ -402,7 +402,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
-    """The stage had paused the program and its child for another run. The next stage removes its folder."""
+    """A killed stage had paused the program and its child for another run. The next stage removes its folder."""
     write_program(tmp_path / "theirs")
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
@@ -435,7 +435,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def published(tmp_path: Path) -> tuple[Path, list[str]]:
-    """Return a repository and its two commits."""
+    """Return a repository and the names of its two commits."""
     folder = tmp_path / "published"
     write_program(folder)
     git(folder, "init", "--quiet")
@@ -453,7 +453,7 @@ def fetch(repository: object, revision: str, out: Path) -> None:
 
 
 def started(tmp_path: Path, revision: str, **more: Any) -> Path:
-    """Prepare a run's program; return its working folder."""
+    """Prepare the program of a run; return the program's working folder."""
     program = Program(command=["python3", "train.py"], revision=revision, **more)
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     return Path(run_program.RunProgram(run, None, tmp_path / "out", tmp_path / "steps").folder)
@@ -479,7 +479,9 @@ def test_a_revision_is_fetched(
     ):
         started(tmp_path, first, folder=str(folder))
     (tmp_path / "there/README").write_text("one")
-    assert (started(tmp_path, first, **mine) / "README").read_text() == "one", "the controller's copy must be used"
+    assert (started(tmp_path, first, **mine) / "README").read_text() == "one", (
+        "the copy that the controller made must be used"
+    )
     with pytest.raises(UserError, match=r"program\.repository.*: git is missing on this machine"):
         fetch(folder, first, tmp_path / "another")
 
@@ -495,7 +497,7 @@ def skipped(folder: Path) -> None:
 
 
 def shadowed(folder: Path) -> None:
-    """Add a package that hides a module, and an ignored file, to the folder."""
+    """Add to the folder a package that hides a module, and an ignored file."""
     (folder / "train").mkdir()
     (folder / "train/__init__.py").touch()
     (folder / ".git/info/exclude").write_text("*.pyc\n")
@@ -508,7 +510,7 @@ def staged(folder: Path) -> None:
 
 
 def filtered(folder: Path) -> None:
-    """Set commands in the repository's own configuration, and a filter in its attributes."""
+    """Add hooks and commands to the repository's own configuration, and a filter to its attributes."""
     script = folder.parent / "script"
     script.write_text(f"#!/bin/sh\ntouch {folder.parent}/ran\ncat\n")
     script.chmod(0o755)
@@ -530,7 +532,7 @@ def foreign(folder: Path) -> None:
 def test_what_a_folder_holds_beside_its_revision_does_not_matter(
     published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
-    """A program runs as committed, and no command in the folder's git configuration runs."""
+    """A program runs as it was committed. No command in the folder's git configuration runs."""
     folder, (first, _) = published
     change(folder)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "of a hook that calls dlscale"))
@@ -549,7 +551,7 @@ def test_names_of_files_are_any_bytes(published: tuple[Path, list[str]], tmp_pat
 
 
 def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """This includes linked work trees; a command must not name a file by its path in the folder."""
+    """A subfolder of a revision also works in a linked work tree. A command must not name a file by its path in it."""
     folder, (first, _) = published
     git(folder, "worktree", "add", "--quiet", str(tmp_path / "linked"), "HEAD")
     assert started(tmp_path, first, folder=str(tmp_path / "linked/torch")) == tmp_path / "checkout/torch"

@@ -1,4 +1,4 @@
-"""Files exactly as the tutorials distribute them: two studies train on them without changes."""
+"""Files exactly as the tutorials distribute them: two studies train on these files without conversion."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMES = {"train": {2001: 12, 2004: 14}, "valid": {2003: 9}}
 
 
 def fit(folder: Path, study: str, run: dict[str, Any], dataset: dict[str, Any], data: Path) -> list[dict[str, Any]]:
-    """Train and measure; return the epoch records."""
+    """Train a run, then measure its throughput; return the records of its epochs."""
     config = make_run(folder, study, run, dataset)
     assert train(folder, data / "manifest.json", "--device", "cpu") == 0
     out = folder / "throughput.json"
@@ -42,7 +42,7 @@ def fit(folder: Path, study: str, run: dict[str, Any], dataset: dict[str, Any], 
 
 
 def smooth(edge: int, seed: int) -> dict[str, np.ndarray]:
-    """Return fields in the published layout in which the gas follows the dark matter."""
+    """Return fields of a published volume in which the gas follows the dark matter."""
     fields = published(volume((edge, edge, edge), seed))
     for name in fields:
         for axis in (1, 2, 3):
@@ -53,7 +53,7 @@ def smooth(edge: int, seed: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
-    """Training and validation volumes differ in size; they are contiguous float32 without attributes."""
+    """Training and validation volumes have different sizes; they are contiguous float32 without attributes."""
     fields = [smooth(32, 0), smooth(16, 1)]
     paths = [write_volume(tmp_path / "raw" / n, values) for n, values in zip((TRAIN, VALID), fields, strict=True)]
     before = [path.read_bytes() for path in paths]
@@ -65,7 +65,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
         "valid": paths[1:],
         "test": [],
     }
-    assert not list(data.rglob("*.h5"))  # nothing is copied
+    assert not list(data.rglob("*.h5"))  # the data must not be copied
     for name, channels in CHANNELS_OF.items():
         info = manifest.fields[name]
         values = fields[0][name].astype(np.float64)
@@ -74,7 +74,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
         np.testing.assert_allclose(info.std, values.std(axis=(1, 2, 3)), rtol=1e-9)
         np.testing.assert_allclose(np.load(data / "stats" / f"{name}_stds.npy").ravel(), info.std, rtol=1e-6)
 
-    # The model gets the stored values, since the published files are already transformed.
+    # The model gets the stored values, because the published files are already transformed.
     crops = Crops(manifest, "valid", CropSamples(kind="crops", crop=8, valid=8, train=1), seed=0)
     for index in range(crops.size):
         z, y, x = crops.boxes(0).input[index]
@@ -93,7 +93,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
 
 @pytest.fixture
 def years(tmp_path: Path) -> Path:
-    """Return a folder in the published layout: years of 6-hourly fields with the south-pole row that training omits."""
+    """Return a folder of published years: 6-hourly fields, including the south-pole row that training omits."""
     root = write_years(tmp_path / "raw", TIMES, CHANNELS, (HEIGHT + 1, WIDTH))
     climatology = root / "stats" / "time_means.npy"
     np.save(climatology, np.load(climatology)[:, :, :HEIGHT])
@@ -107,13 +107,13 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     manifest = Manifest.read(data / "manifest.json")
     info, extra = manifest.fields["fields"], Extra.of(manifest)
     assert info.grid == [HEIGHT, WIDTH] and len(info.channels) == CHANNELS
-    named = dict(zip(info.channels, info.units, strict=True))  # named by their order alone
+    named = dict(zip(info.channels, info.units, strict=True))  # names follow from the order of the channels
     assert list(named)[:5] == ["u10", "v10", "t2m", "sp", "msl"] and list(named)[-1] == "tcwv"
     assert (named["u10"], named["t2m"], named["r@850"]) == ("m s**-1", "K", "%")
     assert [[file.rows for file in files] for files in manifest.splits.values()] == [[12, 14], [9], []]
     assert extra.step_hours == 6.0
     assert manifest.path(extra.climatology or "") == years / "stats" / "time_means.npy"
-    # From the north pole on, in steps of the published grid.
+    # Coordinates begin at the north pole, in steps of the published grid.
     np.testing.assert_allclose(extra.latitude, 90 - 360 / WIDTH * np.arange(HEIGHT))
     np.testing.assert_allclose(extra.longitude, 360 / WIDTH * np.arange(WIDTH))
     assert not list(data.rglob("*.h5"))
@@ -126,7 +126,7 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
 
 @pytest.mark.slow
 def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, years: Path) -> None:
-    """Results are (x - mean) / std with the statistics files' numbers, from the north row on, for all columns."""
+    """Fields are (x - mean) / std with the numbers of the statistics files, from the north row on, in all columns."""
     means, stds = np.linspace(-3, 50, CHANNELS), np.geomspace(0.1, 1e5, CHANNELS)
     for name, values in (("means", means), ("stds", stds)):
         np.save(years / "stats" / f"global_{name}.npy", values.reshape(1, -1, 1, 1).astype(np.float32))
@@ -148,7 +148,7 @@ def test_channels_are_named_in_order(tmp_path: Path, years: Path, capfd: pytest.
     data = make_dataset(tmp_path / "data", era5(years, channels=names, crop=[HEIGHT - 2, WIDTH - 1]))
     info = Manifest.read(data / "manifest.json").fields["fields"]
     assert info.channels == names and info.grid == [HEIGHT - 2, WIDTH - 1]
-    assert info.units[:4] == ["m s**-1", "m s**-1", "K", "unknown"], "the unit of z@0 is unknown"
+    assert info.units[:4] == ["m s**-1", "m s**-1", "K", "unknown"], "the unit of z@0 must be unknown"
     other = make_parts(tmp_path / "other", era5(years, channels=names[:3]))
     manifest = ["--manifest", tmp_path / "other" / "manifest.json", "--stats", tmp_path / "other" / "stats"]
     assert stage("describe", "--config", tmp_path / "other" / "config.yaml", "--source", *other, *manifest) == 2
@@ -174,7 +174,9 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
     ids=["hourly", "gap", "backwards", "nan", "short", "text", "even", "integers"],
 )
 def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.ndarray, message: str | None) -> None:
-    """Otherwise lead times, clocks and hourly means would be wrong without an error."""
+    """Files with other time steps are refused. Otherwise lead times, clocks and hourly means would be wrong without an
+    error.
+    """
     raw = write_years(tmp_path / "raw", TIMES, 3)
     path = raw / "valid" / "2003.h5"
     with h5py.File(path, "a") as file:
@@ -191,7 +193,7 @@ def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.nd
 
 @pytest.mark.slow
 def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:
-    """Its samples agree up to the rounding of the statistics; names and units agree exactly."""
+    """Samples of both agree up to the rounding of the statistics; names and units agree exactly."""
     again = make_dataset(tmp_path / "again", era5(era5_data))
     ours, theirs = (Manifest.read(folder / "manifest.json") for folder in (era5_data, again))
     assert [theirs.path(file) for file in theirs.files("train")] == [
@@ -205,7 +207,7 @@ def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_da
     assert other.step_hours == mine.step_hours
     for key in ("offset", "scale"):
         numbers = [[getattr(t, key) for t in info.transforms] for info in (a, b)]
-        np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)  # .npy files hold float32, as published
+        np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)  # .npy files contain float32, as published
     one, two = (Pairs(m, "train", PairSamples(kind="pairs"), seed=4) for m in (ours, theirs))
     for index in range(one.size):
         for x, y in zip(one.read(1, index), two.read(1, index), strict=True):

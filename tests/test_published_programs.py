@@ -1,4 +1,4 @@
-"""The published programs paired with dlscale's studies: their command lines, and stand-ins measured without changes."""
+"""The published programs paired with dlscale's studies: their command lines, and stand-ins measured unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STAND_INS = ROOT / "tests/published/stand_ins"
 
 
 def runs(plan: str, settings: dict[str, Any] | None = None, program: dict[str, Any] | None = None) -> dict[str, Run]:
-    """Return the runs of a shipped plan, with further settings and further keys of its program."""
+    """Return the runs of a shipped plan, with additional settings and additional keys of its program."""
     own = {"settings": settings or {}, "runs": {"program": {"program": program or {}}}}
     found = resolve.load({"targets": [plan], "plans": {plan: own}}).plans[plan]
     return {name: each.run for name, each in found.items()}
@@ -44,7 +44,7 @@ def runs(plan: str, settings: dict[str, Any] | None = None, program: dict[str, A
 # ---- commands and outputs in the documents -----------------------------------------------------------
 
 APEX = "python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20"
-#: By plan: the beginning of the published command line, and the run with the same settings.
+#: Beginning of the published command line, and the run with the same settings, by plan.
 COMMANDS = {
     "cosmo_published_program": ("python train.py --config=short --num_epochs 4", "cosmo_published.short"),
     "era5_published_program": ("python train.py --config=short", "era5_published.short"),
@@ -80,7 +80,7 @@ def test_a_plan_has_the_command_of_its_document_and_our_run_of_the_same_settings
 
 
 def test_what_the_documents_print_has_their_rates() -> None:
-    """The rates are samples/s of all processes, with both names of the pattern."""
+    """Printed rates are samples/s of all processes, under both names of the pattern."""
     line = (
         "2022-11-09 15:34:28,412 - root - INFO - Time taken for epoch 2 is 48.7 sec, avg 84.05503431279347 samples/sec"
     )
@@ -106,14 +106,16 @@ def test_settings_of_a_run_are_in_its_command() -> None:
 
 @dataclass
 class Measured:
-    """A stage's record of a program, and the program's own figures."""
+    """The record that a stage wrote for a program, and the program's own figures."""
 
     record: Throughput
     epochs: list[Epoch]
     own: list[dict[str, float]]
 
     def check(self) -> None:
-        """Compare the rate with the range of the program's epochs, which vary on a busy machine, and all losses."""
+        """Check that the rate is in the range of the program's epochs, which vary on a busy machine, and that losses
+        agree.
+        """
         trained = [each for each in self.own if each["rate"]]
         assert self.record.full and len(self.epochs) == len(trained)
         rates = [each["rate"] for each in trained]
@@ -124,10 +126,10 @@ class Measured:
 
 @dataclass
 class Checkout:
-    """A folder like a published repository, with a stand-in as its program."""
+    """A folder like a published repository; its program is a stand-in."""
 
     path: Path
-    files: dict[str, str]  #: Stand-ins by their file names in the repository.
+    files: dict[str, str]  #: Names of the stand-ins by their file names in the repository.
     config: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> None:
@@ -139,7 +141,7 @@ class Checkout:
             (self.path / name).write_text(yaml.safe_dump(settings))
 
     def run(self, run: Run, start: list[str] | None = None) -> Measured:
-        """Run the stage `program` of a run."""
+        """Run the stage `program` of a run; return the stage's record and the program's figures."""
         out = self.path.parent / "run"
         (self.path / "stopwatch.jsonl").unlink(missing_ok=True)
         words = ["--config", run.model_dump_json(), "--manifest", "none", "--sources", "digest", "--keep", out / "out"]
@@ -167,7 +169,7 @@ def at_scale(checkout: Callable[..., Checkout], tmp_path: Path, name: str, confi
 
 @pytest.mark.slow
 def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """Both ways work, PyTorch's steps and the printed rate; the log of an earlier try is ignored."""
+    """PyTorch's steps and the printed rate both work. The log of an earlier try is ignored."""
     place = at_scale(checkout, tmp_path, "sc22-dl-tutorial", "config/UNet.yaml")
     program: dict[str, Any] = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
     found = place.run(runs("cosmo_published_program", {"batch_size": 16}, program)["program"])
@@ -176,7 +178,7 @@ def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     assert [epoch.step for epoch in found.epochs] == [10, 20, 30, 40]
     assert [epoch.train_loss for epoch in found.epochs] == pytest.approx([each["train"] for each in found.own])
     assert [epoch.learning_rate for epoch in found.epochs] == [pytest.approx(1e-2)] * 4
-    # A second run has more flags, while another process writes to the same folder.
+    # A second run has more flags; another process writes to the same folder during the run.
     flags = ["--enable_apex", "--amp_mode", "fp16", "--num_data_workers", "{workers}"]
     program |= {"rate": "nersc", "values": {**program["values"], "options": flags}}
     with SummaryWriter(str(tmp_path / "logs/short/1GPU/00/logs")) as board:
@@ -189,7 +191,7 @@ def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sc23(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """Its losses before the first step belong to the untrained model."""
+    """The program's losses before the first step are recorded for the untrained model."""
     place = at_scale(checkout, tmp_path, "sc23-dl-tutorial", "config/ViT.yaml")
     program = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
     found = place.run(runs("era5_published_program", {}, program)["program"])
@@ -203,7 +205,7 @@ def test_sc23(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mnist(checkout: Callable[..., Checkout]) -> None:
-    """Its losses are read from the output; values in per cent become fractions."""
+    """The program's losses are read from its output, and values in per cent become fractions."""
     place = checkout("Running-DL-Applications", {"mnist_classify.py": "mnist_classify.py"})
     settings = {"batch_size": 16, "optimizer": {"lr": 0.5}}
     found = place.run(runs("mnist_published_program", settings, {"folder": str(place.path)})["program"])
@@ -214,7 +216,7 @@ def test_mnist(checkout: Callable[..., Checkout]) -> None:
 
 @pytest.mark.slow
 def test_imagenet(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """Two processes that it starts itself are one run; its log counts epochs and uses per cent."""
+    """Two processes that the program itself starts are one run; its log counts epochs and has values in per cent."""
     place = checkout("distributed-pytorch", {"imagenet_ddp_apex.py": "imagenet.py"})
     (tmp_path / "raw/train").mkdir(parents=True)
     settings = {"batch_size": 16, "geometry": {"gpus_per_node": 2}, "training": {"epochs": 5}}
@@ -228,7 +230,7 @@ def test_imagenet(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
     assert found.epochs[-1].metrics == {"top1": pytest.approx(0.75), "top5": pytest.approx(0.93)}
 
 
-#: Script that starts processes like srun or mpirun, with their variables and without PyTorch's.
+#: Script that starts processes with the variables of srun or mpirun, and without PyTorch's variables.
 STARTER = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 for rank in 0 1; do RANKNAME=$rank LOCALNAME=$rank SIZENAME=2 "$@" & done
@@ -259,7 +261,7 @@ def starter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> None:
-    """Variables of Slurm and MPI become PyTorch's, as in the documents' export_DDP_vars.sh."""
+    """Slurm's and MPI's variables are translated to PyTorch's, as in the documents' export_DDP_vars.sh."""
     place = checkout("nersc-dl-multigpu", {"train_multi_gpu.py": "starter.py"})
     program = {"folder": str(place.path), "values": {"script": "train_multi_gpu.py"}}
     run = runs("starter_published_program", {"geometry": {"gpus_per_node": 2}}, program)["program"]
@@ -272,7 +274,7 @@ def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> 
 
 @pytest.mark.slow
 def test_in_turns_on_one_page(tmp_path: Path) -> None:
-    """The complete workflow runs; before, a missing folder gives a message with the remedy."""
+    """The complete workflow runs. Before the folder exists, a message names the folder and the remedy."""
     tree = tmp_path / "a repository"
     copy_tree(tree)
     plan = {

@@ -1,4 +1,4 @@
-"""Secrets of programs: which values are redacted, and which stay unchanged."""
+"""Secrets of programs: which values are redacted, and which values are unchanged."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_values_that_stand_where_a_secret_does_are_secrets() -> None:
         },
         "runs": {"a": {"program": {"values": {"tok": S, "n": "many", "inner": "{deep}", "deep": f"{S}2"}}}},
         "sweep": {"values": {"program.values.tok": [S, f"{S}3"]}},
-        "key": {"token": S},  # not part of a program
+        "key": {"token": S},  # this key is not part of a program
     }
     found = redact.redact_programs(given, secrets := {})
     assert found["key"] == given["key"] and found["settings"] == given["settings"]

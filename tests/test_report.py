@@ -1,4 +1,4 @@
-"""The report: results are read back correctly, the table has the right numbers, and a browser shows the page."""
+"""The report: results are read correctly, the tables have the right numbers, and a browser shows the page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PUBLISHED = [
 ]
 
 
-# ---- results as the stages write them ------------------------------------------------------------
+# ---- results, written like the stages' results ---------------------------------------------------
 
 
 def png(path: Path, width: int = 60, height: int = 40) -> None:
@@ -67,9 +67,9 @@ def png(path: Path, width: int = 60, height: int = 40) -> None:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as the records of its runs show it.
+    """Facts about a study in the records of its runs.
 
-    `values` gives the metrics for an error relative to the best baseline without learning.
+    `values` returns the metrics for a given error relative to the best baseline without learning.
     """
 
     settings: dict[str, Any]
@@ -81,7 +81,7 @@ class Study:
 
 
 def forecast_values(shrink: float) -> dict[str, float]:
-    """Return the metrics of two channels."""
+    """Return the metrics of two channels; errors are `shrink` times those of persistence."""
     persistence, std = {"u10": 2.0, "t2m": 2.67}, {"u10": 4.0, "t2m": 8.0}
     values: dict[str, float] = {}
     for channel, naive in persistence.items():
@@ -102,7 +102,7 @@ def gas_values(shrink: float) -> dict[str, float]:
 
 
 def of_channels(units: dict[str, str], kind: str, title: str, **more: Any) -> list[Metric]:
-    """Return one metric for each channel; its baseline without learning is given by the kind `naive`."""
+    """Return one metric per channel. The baseline without learning of a metric has the kind `naive`."""
     naive = more.pop("naive", None)
     return [
         Metric(name=f"{kind}/{name}", title=title, unit=unit, naive=f"{naive}/{name}" if naive else None, **more)
@@ -169,7 +169,7 @@ STUDIES = {
         LossInfo(title="L1", unit="model units"),
         gas_values,
     ),
-    # A score that is better if higher; without channels, baseline or description of the loss.
+    # A study with a score of which higher is better, and without channels, baseline or description of the loss.
     "digits": Study(
         {"dataset": "digits", "model": {"kind": "net"}, "loss": {"kind": "entropy"}},
         [Metric(name="accuracy", title="accuracy", meaning="share of right answers", better="higher")],
@@ -235,7 +235,7 @@ class Results:
         final: float = 0.8,
         **settings: Any,
     ) -> Path:
-        """Write a run's folder; `final` is the last error relative to the best baseline without learning."""
+        """Write a run's folder; `final` is the run's last error relative to the best baseline without learning."""
         folder = self.root / "plans" / plan / name
         folder.mkdir(parents=True, exist_ok=True)
         known = STUDIES[study]
@@ -309,7 +309,7 @@ class Results:
         use: dict[str, tuple[str, str]] | None = None,
         repeats: dict[str, list[str]] | None = None,
     ) -> Path:
-        """Write a plan of `runs` (name: label); `use` maps runs to the runs of other plans that they reuse."""
+        """Write a plan of `runs` (name → label); `use` maps a reused run to its owner, (plan, run)."""
         owners = {run: (use or {}).get(run, (name, run)) for run in runs}
         known = STUDIES.get(study)
         record = PlanRecord(
@@ -386,7 +386,7 @@ def ladder(results: Results) -> Results:
 
 
 def with_ladder(results: Results) -> Results:
-    """A ladder of three rungs with all measurements, and its dataset."""
+    """Return results with a ladder of three rungs, all their measurements, and their dataset."""
     results.run("ladder", "baseline", speed=18.0, triplet=(30.0, 120.0, 24.0), final=0.9)
     results.run(
         "ladder",
@@ -420,7 +420,7 @@ def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None
 
 
 def test_the_card_hears_of_a_neighbour(results: Results) -> None:
-    """The rates agree with each other, but other programs used 1.2 and 0.9 of the two cores."""
+    """The card reports other programs if they used 1.2 and 0.9 of the two cores, although the rates agree."""
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
         folder = results.run("p", name, precision=name)
         measured = Throughput.read(folder / "throughput.json")
@@ -441,7 +441,7 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
 
 
 def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> None:
-    """Two plans have equal rates, b 4 times as fast as a; in one, another program used 60 % of the cores during b."""
+    """Run b is 4 times as fast as a in both plans; in plan `busy`, another program used 60 % of the cores during b."""
     for plan, others in (("quiet", 0.0), ("busy", 12.0)):
         for name, triplet in (("a", (200.0, 60.0, 50.0)), ("b", (900.0, 220.0, 200.0))):
             folder = results.run(plan, name, precision=name, triplet=triplet)
@@ -465,7 +465,7 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
 
 @pytest.mark.slow
 def test_a_training_has_neighbours_too(results: Results) -> None:
-    """Other processes used half of the busy cores while it trained: foreign programs, or jobs of the same call."""
+    """During a training, other processes used half of the busy cores: foreign programs, or jobs of the same call."""
     for name, used, others, call in (
         ("busy", 0.97, 0.5, None),
         ("mixed", 0.97, 0.5, 0.2),
@@ -505,7 +505,9 @@ def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(r
 
 @pytest.mark.slow
 def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
-    """The table has mean and deviation of the last epochs, figures have a band; all else is of the first run."""
+    """The table has mean and deviation of the last epochs; figures have a band. All other values are from the first
+    run.
+    """
     finals = {"a": 0.8, "a-seed1": 0.7, "a-seed2": 0.6, "b": 0.9, "b-seed1": 0.9}
     for seed, (name, final) in enumerate(finals.items()):
         triplet = None if "-" in name else (200.0, 25.0, 22.0)
@@ -521,7 +523,7 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     assert float(a[f"{metric}_std"]) > 0 and a["full_samples_per_second"] == "22.0"
     rows = curves.curve(plan.runs[0], "", lambda epoch: epoch.valid_loss)
     assert len(rows) == 4 and all(row["low"] < row["value"] < row["high"] for row in rows), (
-        "the band ends with the shortest training"
+        "the band must end with the shortest training"
     )
     shown = Page(results.report()).text
     assert (
@@ -529,19 +531,19 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
         and "after 5 epochs, means of 3 trainings" in shown
     )
     assert plan.best and plan.score(plan.runs[0])[0] == pytest.approx(statistics.mean(losses))
-    assert "; skill 0.30" in shown, "the table by channel has means, too"
+    assert "; skill 0.30" in shown, "the table by channel must contain means, too"
     again = plan.runs[0].repeats[0]
     (results.root / "plans/p/a-seed1/metrics.jsonl").write_text(
         epoch_lines([*again[:-1], again[-1].model_copy(update={"valid_loss": math.nan, "metrics": {}})])
     )
     a, b = results.collect(path)
     assert (a["valid_loss"], a["valid_loss_std"]) == ("nan", "") and float(b["valid_loss_std"]) == 0, (
-        "one training of run a diverged"
+        "one repetition of run a diverged"
     )
 
 
 def test_text_in_a_table_is_no_formula(results: Results, tmp_path: Path) -> None:
-    """Names of columns are escaped, too; numbers stay as they are."""
+    """Text and column names are escaped; numbers are unchanged."""
     labels = {"a": '=HYPERLINK("x")', "b": "@SUM(1)", "c": "\tx", "d": "-1", "e": "- 1", "f": "plain"}
     for name in labels:
         results.run("p", name)
@@ -574,17 +576,18 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
         "steps": "40",
         "samples": "640",
     }
-    # The last of five epochs: the error is exactly 0.7 of persistence.
+    # Values of the last of five epochs: its error is exactly 0.7 of persistence.
     expected = {
         **{"train_loss": 0.31 * 0.7, "valid_loss": 0.30 * 0.7 + 0.01, "rmse/t2m": 0.7 * 2.67, "skill/u10": 0.3},
-        # Epochs 2 to 5 run at 50 × (1.04, 1.09, 1.16, 1.25); the first one, half as fast, does not count.
+        # Epochs 2 to 5 run at 50 × (1.04, 1.09, 1.16, 1.25) samples/s. The first epoch has half the speed and does not
+        # count.
         "train_samples_per_second": 50 * (1.09 + 1.16) / 2,
         **{"io_samples_per_second": 200.0, "synthetic_samples_per_second": 120.0, "full_samples_per_second": 110.0},
         "full_samples_per_second_std": 110 / 50,
     }
     assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
     assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 110 / 24, 180 / 24])
-    # All figures are of the source with the most runs, so that ratios are comparable.
+    # All figures come from the source with the most runs, so that their ratios are comparable.
     keys = ("samples_per_second", "as", "hardware", "source")
     assert [[row[f"published_{key}"] for key in keys] for row in rows] == [
         ["8.8", "baseline", "A100 40 GB", "S2"],
@@ -630,7 +633,7 @@ def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
 
 
 def test_times_are_of_one_loader(results: Results) -> None:
-    """After a resume with another loader, the new loader's speed counts; the total time is left out."""
+    """After a resume with another loader, only the new loader's speed counts, and the total time is left out."""
     folder = results.run("p", "a", epochs=5, speed=10.0, triplet=None)
     results.run("p", "b", epochs=5, speed=10.0, triplet=None)
     made = [{"loader": "torch"}, {"loader": "torch"}, None, {"loader": "direct"}, {"loader": "direct"}]
@@ -638,12 +641,13 @@ def test_times_are_of_one_loader(results: Results) -> None:
     lines = [epoch.model_copy(update={"made_with": own}) for epoch, own in zip(epochs, made, strict=True)]
     (folder / "metrics.jsonl").write_text(epoch_lines(lines))
     rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    # Only the last epoch of run `a` counts, since the first epoch with a loader warms up; `b` has the median of four.
+    # Of run `a` only the last epoch counts, because the first epoch with a loader is a warm-up. `b` has the median of
+    # four epochs.
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(
         [speeds[3], (speeds[1] + speeds[2]) / 2]
     )
-    assert results.report().count(text.duration(64)) == 1, "only run b shows a training time"
+    assert results.report().count(text.duration(64)) == 1, "only run b may show a training time"
 
 
 def test_only_what_the_plan_measures_is_read(results: Results) -> None:
@@ -720,11 +724,11 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
 @pytest.mark.parametrize(
     ("full", "std", "count", "beyond"),
     [
-        ((242.0, 3.5), 12.0, 3, True),  # 4.30 standard errors of 7.2: 31 samples/s
+        ((242.0, 3.5), 12.0, 3, True),  # 4.30 standard errors of 7.2 samples/s are 31 samples/s
         ((172.0, 3.5), 12.0, 3, False),
-        ((172.0, 3.5), 2.0, 3, True),  # the interval is 10 samples/s, and a tenth is 14
-        ((155.0, 0.1), 0.1, 3, False),  # within a tenth, however small the noise
-        ((242.0, 3.5), 12.0, 2, False),  # two trials are too few to judge
+        ((172.0, 3.5), 2.0, 3, True),  # the interval is 10 samples/s, a tenth of the rate 14
+        ((155.0, 0.1), 0.1, 3, False),  # within a tenth, although the noise is small
+        ((242.0, 3.5), 12.0, 2, False),  # two trials are too few for a judgement
         ((242.0, 0.0), 0.0, 1, False),
     ],
 )
@@ -788,7 +792,7 @@ def test_units_times_and_sizes() -> None:
 
 
 class Page(HTMLParser):
-    """Parser of a page for the tests: its text, its attributes, and the nesting of its elements."""
+    """Parser of a page for the tests; it collects text, attributes and tables, and checks the nesting of elements."""
 
     VOID = frozenset({"meta", "link", "img", "br", "wbr", "hr", "input", "col"})
 
@@ -800,8 +804,8 @@ class Page(HTMLParser):
         self.tables: list[list[list[str]]] = []
         self.feed(html)
         self.close()
-        assert not self.open, f"never closed: {self.open}"
-        self.tables = [table for table in self.tables if len(table) > 1]  # without tables that the script fills
+        assert not self.open, f"elements that were never closed: {self.open}"
+        self.tables = [table for table in self.tables if len(table) > 1]  # leave out the tables that the script fills
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, key, value or "") for key, value in attrs]
@@ -834,7 +838,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Everything at once: two studies, a reused run, hostile labels, and plans with a single measurement."""
+    """Return results with all features: two studies, a reused run, hostile labels, plans with a single measurement."""
     results = with_ladder(Results(tmp_path_factory.mktemp("full") / "results"))
     results.run("gas", "base", study="gas", triplet=(900.0, 14.0, 13.6), final=0.6)
     results.run("gas", "once", study="gas", triplet=(900.0, 15.0, 14.9), final=0.9, epochs=1)
@@ -851,7 +855,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def html(full: Results) -> str:
-    """Return the page with everything."""
+    """Return the page of the results with all features."""
     return full.report(title=HOSTILE)
 
 
@@ -874,7 +878,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
         "Example CPU, 2 threads",
     ):
         assert " ".join(answer.split()) in page.text, answer
-    assert page.text.count("published at full size: ") == 2  # the first run's figure and the fastest run's
+    assert page.text.count("published at full size: ") == 2  # the figure of the first run and of the fastest run
     assert sections.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
         "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
         "(workers · 4 workers)"
@@ -892,7 +896,7 @@ def test_a_published_figure_of_another_size_stands_in_the_table_alone(ladder: Re
 
 
 def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
-    """The bars show ratios of the paired timing, not the rates, which may be measured at different times."""
+    """The bars show the ratios of the paired timing. The rates may have been measured at different times."""
     plan = read_plan(ladder.plans[0])
     shown = sections.speed(plan)
     ratios = [1.0, 110 / 24, 180 / 24]
@@ -902,7 +906,9 @@ def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
 
 
 def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
-    """A difference is reported once for all runs; the commit does not count, since relevant changes rerun a run."""
+    """A software difference is reported once for all runs. A different commit is not reported: relevant changes rerun a
+    run.
+    """
     for name, driver in {"a": "570.1", "b": "580.2", "c": "570.1", "d": "580.2"}.items():
         file = results.run("p", name) / "telemetry/throughput.json"
         file.parent.mkdir(exist_ok=True)
@@ -926,7 +932,7 @@ def test_what_is_worse_than_naive_is_red_and_to_the_left(results: Results) -> No
 
 
 def test_what_to_try_next_is_a_block_to_copy(ladder: Results, tmp_path: Path) -> None:
-    """The YAML is a plan of two runs; the second one applies the suggested change."""
+    """The block is a valid plan in YAML with two runs; the second run applies the suggested change."""
     call = "snakemake --configfile 'my plans.yaml'"
     plan = read_plan(ladder.plans[0])
     (block,) = re.findall(r'<div class="copy"><pre tabindex="0">(.*?)</pre>', ladder.report(), re.S)
@@ -949,12 +955,12 @@ def test_what_to_try_next_is_a_block_to_copy(ladder: Results, tmp_path: Path) ->
 
 
 def test_a_live_page_shows_what_is_there(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The live page exists from the first dataset on, and finally redirects to the complete page."""
+    """The live page exists once there is a dataset, and redirects to the complete page at the end."""
     monkeypatch.setattr(report, "EVERY", 0.0)
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
-    half = ladder.root / "data/half"  # described, but without a preview yet
+    half = ladder.root / "data/half"  # described, but not yet with a preview
     shutil.copytree(ladder.datasets[-1], half)
     (half / "preview.png").unlink()
     out, live = ladder.root / "report" / "index.html", ladder.root / "report" / "index.live.html"
@@ -974,13 +980,15 @@ def test_a_live_page_shows_what_is_there(ladder: Results, monkeypatch: pytest.Mo
     for number, plan in enumerate(ladder.plans):
         assert stage("collect", "--plan", plan, "--out", plan.parent / "summary.csv", *page) == 0
         assert ("Still to come: q." in Page(live.read_text()).text) == (number == 0)
-    assert 'http-equiv="refresh" content="5"' in live.read_text(), "it reloads until the complete page exists"
-    assert not out.exists(), "the complete page is the output of another rule"
+    assert 'http-equiv="refresh" content="5"' in live.read_text(), (
+        "the live page must reload until the complete page exists"
+    )
+    assert not out.exists(), "another rule writes the complete page"
     before = live.read_bytes()
     monkeypatch.setattr(report, "EVERY", 60.0)
     (ladder.root / "plans/q/summary.csv").unlink()
     report.write_live(page[1])
-    assert live.read_bytes() == before, "a live page is written once per minute at most"
+    assert live.read_bytes() == before, "a live page is written at most once per minute"
     monkeypatch.setattr(report, "EVERY", 0.0)
     (ladder.root / "plans/q/summary.csv").touch()
     (ladder.root / "plans/q/one/throughput.json").unlink()
@@ -1049,19 +1057,19 @@ def test_what_users_write_stays_text(html: str, page: Page) -> None:
 
 def test_pictures_and_tables_speak_and_figures_follow_the_theme(html: str, page: Page) -> None:
     assert all(value for tag, key, value in page.attributes if tag == "img" and key in ("alt", "width", "height"))
-    html = html[: html.rindex("<script>")]  # without the library
+    html = html[: html.rindex("<script>")]  # without the chart library
     assert html.count("<img ") == 11 == html.count(" alt=") == html.count('loading="lazy"')
     assert html.count("<table") == html.count("<caption")
     assert len(re.findall(r"<figure[^>]*>", html)) == html.count("<figcaption>")
     assert 'lang="en"' in html and 'name="viewport"' in html
     specs = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html)
     assert len(specs) > 9 and not re.search(r'"(#[0-9a-f]|rgb)', "".join(specs)), (
-        "a fixed colour does not follow the theme"
+        "a fixed colour would not follow the theme"
     )
 
 
 def test_colours_are_told_from_their_background_in_both_themes() -> None:
-    """WCAG 2 asks for a contrast of 4.5 for text and 3 for lines and bars."""
+    """WCAG 2 requires a contrast of 4.5 for text and of 3 for lines and bars."""
     style = (Path(report.__file__).parent / "templates/style.css").read_text()
     themes = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
 
@@ -1083,7 +1091,7 @@ def test_colours_are_told_from_their_background_in_both_themes() -> None:
 
 @pytest.mark.slow
 def test_a_page_of_a_hundred_runs_is_small(results: Results) -> None:
-    """The page shows eight of them at first; the user can select more."""
+    """The page first shows eight of the hundred runs; the user can select more runs."""
     names = {f"r{number}": f"rate {number}" for number in range(100)}
     for number, name in enumerate(names):
         results.run("p", name, epochs=50, final=0.5 + number / 300, precision=name)
@@ -1106,7 +1114,7 @@ def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypa
 
 
 def test_a_study_of_which_more_is_better(results: Results) -> None:
-    """The best run has the highest accuracy, whatever its loss; it is not compared with a baseline."""
+    """The best run has the highest accuracy, whatever its loss. Accuracy is not compared with a baseline."""
     results.run("p", "a", study="digits", final=0.5)
     folder = results.run("p", "b", study="digits", final=0.2)
     epochs = read_epochs(folder / "metrics.jsonl")
@@ -1125,7 +1133,7 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
 
 
 def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
-    """Each is a row of the table of the metric that it is measured by, not a table of its own."""
+    """Each weaker baseline is a row in the table of its metric, without a table of its own."""
     folder = results.run("p", "a")
     provenance = Provenance.read(folder / "provenance.json")
     rivals = [
@@ -1153,7 +1161,7 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
 
 
 def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
-    """The diverged run has no metrics, or metrics that are NaN."""
+    """A diverged run without metrics, or with metrics of NaN, does not hide the baselines without learning."""
     for name in ("a", "lost"):
         folder = results.run("p", name, triplet=None)
     epochs = read_epochs(folder / "metrics.jsonl")
@@ -1171,17 +1179,17 @@ def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
     end_with(metrics={**epochs[-1].metrics, "rmse/u10": math.nan})
     file = results.plan("p", {"lost": "lost"}, measure=("train",))
     alone = read_plan(file)
-    assert alone.best is None and sections.quality(alone) is None, "a diverged run cannot be the best"
+    assert alone.best is None and sections.quality(alone) is None, "a diverged run must not be the best run"
     lost = dict.fromkeys(("train_loss", "valid_loss", "learning_rate"), math.nan)
     (folder / "metrics.jsonl").write_text(epoch_lines(each.model_copy(update=lost) for each in epochs))
     training = curves.training(read_plan(file))
     assert training and [chart.name for chart in training.charts] == ["p-metric"], (
-        "charts without finite values are left out"
+        "charts without finite values must be left out"
     )
 
 
 def test_a_ladder_is_a_waterfall(results: Results) -> None:
-    """Each bar begins at the end of the previous one; the last two rungs are within noise and slower."""
+    """Each bar begins at the end of the previous bar. The last two rungs are within noise, and slower."""
     rates = {"a": (30.0, 120.0, 20.0), "b": (500.0, 120.0, 80.0), "c": (500.0, 120.0, 81.0), "d": (500.0, 90.0, 60.0)}
     for name, each in rates.items():
         results.run("p", name, triplet=each, epochs=0, precision=name)
@@ -1196,7 +1204,7 @@ def test_a_ladder_is_a_waterfall(results: Results) -> None:
 
 
 def test_charts_are_files_too(ladder: Results) -> None:
-    """Each chart is written as SVG and PDF with the same library as on the page, and its values as CSV."""
+    """Each chart is written as SVG and PDF with the library of the page, and its values are written as CSV."""
     html, folder = ladder.report(), ladder.root / "report/figures"
     specs = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', html)]
     names = sorted(re.findall(r'href="figures/([^"]*)"', html))
@@ -1215,9 +1223,9 @@ def test_charts_are_files_too(ladder: Results) -> None:
     ends = [(0.98 * mean, 1.02 * mean) for mean in means]  # one standard deviation, mean / 50, to each side
     assert [(float(row["low"]), float(row["high"])) for row in rows] == [pytest.approx(each) for each in ends]
     columns = next(csv.reader((folder / "ladder-loss.csv").open()))
-    assert "time, validation included (s)" in columns, "columns have units"
+    assert "time, validation included (s)" in columns, "columns must have units"
     assert 'href="figures/' not in report.page("Demo", [read_plan(ladder.plans[0])], [], live=True), (
-        "a live page has no figure files"
+        "a live page must not link to figure files"
     )
 
 
@@ -1266,7 +1274,7 @@ def profiled(folder: Path, name: str, seconds: float, files: dict[str, str]) -> 
 
 @pytest.fixture
 def explained(results: Results) -> Results:
-    """A ladder of two runs, both measured and profiled; the second one has telemetry."""
+    """Return results with a ladder of two measured and profiled runs; the second run has telemetry."""
     for name, seconds, rates in (("first", 0.1, (200.0, 100.0, 66.0)), ("second", 0.02, (2000.0, 500.0, 490.0))):
         folder = results.run("ladder", name, triplet=rates)
         with_peaks(folder, 2e12, 2e11)
@@ -1279,12 +1287,12 @@ def explained(results: Results) -> Results:
 
 
 def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
-    """Waiting for data excludes the copy within it; "other" is the rest; the line marks a step without a profiler."""
+    """ "data" excludes the copy inside it, and "other" is the rest; the line marks the step time without a profiler."""
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     profile = plan.runs[0].profile
     expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
     assert profiles.of_tool(profile.tools[0]) == pytest.approx(expected)
-    # 16 samples at 66 and 490 samples/s give the step times of FULL.
+    # FULL reaches 66 and 490 samples/s, with 16 samples per step.
     first, second = (profiles.step(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
@@ -1299,12 +1307,14 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
 
 
 def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
-    """The roof (2 TFLOP/s, 200 GB/s) bends at 10 FLOP/byte; operators without products count one FLOP per number."""
+    """The roof (2 TFLOP/s, 200 GB/s) bends at 10 FLOP/byte. Operators without matrix products count one FLOP per
+    number.
+    """
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     operators, modules = profiles.rooflines(plan)
     rows = [row for row in operators.rows if row["run"] == "second"]
     points = {row["name"]: [row[key] for key in ("share", "calls", "intensity", "rate", "reached")] for row in rows[:2]}
-    # 6 GFLOP in 15 ms at 40 FLOP/byte; 0.1 GFLOP in 2.5 ms at 0.25 FLOP/byte, where the roof is 50 GFLOP/s.
+    # 6 GFLOP in 15 ms at 40 FLOP/byte; 0.1 GFLOP in 2.5 ms at 0.25 FLOP/byte, for which the roof is 50 GFLOP/s.
     assert points == {
         "mm": pytest.approx([100 * 6 / 7, 3, 40, 400, 20], rel=1e-5),
         "gelu": pytest.approx([100 / 7, 1, 0.25, 40, 80], rel=1e-5),
@@ -1319,9 +1329,9 @@ def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
 
 
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
-    """Return a profile of steps of 100 ms, with 80 ms of data requests by the host.
+    """Return a profile of 100 ms steps in which the host requests data for 80 ms.
 
-    `work` is the device's time by range, in seconds.
+    `work` is the device's time in each range, seconds.
     """
     ranges = {name: RangeTime(seconds=0.001, device_seconds=seconds) for name, seconds in work.items()}
     ranges["data"] = RangeTime(seconds=0.08, device_seconds=0.0)
@@ -1330,7 +1340,7 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
 
 
 def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
-    """Overlapping work of 120 ms, 6 ms of it outside all ranges, takes 80 ms."""
+    """Work that overlaps takes 80 ms in total: 120 ms in ranges, of which 6 ms are outside the named ranges."""
     parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
     work = {"step": 0.12, "copy": 0.03, "forward": 0.036, "backward": 0.048}
@@ -1349,7 +1359,7 @@ def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
 
 
 def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
-    """It is the profile of the slowest of ten runs; no other run has one."""
+    """Of ten runs only the slowest has a profile, and the page shows this profile."""
     names = {f"run{number}": f"run{number}" for number in range(10)}
     for number, name in enumerate(names):
         folder = results.run("p", name, speed=20.0 - number, triplet=None)
@@ -1361,7 +1371,7 @@ def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
 
 
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
-    """Give a run measured peaks, and other facts of its throughput."""
+    """Set a run's measured peaks and other values of its throughput record."""
     measured = Throughput.read(folder / "throughput.json")
     work = SampleWork(forward_flops=1e9, backward_flops=2e9, bytes=3e8, source="formula")
     peaks = Peaks(dtype=more.pop("dtype", "fp32"), flops=flops, bytes_per_second=copies, operator_seconds=1e-6)
@@ -1369,7 +1379,7 @@ def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:
 
 
 def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
-    """The peaks that its runs measured differ by a multiple: tables, text and picture all use the greatest."""
+    """If runs measured very different peaks of one device, tables, text and chart all use the greatest peak."""
     runs = {"a": 22.0, "b": 44.0, "half": 60.0, "other": 30.0}
     folders = {name: results.run("p", name, triplet=(500.0, 1.1 * full, full)) for name, full in runs.items()}
     with_peaks(folders["a"], 81e9, 9.7e9)
@@ -1383,7 +1393,9 @@ def test_a_device_has_one_peak_in_a_plan(results: Results) -> None:
         assert peaks and (peaks.flops, peaks.bytes_per_second) == expected[run.name], run.name
         assert float(row["mfu"]) == pytest.approx(runs[run.name] * 3e9 / expected[run.name][0])
         assert float(row["mbu"]) == pytest.approx(runs[run.name] * 3e8 / expected[run.name][1])
-        assert read_run(folders[run.name]).throughput == run.throughput, "a run read by its folder has the same peaks"
+        assert read_run(folders[run.name]).throughput == run.throughput, (
+            "a run that is read separately must have the same peaks"
+        )
     assert f"{text.number(174)} GFLOP/s" in judge_run(plan.runs[0]).limit
 
 
@@ -1399,7 +1411,7 @@ def test_ranks_share_the_memory_of_a_processor_not_of_gpus(results: Results) -> 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(60.0, "s"), (1200.0, "min")])
 def test_reading_is_drawn_over_a_runs_time(seconds: float, unit: str) -> None:
-    """The chart shows bandwidth and thousands of calls per second, as storage papers do."""
+    """The chart shows bandwidth in MB/s and reads in thousands per second, as storage papers do."""
     each, rates = seconds / 4, {"read_bytes_per_second": 2e9, "reads_per_second": 2500.0}
     series = profiles.of_node([telemetry.Sample(number * each, each, 4, **rates) for number in range(1, 5)])
     assert series[0] == {"time": each, "read_bytes_per_second": 2000, "reads_per_second": 2.5}
@@ -1407,7 +1419,7 @@ def test_reading_is_drawn_over_a_runs_time(seconds: float, unit: str) -> None:
 
 
 def test_curves_are_where_the_numbers_are(results: Results) -> None:
-    """An epoch takes 4 s, and its validation 1.5 s."""
+    """Curves include the time of validation: an epoch takes 4 s and its validation 1.5 s."""
     results.run("p", "a", triplet=None, epochs=6, final=0.5, speed=32.0)
     plan = read_plan(results.plan("p", {"a": "a"}, measure=("train",)))
     section, (run,) = curves.training(plan), plan.runs
@@ -1428,12 +1440,14 @@ def test_a_loss_that_is_no_number_leaves_the_axis_to_the_others() -> None:
 
 
 def test_a_published_metric_is_followed(results: Results) -> None:
-    """The chart includes the published value."""
+    """The chart of the published metric also shows the published value."""
     for name in ("a", "b"):
         results.run("p", name, triplet=None, epochs=6)
     plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
     metric, section = curves.followed(plan), curves.training(plan)
-    assert metric and metric.name == "rmse_normalised/u10", "follow the published metric, not the first one, rmse/u10"
+    assert metric and metric.name == "rmse_normalised/u10", (
+        "follow the published metric instead of the first metric, rmse/u10"
+    )
     chart = section.charts[1]
     assert chart.spec["layer"][1]["data"]["values"] == [{"level": 0.13, "words": "published: 0.13"}]
     expected = [epoch.metrics[metric.name] for run in plan.runs for epoch in run.epochs]
@@ -1446,7 +1460,7 @@ def test_datasets_are_described(page: Page) -> None:
     physical, model = (next(t for t in page.tables if name in (row[0] for row in t)) for name in ("t2m", "density"))
     assert physical[2] == ["t2m", "K", "(x − 281.3) / 8", "281.3", "8.000", "240.0", "310.0"]
     assert model[1] == ["density", "1", "ln x / 14", "−0.01000", "0.1000"], (
-        "a dataset without extremes has no columns for them"
+        "a dataset without extremes must not have columns for extremes"
     )
     assert re.findall(r"in (physical|model) units. The model", page.text) == ["physical", "model"]
     parts = next(table for table in page.tables if table[0] == ["part", "files", "times", "size"])
@@ -1474,9 +1488,9 @@ chromium = shutil.which("chromium")
 
 @pytest.mark.skipif(not chromium, reason="chromium is not on PATH")
 def browsed(html: str, folder: Path, width: int, probe: str) -> dict[str, Any]:
-    """Return the result of a script in a page, which posts `{found}` as JSON.
+    """Run a script in a page and return the object `found` that the script posts.
 
-    The page is in a frame, since a headless window has a minimum width.
+    The page is in a frame, because a headless window has a minimum width.
     """
     digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     told = html.replace("script-src ", f"script-src 'sha256-{digest}' ")
@@ -1505,7 +1519,7 @@ def browsed(html: str, folder: Path, width: int, probe: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [pytest.param(390, marks=pytest.mark.slow), 1400])
 def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
-    """The page loads nothing and logs no error: first unchanged, then with all folds open and one run hidden."""
+    """The page loads no file and logs no error, first unchanged, then with all folds open and one run hidden."""
     probe = """const said = [];
     for (const kind of ["error", "unhandledrejection", "securitypolicyviolation"])
       addEventListener(kind, (event) => said.push(kind + ": " + (event.message || event.reason || event.blockedURI)));
@@ -1546,22 +1560,22 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
     });"""
     found = browsed(html, tmp_path, width, probe)
     assert found["said"] == [] and found["asked"] == [], found
-    assert found["screens"] <= 6 and 100 < found["words"] <= 3000, "too long with all folds closed"
+    assert found["screens"] <= 6 and 100 < found["words"] <= 3000, "the page is too long with all folds closed"
     assert found["overflow"] <= 0 and len(found["plots"]) > 9 and min(found["plots"]) > 80
     assert found["buttons"] > 10 and found["values"] > 100, "the page's own script did not run"
     assert "time, validation included (s)" in found["columns"]
     assert "workers · 4 workers" in found["before"]
     assert {"loader.workers", "precision", "Throughput (samples/s): training"} <= set(found["changed"]), (
-        "changes from the first to the last run"
+        "the changes from the first to the last run are missing"
     )
     assert "Run: batch size" not in found["changed"] and found["kept"] == ["bf16"]
-    assert found["cells"][1] < found["cells"][0], "hiding a group of columns removes cells"
+    assert found["cells"][1] < found["cells"][0], "hiding a group of columns must remove cells"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [420, 800, 1000, 1300])
 def test_the_table_of_plans_fits_the_window(ladder: Results, tmp_path: Path, width: int) -> None:
-    """At 800 pixels the last column once was outside the window."""
+    """The table fits a window of 800 pixels, in which the last column was once cut off."""
     ladder.run("other", "one")
     ladder.plan("other", {"one": "one"})
     probe = """addEventListener("load", () => {
@@ -1575,7 +1589,7 @@ def test_the_table_of_plans_fits_the_window(ladder: Results, tmp_path: Path, wid
 
 
 def test_every_bar_is_visible() -> None:
-    """The axis is logarithmic beyond a ratio of 50, e.g. for 2,700,000 next to 700 samples/s."""
+    """The axis is logarithmic if the greatest ratio exceeds 50, for example 2,700,000 to 700 samples/s."""
     for rates, scale in (((2.7e6, 700.0), "log"), ((8000.0, 400.0), None)):
         rows = [
             {"run": "a", "mode": mode, "from": 0.0, "to": rate, "low": 0.9 * rate, "high": 1.1 * rate}
@@ -1598,14 +1612,14 @@ def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
     main = chart.spec["layer"][0]
     widths = main["layer"][0]["encoding"]["strokeWidth"]["scale"]["range"]
     assert widths == sorted(widths, reverse=True) and len({*widths}) == 3, (
-        "later lines must be thinner than earlier ones"
+        "each line must be thinner than the line before it"
     )
     assert all(main["encoding"][axis]["scale"]["padding"] > 0 for axis in "xy")
     assert charts.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
 
 
 def test_a_tuned_plan_shows_what_won(results: Results) -> None:
-    """Two workers won the final comparison by 1.5; without a significant winner the run's own setting is shown."""
+    """The page shows the winner (two workers, 1.5 times as fast) or, without a significant winner, the own setting."""
     results.run("p", "a", triplet=None, epochs=0)
     plan = read_plan(results.plan("p", {"a": "a"}, measure=()))
     tried = [Tried(changes={}, rates=[[100.0]]), Tried(changes={"loader.workers": 2}, rates=[[150.0]])]

@@ -1,4 +1,4 @@
-"""`dlscale run`: its arguments become a call of Snakemake, or one error message."""
+"""`dlscale run`: its arguments give a Snakemake call, or one error message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 @pytest.fixture(autouse=True)
 def repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to the repository, as users do for this command."""
+    """Change to the repository's folder, in which users run this command."""
     monkeypatch.chdir(ROOT)
 
 
@@ -148,7 +148,7 @@ def test_a_profile_without_a_site_is_of_this_machine() -> None:
 
 
 def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
-    """A plan that is defined on the command line may be the target."""
+    """Keys from the top set any part of the configuration, and can even define the target plan."""
     assert typed("results=/tmp/x", "report.title=Mine and yours") == (
         [],
         {"results": "/tmp/x", "report": {"title": "Mine and yours"}},
@@ -179,7 +179,7 @@ def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
     ],
 )
 def test_a_mistake_is_one_message(words: list[str], said: str) -> None:
-    """The message has the key's path and the nearest name."""
+    """The message has the path of the key and the nearest valid name."""
     with pytest.raises(UserError) as error:
         typed(*words)
     assert str(error.value).startswith(said), error.value
@@ -219,7 +219,7 @@ def test_help_lists_the_commands_of_users_and_names_the_stages() -> None:
 
 
 def test_an_environment_need_not_be_activated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Python comes first for jobs, followed by the existing PATH."""
+    """The environment's Python comes first in the PATH of jobs, followed by the existing PATH."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     machine.put_python_first()
     machine.put_python_first()

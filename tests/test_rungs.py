@@ -1,4 +1,4 @@
-"""Every rung of the single-device ladder trains like the plain float32 step, within the rounding of its format."""
+"""Every rung of the single-device ladder trains like the plain float32 step, within its number format's rounding."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def need_compiler() -> None:
-    """Skip the test if `torch.compile` cannot work; clear earlier compilations."""
+    """Skip the test if `torch.compile` cannot work; otherwise clear earlier compilations."""
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.exists() or not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler and Python's headers; install g++ and python3-dev")
@@ -73,7 +73,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "loss": {"kind": "relative_l2"},
     },
 }
-#: Optimiser with an update linear in the gradient: Adam makes a full step of either sign if a gradient is near zero.
+#: Optimiser whose update is linear in the gradient. Adam would make a full step of either sign for a gradient near
+#: zero.
 SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.05, "momentum": 0.9}
 SHAPES = {"cosmo_unet": ((4, 8, 8, 8), (5, 8, 8, 8)), "era5_vit": ((3, 8, 16), (3, 8, 16))}
 studies = pytest.mark.parametrize("study", RUNS)
@@ -85,7 +86,7 @@ def settings(study: str, **over: Any) -> RunCore:
 
 
 def build(study: str, run: RunCore) -> nn.Module:
-    """Return the model as the study builds it, with random values for all parameters."""
+    """Return the model as the study builds it; all parameters have random values."""
     torch.manual_seed(0)
     model: nn.Module
     if study == "cosmo_unet":
@@ -117,7 +118,7 @@ def batch(study: str, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 
 def gradients(step: Step, x: torch.Tensor, y: torch.Tensor) -> Tensors:
-    """Return the gradients of a batch in float32, without loss scale; the weights stay unchanged."""
+    """Return the gradients of a batch in float32, without the loss scale; weights are not changed."""
     step.gradients(x, y)
     scale = step.scaler.get_scale()
     return {name: p.grad.float() / scale for name, p in step.model.named_parameters() if p.grad is not None}
@@ -128,19 +129,19 @@ def gradients(step: Step, x: torch.Tensor, y: torch.Tensor) -> Tensors:
 
 @dataclass
 class Rung:
-    """Settings of a rung, and allowed errors of a step relative to the root mean square of the plain step."""
+    """Settings of a rung, and the allowed errors relative to the root mean square in the plain step."""
 
     over: dict[str, Any]
-    value: float = 2e-6  # prediction and loss
+    value: float = 2e-6  # allowed error of prediction and loss
     gradient: float = 2e-5
     studies: tuple[str, ...] = ("cosmo_unet", "era5_vit")
     slow: bool = False
     plain: dict[str, Any] = field(default_factory=dict)
 
 
-# Float32: sums in another order, with 2^-24 per rounding and a few hundred roundings. bf16 has 8 bits: each of about
-# ten operations rounds by up to 0.4 %; fp16 has 11 bits: 0.05 %. A gradient has twice as many roundings, and the sign
-# of the L1 loss flips where p - t is near zero.
+# Float32 rungs sum in another order: a few hundred roundings of 2^-24 each. In bf16 (8 bits), each of about ten
+# operations rounds by up to 0.4 %; in fp16 (11 bits), by up to 0.05 %. Gradients have twice as many roundings, and the
+# sign of the L1 loss may flip for p - t near zero.
 BF16: dict[str, Any] = {"value": 0.02, "gradient": 0.12}
 FP16: dict[str, Any] = {"value": 0.004, "gradient": 0.06}
 ADAM = {"kind": "adam", "lr": 1e-2, "weight_decay": 0.1}
@@ -149,7 +150,7 @@ COMPILE = {"mode": "default"}
 VIT, UNET = ("era5_vit",), ("cosmo_unet",)
 
 RUNGS = {
-    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # no effect on a CPU
+    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # no effect on a CPU, so that the step must be equal
     "fp16": Rung({"precision": "fp16"}, **FP16),
     "bf16": Rung({"precision": "bf16"}, **BF16),
     "fp16_master": Rung({"precision": "fp16_master"}, **FP16),
@@ -162,11 +163,11 @@ RUNGS = {
     "channels_last": Rung({"memory_format": "channels_last"}),
     "space_to_depth": Rung({"model": {"space_to_depth": True}}, studies=UNET),
     "flash": Rung({"attention": "flash"}, studies=VIT),
-    "math": Rung({"attention": "math"}, studies=VIT, gradient=4e-5),  # PyTorch 2.11: 3.1e-5
+    "math": Rung({"attention": "math"}, studies=VIT, gradient=4e-5),  # error with PyTorch 2.11: 3.1e-5
     "auto": Rung({"attention": "auto"}, studies=VIT),
     "accumulation 2": Rung({"accumulation_steps": 2}),
     "accumulation 3": Rung({"accumulation_steps": 3}),
-    "accumulation 4": Rung({"accumulation_steps": 4}),  # 6 samples in micro-batches of 2, 2, 1, 1
+    "accumulation 4": Rung({"accumulation_steps": 4}),  # 6 samples give micro-batches of 2, 2, 1 and 1
     "checkpointing": Rung({"activation_checkpointing": True}, value=0, gradient=0),
     "compile": Rung({"compile": COMPILE}, slow=True),
     "all in bf16": Rung(
@@ -213,7 +214,7 @@ CASES = [
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """Return the difference relative to the truth, both as root mean squares."""
+    """Return the relative error: the norm of the difference over the norm of the truth."""
     return float((found.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
 
 
@@ -224,7 +225,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         need_compiler()
     plain, step = make_step(study, **rung.plain), make_step(study, **rung.over)
     assert [p.shape for p in plain.model.parameters()] == [p.shape for p in step.model.parameters()]
-    for x, y in (batch(study, 6), batch(study, 5, seed=1)):  # a full batch, and a smaller last one
+    for x, y in (batch(study, 6), batch(study, 5, seed=1)):  # a full batch, then a smaller last batch
         start = copy.deepcopy(plain.weights.state_dict())
         assert distance(step.predict(x), plain.predict(x)) <= rung.value
         expected, found = gradients(plain, x, y), gradients(step, x, y)
@@ -233,23 +234,24 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         assert abs(float(loss - truth)) <= rung.value * float(truth)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
-            if not key.endswith("attention.k.bias"):  # mathematically zero: nothing but rounding
+            # the gradient of this bias is mathematically zero, so that only rounding remains
+            if not key.endswith("attention.k.bias"):
                 assert distance(found[key], value) <= rung.gradient, key
         weights = step.weights.state_dict()
         for key, value in plain.weights.state_dict().items():
             assert weights[key].dtype == torch.float32
-            if "pure" in name:  # the weights themselves are rounded, by more than the updates
+            if "pure" in name:  # the weights themselves are rounded, and by more than the updates
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
-                rounding = torch.finfo(torch.float32).eps * value.norm()  # a weight of 1 that changes by 1e-4
+                rounding = torch.finfo(torch.float32).eps * value.norm()  # a weight of 1 changes by only 1e-4
                 assert (weights[key] - value).norm() <= rung.gradient * (value - start[key]).norm() + rounding, key
-        step.load(plain.shards(), step.scaler.state_dict())  # both continue with the same weights
+        step.load(plain.shards(), step.scaler.state_dict())  # both steps continue with the same weights
 
 
 @studies
 @pytest.mark.parametrize("name", ["bf16", "fp16_master", "accumulation 3", "checkpointing", "channels_last"])
 def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
-    """A loader may reuse or release the memory of a batch after its step."""
+    """After a step, the loader may reuse or release the memory of its batch."""
     step = make_step(study, **RUNGS[name].over)
     x, y = batch(study, 6)
     step(x, y)
@@ -259,7 +261,7 @@ def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
 
 
 def test_checkpointing_drops_the_same_again() -> None:
-    """The second pass drops the same values as the first, and the random state after the step is the same."""
+    """The recomputed pass drops the same values as the first pass, and the random state after the step is unchanged."""
     found = []
     for checkpointing in (False, True):
         step = make_step("era5_vit", activation_checkpointing=checkpointing, model={"dropout": 0.3, "depth": 3})
@@ -315,7 +317,7 @@ def test_what_has_which_format(
 
 
 def test_master_weights_take_updates_that_rounding_would_lose() -> None:
-    """bf16 has 8 bits: adding 1e-3 to 1 changes nothing. A hundred such updates are 0.1."""
+    """Master weights keep small updates: in bf16 (8 bits) 1 + 1e-3 is 1, but a hundred such updates are 0.1."""
 
     def trained(precision: str) -> torch.Tensor:
         run = settings("era5_vit", precision=precision, optimizer={"lr": 1e-3, "momentum": 0.0})
@@ -331,7 +333,7 @@ def test_master_weights_take_updates_that_rounding_would_lose() -> None:
 
 
 def without_part(**over: Any) -> Step:
-    """Return a step of a model with a weight that does not affect the loss."""
+    """Return a step of a model that has a weight without effect on the loss."""
     model = nn.Linear(1, 1, bias=False)
     model.unused = nn.Parameter(torch.ones(3))
     return build_step(settings("era5_vit", **over), lambda: model, lambda p, t: p.sum(dim=1))
@@ -339,7 +341,7 @@ def without_part(**over: Any) -> Step:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> None:
-    """It stays the same with and without master weights, despite weight decay; the other weight learns."""
+    """An unused weight keeps its value, with and without master weights, despite weight decay; the other one learns."""
     step = without_part(precision=precision, optimizer={"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1})
     before = copy.deepcopy(step.weights.state_dict())
     step(torch.ones(1, 1), torch.ones(1, 1))
@@ -350,7 +352,7 @@ def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> Non
 @pytest.mark.parametrize("optimizer", [SGD, {"kind": "adamw", "lr": 1e-3}])
 def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]) -> None:
     one, other, x = without_part(optimizer=optimizer), without_part(optimizer=optimizer), torch.ones(1, 1)
-    one.load(one.shards(), one.scaler.state_dict())  # saved before its first step
+    one.load(one.shards(), one.scaler.state_dict())  # the state was saved before the optimiser's first step
     one(x, x)
     make_state(other.optimizer)
     assert other.shards().keys() == one.shards().keys()
@@ -361,7 +363,7 @@ def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]
 
 
 def test_weights_that_are_loaded_are_those_that_compute() -> None:
-    """This includes frozen weights, even if no weight has a master copy."""
+    """Loaded weights, including frozen weights, are used for computing, even if no weight has a master copy."""
     run = settings("era5_vit", precision="bf16_master")
     for frozen in ("weight", "bias"), ("weight",):
         model = nn.Linear(2, 1)
@@ -378,7 +380,7 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     step = make_step("era5_vit", precision="fp16_master", optimizer={"fused": fused})
     before, scale = copy.deepcopy(step.weights.state_dict()), step.scaler.get_scale()
     x, y = batch("era5_vit", 6)
-    step(x, 1e-9 * y)  # the loss is relative to the target
+    step(x, 1e-9 * y)  # smaller targets give larger losses, because the loss is relative to the target
     assert step.scaler.get_scale() == scale / 2
     assert all(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items())
     step(x, y)
@@ -386,7 +388,7 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
 
 
 def test_a_scaled_gradient_is_clipped_by_its_own_norm() -> None:
-    """The norm of the scaled loss's gradient is thousands of times greater: the update would vanish."""
+    """The gradient is clipped after unscaling; the scaled norm is thousands of times greater."""
     moved = []
     for precision in ("fp32", "fp16"):
         step = make_step("era5_vit", precision=precision, optimizer={"clip_norm": 0.01})
@@ -410,7 +412,7 @@ def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: b
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(CheckpointRecord(scaler=first.scaler.state_dict()), first.shards())
     for x, y in batches[:2]:
-        first(x, y)  # not part of the saved state, however long the write takes
+        first(x, y)  # this step must not become part of the saved state, however long the write takes
     checkpoints.wait()
     make_state(second.optimizer)
     loaded = checkpoints.load(lambda record: {name: shard.empty() for name, shard in second.shards().items()})
@@ -439,7 +441,7 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten.convolution:
                 kernels.append(tuple(args[1].shape))
-                # Without bfloat16 instructions, PyTorch chooses the layout of results itself.
+                # On a CPU without bfloat16 instructions, PyTorch chooses the layout of results.
                 for value in () if missing(["bf16"]) else (args[0], result):
                     assert value.is_contiguous(memory_format=torch.channels_last_3d) == (layout == "channels_last")
             elif (
@@ -452,7 +454,8 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
     with Watch():
         step(x, y)
     assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
-    # Forward: pad into blocks; crop out of blocks. Backward: pad into blocks; the input needs no gradient.
+    # Copies of a convolution: forward, pad into blocks and crop out of blocks; backward, pad into blocks. The input
+    # needs no gradient.
     assert copies == [torch.bfloat16] * 6
 
 
@@ -490,7 +493,7 @@ def test_too_little_memory_for_any_kernel_is_said_to_be_that(monkeypatch: pytest
 
 
 def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulated package is registered during its trial only, and after it was chosen permanently."""
+    """A simulated package is registered only during its trial, and permanently after it was chosen."""
     log: list[str] = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: log.append("restored"))
@@ -536,7 +539,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
     x, y = batch("era5_vit", 6)
     with Watch():
         step(x, y)
-    # This includes the recomputed pass.
+    # The count includes the recomputed pass.
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu") == flash * (1 + checkpointing)
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu_backward") == flash
     seen.clear()
@@ -546,7 +549,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
 
 
 def test_a_share_without_samples_is_predicted_plainly() -> None:
-    """An empty batch uses no kernel and no compiled code, in training or prediction."""
+    """An empty batch runs without kernels and without compiled code, in training and in prediction."""
     step, (x, y) = make_step("cosmo_unet"), batch("cosmo_unet", 2)
 
     def refused(*values: Any) -> Any:
@@ -558,7 +561,7 @@ def test_a_share_without_samples_is_predicted_plainly() -> None:
 
 @pytest.mark.slow
 def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This also holds if the disk cache has the same model with another kernel."""
+    """The chosen kernel is compiled even if the disk cache has the same model with another kernel."""
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -575,11 +578,12 @@ def test_the_chosen_kernel_is_compiled_in(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "math"])
 def test_each_shape_is_compiled_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs with a smaller last batch have four graphs: two sizes, for training and prediction."""
+    """Epochs with a smaller last batch compile four graphs: two batch sizes, each for training and prediction."""
     inductor = torch.compile
 
     def traced(function: Any, mode: str, dynamic: bool) -> Any:
-        return inductor(function, backend="eager", dynamic=dynamic)  # only Dynamo decides when to compile
+        # the eager backend suffices, because Dynamo decides when to compile
+        return inductor(function, backend="eager", dynamic=dynamic)
 
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(step_, "check_compiler", lambda mode: None)
@@ -617,7 +621,7 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Recorder:
-    """Backend that replays the body on the static memory, like a graph."""
+    """Backend that, like a CUDA graph, replays the body on static memory."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
@@ -648,10 +652,10 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
         for size in (4, 4, 4, 2):
             x, y = torch.full((size, 1), float(epoch + 1)), torch.full((size, 1), float(len(kept)))
             kept.append(graphed(x, y))
-            x.fill_(math.nan)  # the loader writes its next batch there
+            x.fill_(math.nan)  # overwrite the batch, as the loader does with its next batch
     assert [loss.item() for loss in kept] == [
         size * (epoch + 1) * (4 * epoch + i) for epoch in range(2) for i, size in enumerate((4, 4, 4, 2))
-    ], "each loss must keep its value after later replays"
+    ], "later replays must not change earlier losses"
     assert EAGER_STEPS == 3
     assert recorder.log == [
         *[("reset", 0), ("run", 4), ("run", 4), ("run", 4), ("run", 2)],
@@ -663,9 +667,9 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
 
 
 class Tape(Recorder):
-    """Simulation of a CUDA graph on the CPU: it records operations and their memory, and repeats them there.
+    """Simulation of a CUDA graph on the CPU: it records operations with their memory, and repeats the operations on it.
 
-    Decisions in Python, and every number that Python passes, stay as recorded.
+    Decisions in Python, and all numbers passed from Python, stay as recorded.
     """
 
     def __init__(self) -> None:
@@ -688,7 +692,7 @@ class Tape(Recorder):
 
         @torch.no_grad()
         def replay() -> None:
-            if next(replays):  # recording already ran it: the first replay is of the same batch
+            if next(replays):  # skip the first replay: the recording has already run the same batch
                 self.replays += 1
                 for func, args, kwargs, results in done:
                     for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
@@ -699,7 +703,7 @@ class Tape(Recorder):
 
 
 def capturable(study: str, **over: Any) -> Step:
-    """Return a step as `cuda_graph` builds it, except for the device."""
+    """Return a step as `cuda_graph` builds it, but on the CPU."""
     step = make_step(study, **over)
     step.optimizer = build_optimizer(step.weights.updated, settings(study, **over).optimizer, CPU)
     return step
@@ -717,7 +721,9 @@ def capturable(study: str, **over: Any) -> Step:
     ids=str,
 )
 def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
-    """Both agree bit by bit, even if gradients overflow: the graph holds the loss scale and skips updates."""
+    """Replayed and plain steps agree bit by bit, even if gradients overflow: the graph scales the loss and skips
+    updates.
+    """
     (plain, graphed), tape = (capturable("era5_vit", **over) for _ in range(2)), Tape()
     graphed.capture(tape)  # type: ignore[arg-type]
     for step in (plain, graphed):
@@ -726,7 +732,7 @@ def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
     for number in range(14):
         x, y = batch("era5_vit", 4 if number % 5 == 4 else 6, seed=number)
         if number in (8, 11):
-            y = 1e-9 * y  # the loss is relative to the target
+            y = 1e-9 * y  # smaller targets give larger losses, because the loss is relative to the target
         for step in (plain, graphed):
             set_learning_rate(step.optimizer, 1e-3 * (number + 1))
         assert torch.equal(plain(x, y), graphed(x, y)), number
@@ -736,7 +742,7 @@ def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
         assert all(torch.equal(a[key], b[key]) for key in a), number
     assert tape.replays >= 7 and tape.waits == 0
     if plain.scaler.is_enabled():
-        # The replays included both an overflow and a growth of the loss scale.
+        # The replays must include an overflow and a growth of the loss scale.
         assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
 
 
@@ -780,11 +786,11 @@ def _train_graphed(rank: int, port: int, folder: str) -> None:
         torch.save((kinds, step.weights.state_dict()), Path(folder, f"{rank}.pt"))
 
 
-SHARED = 14  #: Number of full batches, each followed by one in which a rank has one sample more.
+SHARED = 14  #: Number of full batches. A batch in which one rank has an additional sample follows each full batch.
 
 
 def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
-    """Two processes, sometimes with unequal numbers of samples, run the same sequence and train like one process."""
+    """Two processes, sometimes with unequal sample counts, run the same sequence and train like one process."""
     spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), 2)
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
@@ -833,7 +839,7 @@ def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, 
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
         x.fill_(math.nan)
     a, b = (step.weights.state_dict() for step in steps)
-    # Gradients are summed in any order, and Adam turns one near zero into a full step of either sign: see
+    # Gradients are summed in any order, and Adam turns a gradient near zero into a full step of either sign: see
     # `graph_equals_eager` in bench/gpu_checks.py. A stale batch or learning rate would give 0.1.
     assert all(distance(b[key], a[key]) < 2e-2 for key in a if not key.endswith("attention.k.bias"))
 
@@ -896,7 +902,7 @@ def test_the_optimiser_is_pytorchs_own(written: dict[str, Any], plain: Any) -> N
     run: RunCore = validate(stage_class("era5_vit", "throughput"), raw | {"optimizer": written})
     step, model = build_step(run, lambda: build("era5_vit", run), relative_l2), build("era5_vit", run)
     optimizer = plain(model.parameters())
-    assert step.optimizer.defaults == optimizer.defaults, "all defaults must be PyTorch's"
+    assert step.optimizer.defaults == optimizer.defaults, "all defaults must equal PyTorch's"
     for seed in range(3):
         x, y = batch("era5_vit", 6, seed)
         step(x, y)

@@ -1,4 +1,4 @@
-"""The sample stream: (seed, epoch, index) determine a sample, for every loader, number of processes and resume."""
+"""The sample stream: (seed, epoch, index) determine a sample for every loader, number of processes and resume point."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_
 from tests.raw_files import CHANNELS_OF, manifest_of
 
 CPU = torch.device("cpu")
-#: Non-cubic volumes of different sizes: (file, edges) by split.
+#: Files with non-cubic volumes of different sizes, as (file, edges), by split.
 VOLUMES = {"train": [("small", (6, 7, 8)), ("large", (9, 9, 10))], "valid": [("held-out", (9, 8, 13))]}
-#: Number of times in each file.
+#: Files with their number of times, by split.
 YEARS = {"train": [("2001", 9), ("2002", 14), ("2003", 2)], "valid": [("2004", 20)]}
 
 
 def numbers(shape: tuple[int, ...], start: int) -> np.ndarray:
-    """Return an array of unique float32 numbers; channel c adds 100,000 c."""
+    """Return an array of unique float32 numbers, counted from `start`."""
     return (start + np.arange(np.prod(shape)).reshape(shape)).astype(np.float32)
 
 
@@ -57,7 +57,7 @@ def write(path: Path, name: str, values: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def volumes(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of volumes with a unique number in every cell of each channel."""
+    """Return the manifest of volumes in which each cell of each channel has a unique number."""
     folder = tmp_path_factory.mktemp("volumes")
     splits: dict[str, list[tuple[str, int]]] = {}
     for split, files in VOLUMES.items():
@@ -72,7 +72,7 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of series of 2 channels on 5 x 4 points (4 x 4 kept); values identify file and time."""
+    """Return the manifest of series, 2 channels on 5 x 4 points (4 x 4 kept); values identify file and time."""
     folder = tmp_path_factory.mktemp("series")
     splits: dict[str, list[tuple[str, int]]] = {}
     for split, files in YEARS.items():
@@ -84,7 +84,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return manifest_of(folder, "era5", [field], splits, grid=[4, 4], stored="physical")
 
 
-#: Fields of a row: channel axis, and a function that makes the stored values [N, ...] of N rows.
+#: Fields of a row, by name: channel axis, and a function that makes the stored values [N, ...] of N rows.
 FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndarray]]] = {
     "image": (1, lambda rng, n: rng.integers(0, 256, (n, 2, 6, 5), np.uint8)),
     "mask": (None, lambda rng, n: rng.integers(0, 2, (n, 6, 5), np.uint8)),
@@ -96,14 +96,14 @@ FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndar
     "grey": (1, lambda rng, n: rng.integers(0, 256, (n, 1, 3, 3), np.uint8)),
 }
 ROWS = {"train": [("a", 12), ("b", 1), ("c", 6)], "valid": [("d", 11)]}
-#: Number of classes; shift and scale that readers remove; offset and scale of the stored values.
+#: Number of classes by field; then shift and scale that readers remove, by field.
 LABELS = {"label": 12}
 STANDARDISED = {"standard": ([7.0], [2.0]), "grey": ([100.0], [50.0]), "state": ([5.0, 4.0], [3.0, 2.0])}
 SCALED = {"scaled": ([1.0, -2.0], [3.0, 0.5])}
 
 
 def truth(split: str, name: str) -> np.ndarray:
-    """Return all rows of a split as the model gets them."""
+    """Return all rows of a field in a split, as the model gets them."""
     axis, make_values = FIELDS[name]
     stored = [make_values(np.random.default_rng([ord(file), len(name)]), rows) for file, rows in ROWS[split]]
     values = np.concatenate(stored)
@@ -119,7 +119,7 @@ def truth(split: str, name: str) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of files with rows of all kinds; one is compressed, so that only HDF5 can read it."""
+    """Return the manifest of files with all kinds of fields; one file is compressed, so that only HDF5 can read it."""
     folder = tmp_path_factory.mktemp("table")
     fields = []
     for name, (axis, make_values) in FIELDS.items():
@@ -158,7 +158,7 @@ def pairs(manifest: Manifest, split: str = "train", seed: int = 0, **settings: A
 
 
 def found(places: BoxIndex) -> list[tuple[int, ...]]:
-    """Return file and first cell of the input of each sample."""
+    """Return (file, first cell of the input) of each sample."""
     return [(int(file), *map(int, start)) for file, start in zip(places.file, places.input, strict=True)]
 
 
@@ -192,7 +192,7 @@ def test_words_one_by_one_are_those_in_bulk() -> None:
 
 
 def test_words_never_change() -> None:
-    """Published results depend on them: changing them would change all results."""
+    """The words never change, because all published results depend on them."""
     assert [hex(word) for word in sampling.words(1, 2, "crops", 1).ravel().tolist()] == [
         "0xc3001e3880c0b47d",
         "0xc3babb2f0d62ff4c",
@@ -222,7 +222,7 @@ def test_order_is_a_permutation() -> None:
 
 
 def index_loop(symmetry: Symmetry, x: np.ndarray, vector: list[tuple[int, int, int]]) -> np.ndarray:
-    """Transform cell by cell: find each cell's origin, and transform its vectors' components."""
+    """Transform cell by cell: find the origin of each cell, and transform the components of its vectors."""
     n = x.shape[1]
     result = np.empty_like(x)
     for cell in np.ndindex(n, n, n):
@@ -238,7 +238,7 @@ def index_loop(symmetry: Symmetry, x: np.ndarray, vector: list[tuple[int, int, i
 
 
 def matrix(symmetry: Symmetry) -> np.ndarray:
-    """Return the 3 x 3 matrix that transforms components."""
+    """Return the 3 x 3 matrix that transforms a vector's components."""
     found = np.zeros((3, 3))
     for axis in range(3):
         found[axis, symmetry.axes[axis]] = -1 if symmetry.flips[axis] else 1
@@ -249,7 +249,8 @@ def test_the_symmetries_are_the_group_of_the_cube() -> None:
     matrices = [matrix(symmetry) for symmetry in SYMMETRIES]
     keys = {m.tobytes() for m in matrices}
     assert len(SYMMETRIES) == len(keys) == len(CHOICES["full"]) == 48
-    assert {(a @ b + 0.0).tobytes() for a in matrices for b in matrices} == keys  # closed under multiplication
+    # the symmetries are closed under multiplication
+    assert {(a @ b + 0.0).tobytes() for a in matrices for b in matrices} == keys
     assert all((m.T @ m == np.eye(3)).all() for m in matrices)
     determinants = [round(np.linalg.det(m)) for m in matrices]
     assert determinants == [symmetry.determinant for symmetry in SYMMETRIES]
@@ -259,9 +260,9 @@ def test_the_symmetries_are_the_group_of_the_cube() -> None:
 
 @pytest.mark.parametrize("number", range(48))
 def test_apply_is_the_index_loop(number: int) -> None:
-    """Rotations and flips are both applied; the published loader discarded its rotations."""
+    """Rotations and flips are both applied, although the published loader discarded its rotations."""
     x = np.random.default_rng(0).normal(size=(9, 3, 3, 3)).astype(np.float32)
-    components = [(1, 2, 3), (8, 6, 7)]  # the second one is not in order
+    components = [(1, 2, 3), (8, 6, 7)]  # the components of the second vector are not in order
     before = x.copy()
     found = apply(SYMMETRIES[number], x, components)
     np.testing.assert_array_equal(found, index_loop(SYMMETRIES[number], x, components))
@@ -271,7 +272,7 @@ def test_apply_is_the_index_loop(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(48))
 def test_vectors_turn_with_the_grid(number: int) -> None:
-    """The gradient of a turned potential is the turned gradient; turning only the grid gives another field."""
+    """The gradient of a turned potential is the turned gradient. If only the grid is turned, the field differs."""
     potential = np.random.default_rng(2).normal(size=(6, 6, 6))
 
     def field(p: np.ndarray) -> np.ndarray:
@@ -294,7 +295,7 @@ def content(manifest: Manifest, file: File, field: str) -> np.ndarray:
 
 @pytest.mark.parametrize("epoch", [0, 7])
 def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
-    """Input and target are the same cells of one volume with the same symmetry, which also turns vectors."""
+    """Input and target are the same cells of a volume with the same symmetry, which also turns vectors."""
     samples = crops(volumes, seed=5)
     assert (samples.input_spec.shape, samples.target_spec.shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
     seen = set()
@@ -313,7 +314,7 @@ def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
 
 
 def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> None:
-    """This includes the last offset, which the published range omitted; larger volumes are drawn more often."""
+    """All offsets are equally likely, also the last, which the published range omitted; larger volumes occur more."""
     samples = crops(volumes, train=40_000)
     offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
     table = samples.table(0)
@@ -328,7 +329,7 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
     turns = np.bincount(table[:, 4], minlength=48)
     assert len(turns) == 48 and abs(turns - len(table) / 48).max() < 5 * np.sqrt(len(table) / 48)
-    # Boxes and symmetries are drawn independently of each other.
+    # Boxes and symmetries are independent of each other.
     assert abs(np.corrcoef(table[table[:, 0] == 1][:, 1:].T) - np.eye(4)).max() < 5 / np.sqrt(len(table) / 2)
 
 
@@ -336,13 +337,13 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     ("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48), ("published", 24), ("published_dali", 4)]
 )
 def test_symmetries_are_those_asked_for(volumes: Manifest, symmetry: str, count: int) -> None:
-    """All are equally likely."""
+    """All symmetries of the setting are equally likely."""
     times = np.bincount(crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4])
     assert len(times) == count and abs(times - 2000 / count).max() < 5 * np.sqrt(2000 / count)
 
 
 def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -> None:
-    """They are all boxes of a grid, equal for every epoch and seed, with the values as stored."""
+    """Validation crops are all boxes of a grid, equal for every epoch and seed, and contain the stored values."""
     samples = crops(volumes, "valid", seed=1)
     raw = content(volumes, volumes.files("valid")[0], "Nbody")
     expected = [
@@ -358,7 +359,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
 
 
 def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
-    """The first volume gives the size in the manifest, and may be larger than others."""
+    """The fit works although the manifest's grid, from the first volume, is larger than other volumes."""
     splits = {**volumes.splits, "train": volumes.splits["train"][::-1]}
     fields = {name: info.model_copy(update={"grid": [9, 9, 10]}) for name, info in volumes.fields.items()}
     fitted = line(volumes.model_copy(update={"splits": splits, "fields": fields}))
@@ -366,7 +367,7 @@ def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
 
 
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
-    """This holds even for the same volumes; the published loader used the same seed for both."""
+    """Random choices differ even for the same volumes; the published loader used one seed for both splits."""
     same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
     train, valid = crops(same, "train"), crops(same, "valid")
     first, second = (samples.boxes(0) for samples in (train, valid))
@@ -394,7 +395,7 @@ def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: i
 
 
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
-    """Like the published `limit_nsamples`: the first 10 of 8 + 13 + 1 pairs, shuffled in training only."""
+    """Like the published `limit_nsamples`: the first 10 of 8 + 13 + 1 pairs, shuffled only in training."""
     samples = pairs(series, dt=1, train=10, subset="first")
     expected = [(0, row, 0, 0) for row in range(8)] + [(1, row, 0, 0) for row in range(2)]
     epochs = [found(samples.boxes(epoch)) for epoch in range(4)]
@@ -409,7 +410,7 @@ def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
 
 
 def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings: Any) -> InformedPairs:
-    """Return samples of the series; the validation file continues the last training file, times are 5 h apart."""
+    """Return samples with history. The validation file continues the last training file; states are 5 h apart."""
     names = [file.path for split in ("train", "valid") for file in manifest.files(split)]
     starts = {name: 24.0 * 365 * number + 7 for number, name in enumerate(names)}
     starts[names[-1]] = starts[names[-2]] + 5 * manifest.files("train")[-1].rows
@@ -426,7 +427,7 @@ def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings
 def test_inputs_hold_earlier_states_and_the_time(
     series: Manifest, split: str, history: list[int], clock: list[str]
 ) -> None:
-    """All pairs agree with the files; the first in validation use the file before, those in training are omitted."""
+    """Pairs equal the files; the first validation pairs use the file before, the first training pairs are omitted."""
     samples = informed(series, split, dt=2, history=history, clock=clock)
     back, mean, scale = max(history, default=0), np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
     raw = [content(series, file, "fields").astype(np.float64) for file in series.files(split)]
@@ -465,7 +466,7 @@ def test_inputs_hold_earlier_states_and_the_time(
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_row_is_the_row_of_the_array(table: Manifest, name: str) -> None:
-    """Rows may have any shape and dtype, as input and target; each occurs once per epoch, in random order."""
+    """Rows may have any shape and dtype, as input and as target. Each row occurs once per epoch, in random order."""
     samples, wanted = rows(table, input=name, target="weight", seed=3), truth("train", name)
     dtype = "uint8" if name in ("image", "mask") else "int64" if name in LABELS else "float32"
     assert samples.input_spec == ArraySpec(wanted.shape[1:], dtype, LABELS.get(name))
@@ -502,10 +503,10 @@ def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manife
 
 @pytest.fixture(params=["crops", "pairs", "informed", "rows"])
 def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest, table: Manifest) -> Any:
-    """Return a function that makes new training samples: 40 crops, 19 pairs, 19 rows."""
+    """Return a function that makes training samples of a kind: 40 crops, 19 pairs or 19 rows."""
     makers: dict[str, Callable[..., Samples]] = {
         "crops": partial(crops, volumes),
-        "pairs": partial(pairs, series, dt=2),  # the last batch of 6 holds 1
+        "pairs": partial(pairs, series, dt=2),  # the last batch of 6 has a single sample
         "informed": partial(informed, series, dt=1, history=[1], clock=["hour"]),
         "rows": partial(rows, table),
     }
@@ -545,11 +546,11 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
         assert flat(batches) == expected[epoch]
         alive.append({process.pid for process in multiprocessing.active_children()})
     assert alive[0] == alive[1] and len(alive[0]) == workers, "workers must live for several epochs"
-    next(loader.epoch(0))  # stop after one batch, with more in flight
+    next(loader.epoch(0))  # stop after one batch, while other batches are being loaded
     assert (flat(epoch_of(loader, 1, start=1)), flat(epoch_of(loader, 1))) == (expected[1][8:], expected[1])
     assert epoch_of(loader, 1, start=len(loader)) == []
     loader.close()
-    assert torch.equal(torch.get_rng_state(), state)  # loading must not change the model's random state
+    assert torch.equal(torch.get_rng_state(), state)  # loading must not change the random state of the model
     assert not multiprocessing.active_children()
 
 
@@ -572,7 +573,7 @@ def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
 @pytest.mark.parametrize("input", FIELDS)
 @pytest.mark.parametrize(("workers", "resident"), [(0, "auto"), (2, "auto"), (0, "always"), (2, "always")])
 def test_direct_delivers_rows_bit_for_bit(table: Manifest, input: str, workers: int, resident: Any) -> None:
-    """Files are mapped or compressed, values decoded or raw; by ranks, and from the middle of an epoch."""
+    """Rows are equal bit by bit from mapped or compressed files, decoded or raw, on any rank, and from mid-epoch."""
     samples = rows(table, input=input, train=13)
     settings = DirectLoader(kind="direct", workers=workers, resident=resident)
     for rank, start in ((0, 0), (1, 1)):

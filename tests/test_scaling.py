@@ -1,6 +1,6 @@
-"""Plans of kind weak_scaling, strong_scaling, convergence and parallelism: their runs, and their part of the page.
+"""Plans of kind weak_scaling, strong_scaling, convergence and parallelism: their runs and their sections of the page.
 
-The page's numbers are compared with numbers computed by hand from the records.
+The expected numbers of the page are computed by hand from the records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_weak_scaling_keeps_each_devices_batch() -> None:
     runs = load({**WEAK, "scaling": {"devices": [8, 1, 2, 4], "per_node": 4, "batch_sizes": [64, 16]}})
     expected: dict[str, tuple[int, int, bool]] = {}
     for batch in (16, 64):
-        for variant, counts in (("ddp", (1, 2, 4, 8)), ("no_sync", (2, 4, 8))):  # one device has no communication
+        for variant, counts in (("ddp", (1, 2, 4, 8)), ("no_sync", (2, 4, 8))):  # one device does not communicate
             expected |= {f"b{batch}_{variant}_{count}": (count, batch * count, variant == "ddp") for count in counts}
     found = {name: each.run for name, each in runs.items()}
     assert list(found) == list(expected)
@@ -56,7 +56,7 @@ def test_weak_scaling_keeps_each_devices_batch() -> None:
 
 
 def test_a_twin_that_is_typed_is_one() -> None:
-    """`--config` passes all values as strings."""
+    """A twin run is recognised although `--config` passes all values as strings."""
     variants = {"ddp": {}, "no_sync": {"parallel": {"sync": "false"}}}
     runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [64], "variants": variants}})
     assert list(runs) == ["b64_ddp_1", "b64_ddp_2", "b64_no_sync_2"] and not runs["b64_no_sync_2"].run.averages
@@ -86,7 +86,7 @@ def test_convergence_repeats_larger_batches_by_each_rule() -> None:
     sizes = {256: {"geometry": {"gpus_per_node": 4}, "training": {"epochs": 20}}, 64: None}
     block = {"batch_sizes": sizes, "scaling": ["sqrt", "linear"], "seeds": [0, 7]}
     runs = load({"study": "cosmo_unet", "kind": "convergence", "convergence": block})
-    names = [f"b64_sqrt_seed{seed}" for seed in (0, 7)]  # all rules are equal for the base batch size
+    names = [f"b64_sqrt_seed{seed}" for seed in (0, 7)]  # all rules give the same rate for the base batch size
     names += [f"b256_{rule}_seed{seed}" for rule in ("sqrt", "linear") for seed in (0, 7)]
     assert list(runs) == names
     run = runs["b256_linear_seed7"].run
@@ -215,7 +215,7 @@ def measured(
     alone: Trials | None = None,
     **settings: Any,
 ) -> Path:
-    """Write a run on `devices` devices (in nodes of four) with measured throughput."""
+    """Write a run with measured throughput on `devices` devices, in nodes of four."""
     nodes = max(devices // 4, 1)
     own: dict[str, Any] = {
         "geometry": {"nodes": nodes, "gpus_per_node": devices // nodes},
@@ -230,7 +230,7 @@ def measured(
     return folder
 
 
-#: Samples/s of IO, SYNTHETIC and FULL by number of devices, with and without communication.
+#: Samples/s of (IO, SYNTHETIC, FULL) by number of devices: with communication, then without communication.
 TOGETHER = {1: (200.0, 100.0, 90.0), 2: (380.0, 180.0, 160.0), 8: (1200.0, 600.0, 576.0)}
 APART = {2: (384.0, 200.0, 170.0), 8: (1210.0, 800.0, 720.0)}
 
@@ -254,7 +254,7 @@ def weak(results: Results) -> PlanResult:
 
 
 def cells(table: Table, row: int) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return a row's texts and notes by group and heading."""
+    """Return the text and note of a row's cells, by (group, heading)."""
     groups = [group for group, width in table.groups for _ in range(width)]
     headings = [heading for heading, _ in table.columns]
     found = [(cell.text.replace("\u00a0", " "), cell.note.replace("\u00a0", " ")) for cell in table.rows[row]]
@@ -288,10 +288,10 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
         ("Run", "devices"): ("8", "2 nodes"),
         ("Run", "samples a step"): ("128", ""),
         ("FULL", "samples/s"): ("576 (standard deviation 0)", "ideal 720"),
-        ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 5 % of 0.8, the possible difference between two processes
+        ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 5 % of 0.8, by which two processes may differ
         ("SYNTHETIC", "communication"): ("25 %", "± 4 %"),
         ("FULL", "communication"): ("20 %", "± 4 %"),
-        ("IO", "communication"): ("1 %", "± 5 %"),  # loading does not communicate: this is noise
+        ("IO", "communication"): ("1 %", "± 5 %"),  # loading does not communicate, so that this is noise
         ("One process", "communication"): ("20 %", ""),
         ("Training step", "time (ms)"): ("222", ""),
     }
@@ -305,7 +305,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
 
 
 def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> None:
-    """Two GPUs use 100 W each in the trials and 1000 W outside them; a kWh emits 400 g CO₂."""
+    """Two GPUs use 100 W each during the trials, and 1000 W outside the trials. A kWh emits 400 g CO₂."""
     for devices, rate in ((1, 100.0), (2, 160.0)):
         full = trials(rate).model_copy(
             update={"usage": Usage(begin=1.7e9 + 10, seconds=4.0, cores=1, cpu_seconds=1.0, cores_cpu_seconds=1.0)}
@@ -332,14 +332,14 @@ def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> Non
 
 
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
-    """The noise combines the 95 % intervals of both means, of four trials each, with 5 %."""
+    """The noise combines 5 % with the 95 % intervals of both means of four trials."""
     for devices, rate, std in ((1, 100.0, 20.0), (2, 160.0, 48.0)):
         measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), trials(rate, std)))
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
     (series,) = series_of(plan)
     efficiency = series.points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.8)
-    # Student's t of three degrees of freedom.
+    # Student's t with three degrees of freedom is 3.182446.
     assert efficiency.noise == pytest.approx(0.8 * math.hypot(3.182446 * 0.2 / 2, 3.182446 * 0.3 / 2, math.log(1.05)))
     assert replace(efficiency, noise=math.inf).interval_text == "(single trials, no interval)"
 
@@ -351,7 +351,7 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
     (series,) = series_of(plan)
     assert series.label == "64 samples a step"
     efficiency = series.points[1].efficiency("FULL")
-    assert efficiency and efficiency.value == pytest.approx(0.75)  # relative to the fewest devices, two
+    assert efficiency and efficiency.value == pytest.approx(0.75)  # relative to two devices, the smallest number
     assert series.points[1].communication("FULL") is None
 
 
@@ -399,7 +399,7 @@ def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -
 
 
 def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
-    """The efficiency is 80 % on 8 devices; a twin run without gradient averaging shows 20 % communication."""
+    """The efficiency on 8 devices is 80 %. A twin run without gradient averaging shows 20 % communication."""
     assert sections.line(weak).replace("\u00a0", " ") == (
         "plan: efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step, "
         "576 samples/s"
@@ -411,7 +411,7 @@ def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
 
 @pytest.mark.parametrize("rate", [576.0, 560.0])
 def test_communication_within_noise_is_no_share(results: Results, rate: float) -> None:
-    """It is reported as noise if the twin run without gradient averaging is as fast or slower."""
+    """Communication is reported as noise if the twin run without gradient averaging is equally fast or slower."""
     runs = {}
     for name, devices, sync, full in (("one", 1, True, 90.0), ("all", 8, True, 576.0), ("twin", 8, False, rate)):
         measured(results, name, devices, 16 * devices, (trials(5000.0), trials(600.0), trials(full)), sync)
@@ -426,7 +426,7 @@ def test_communication_within_noise_is_no_share(results: Results, rate: float) -
 def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
     weak: PlanResult, std: float, busy: bool, why: str
 ) -> None:
-    """Such a value once was shown as 307 % ± 149 % of the ideal."""
+    """An efficiency from noisy or disturbed runs is left out; it was once shown as 307 % ± 149 % of the ideal."""
     usage = Usage(seconds=9.0, cores=2, cpu_seconds=5.0, cores_cpu_seconds=15.0 if busy else 5.0)
     changed = []
     for run in weak.runs:
@@ -455,7 +455,7 @@ def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -
     figures = [
         figure,
         figure.model_copy(update={"metric": "communication", "value": 25.0}),
-        Published(runs=figure.runs, samples_per_second=100),  # is not shown next to any of the ratios
+        Published(runs=figure.runs, samples_per_second=100),  # must not appear next to any ratio
     ]
     view = scaling.section(PlanResult(weak.record.model_copy(update={"published": figures}), weak.runs))
     row = cells(view.tables[0], 2)
@@ -498,7 +498,8 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
         ("batch 256, sqrt", 3),
         ("batch 256, linear", 3),
     ]
-    for over, step in (("step", 8), ("samples", 128), ("time", 2.0 + 1.5)):  # 128 at 64 a second; validation
+    # 128 samples at 64 samples/s, and the validation
+    for over, step in (("step", 8), ("samples", 128), ("time", 2.0 + 1.5)):
         for epoch, row in enumerate(curves.curve(merged[0], "", lambda epoch: epoch.valid_loss)):
             losses = [run.epochs[epoch].valid_loss for run in plan.runs[:3]]
             assert (row[over], row["value"]) == (pytest.approx(step * (epoch + 1)), pytest.approx(sum(losses) / 3))

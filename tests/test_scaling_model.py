@@ -1,4 +1,4 @@
-"""The scaling model against simulations: single messages, buckets on a clock, and random device speeds."""
+"""The scaling model, compared with simulations: single messages, buckets on a clock, and random device speeds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ VIT = Workload(632e6, buckets(model.evenly(632e6)), Tokens(4050, 1024, 12), memo
 
 
 def ring(ranks: int, size: float, latency: float, beta: float, sweeps: int) -> float:
-    """Return the time to send pieces round a ring; each rank waits for its neighbour's piece before the next."""
+    """Return the seconds to send pieces round a ring; each rank waits for its neighbour's piece between messages."""
     done = [0.0] * ranks
     for _ in range(sweeps * (ranks - 1)):
         done = [max(done[rank], done[rank - 1]) + latency + size / ranks * beta for rank in range(ranks)]
@@ -82,10 +82,10 @@ def ring(ranks: int, size: float, latency: float, beta: float, sweeps: int) -> f
 
 
 def double_tree(ranks: int, pieces: int) -> int:
-    """Count the time slots in which two trees reduce and broadcast half of a message each.
+    """Count the time slots in which two trees reduce and broadcast one half of a message each.
 
-    In a slot, a rank sends and receives at most one piece. Rank 0 is the root of the first tree; ranks with children in
-    the first tree have none in the second.
+    In a slot, a rank sends at most one piece and receives at most one piece. Rank 0 is the root of the first tree.
+    Ranks with children in the first tree have no children in the second tree.
     """
     first = {rank: (rank ^ low) | low << 1 for rank in range(1, ranks) if (low := rank & -rank)}
     first = {rank: up if up < ranks else rank ^ (rank & -rank) for rank, up in first.items()}
@@ -98,7 +98,7 @@ def double_tree(ranks: int, pieces: int) -> int:
     slots = 0
     while waiting:
         sending, receiving, left, made = set[int](), set[int](), [], []
-        for message in sorted(waiting):  # broadcast pieces before reductions, then by piece
+        for message in sorted(waiting):  # send broadcasts before reductions, then by piece
             up, piece, tree, source, target = message
             if source in sending or target in receiving:
                 left.append(message)
@@ -116,7 +116,7 @@ def double_tree(ranks: int, pieces: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_rings_are_the_messages(ranks: int) -> None:
-    """The messages are so large that a ring is faster than a tree."""
+    """Rings take the time of their messages, which are so large that a ring is faster than a tree."""
     machine = Machine((Level("links", 2**31, 1e-6, 1e-9),))
     assert machine.all_reduce(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=2))
     assert machine.all_gather(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=1))
@@ -124,18 +124,18 @@ def test_rings_are_the_messages(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8, 16, 64])
 def test_trees_are_the_messages(ranks: int) -> None:
-    """With many ranks and small messages a tree is faster than a ring."""
+    """Trees take the time of their messages: with many ranks and small messages a tree is faster than a ring."""
     latencies = Machine((Level("links", 2**31, 1e-5, 1e-15),)).all_reduce(1.0, ranks)
-    tree = 2 * (ranks.bit_length() - 1)  # up and down again; numbers of ranks are powers of two
+    tree = 2 * (ranks.bit_length() - 1)  # up and down the tree; the number of ranks is a power of two
     assert latencies == pytest.approx(tree * 1e-5) and latencies <= ring(ranks, 1.0, 1e-5, 1e-15, sweeps=2)
-    # Each rank sends and receives every byte twice; messages in greedy order may need 4/3 of this time.
+    # Each rank sends and receives every byte twice. Messages in greedy order may need 4/3 of this time.
     pieces = 100
     assert 2 * (2 * pieces) <= double_tree(ranks, pieces) <= 1.35 * 2 * (2 * pieces)
 
 
 @pytest.mark.parametrize("bandwidth", [20e9, 400e9])
 def test_levels_work_at_once(bandwidth: float) -> None:
-    """Pieces go through reduce-scatter, network and all-gather; the first and last share the node's links."""
+    """Pieces pass through reduce-scatter, network and all-gather; the first and last step share the node's links."""
     nodes, size, count = 8, 1e9, 400
     network = replace(NETWORK, seconds_per_byte=1 / bandwidth)
     inside = size / count * 3 / 4 * NODE.seconds_per_byte
@@ -152,7 +152,7 @@ def test_levels_work_at_once(bandwidth: float) -> None:
         node_free = max(node_free, arrived) + inside
     bare = Machine((replace(NODE, latency=0), replace(network, latency=0))).all_reduce(size, 4 * nodes)
     assert bare == pytest.approx(node_free, rel=0.02)
-    # The bound is a ring of nodes; a tree has lower latency, but sends more bytes.
+    # The bound is a ring of nodes; a tree has lower latency but sends more bytes.
     latencies = 2 * 3 * NODE.latency + 2 * (nodes - 1) * NETWORK.latency
     assert bare < Machine((NODE, network)).all_reduce(size, 4 * nodes) <= bare + latencies * 1.0001
 
@@ -169,7 +169,7 @@ def test_levels_work_at_once(bandwidth: float) -> None:
     ],
 )
 def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None:
-    """The result equals a count over all ranks, for nodes of 4 and groups of 8 nodes."""
+    """Group sizes equal a count over all ranks, with nodes of 4 devices and groups of 8 nodes."""
     machine = Machine((NODE, replace(NETWORK, size=8), NETWORK))
     own = [stride * rank for rank in range(ranks)]
     nodes, groups = {rank // 4 for rank in own}, {rank // 32 for rank in own}
@@ -182,7 +182,7 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=12))
 def test_buckets_on_a_clock(found: list[tuple[int, int]]) -> None:
-    """A simulation by ticks sends one bucket at a time, in order, after it is ready."""
+    """The result equals a simulation by ticks, which sends ready buckets in order, one at a time."""
     ready, left = sorted(at for at, _ in found), [cost for _, cost in found]
     now, place = 0, 0
     while place < len(left):
@@ -198,7 +198,7 @@ def test_buckets_on_a_clock(found: list[tuple[int, int]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb, published", [(25, 8), (100, 5)])
 def test_buckets_are_pytorchs(bucket_mb: int, published: int) -> None:
-    """The buckets of the published U-Net were counted in a profile (SC22)."""
+    """PyTorch's rule gives as many buckets of the published U-Net as were counted in a profile (SC22)."""
     with torch.device("meta"):
         unet = UNet3D(4, 5)
     tensors = list(reversed(list(unet.parameters())))
@@ -224,13 +224,13 @@ def test_the_slowest_of_many() -> None:
 
 @pytest.mark.parametrize("shared", [{"tp": 2}, {"cp": 4}])
 def test_all_devices_wait_for_the_slowest(shared: dict[str, int]) -> None:
-    """Devices that share a model count, too: the maximum is over eight devices, not over the groups."""
+    """All devices wait for the slowest of the eight devices, even if several devices share a model."""
     found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10, **shared))
     assert found.waiting == pytest.approx(found.compute * 0.02 * 1.4236, rel=1e-4)
 
 
 def test_a_step_by_hand() -> None:
-    """One bucket on two nodes of four: its all-reduce is fully exposed, so computing is not slowed."""
+    """Step time by hand: one bucket on two nodes of four. Its all-reduce is fully exposed: computing is not slowed."""
     found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10))
     compute = 5e-3 + 10e-3
     sent = max(2 * 3 / 4 * 400e6 / 200e9, 2 * 1 / 2 * 100e6 / 20e9) + 6 * 3e-6 + 2 * 15e-6
@@ -263,10 +263,10 @@ def test_devices_that_share_a_model() -> None:
     alone = 12 * 4 * CLUSTER.all_reduce(8 * 4050 * 1024 * 2, 4)
     assert found.exposed - gradients.exposed == pytest.approx(alone)
     assert found.compute == pytest.approx(5e-3 + 8 * 1e-3 * 1.1**2 / 4)
-    # All devices wait for the slowest of all 16, not of the 4 copies.
+    # All devices wait for the slowest of all 16 devices, not for the slowest of the 4 copies.
     assert found.waiting == pytest.approx(found.compute * 0.02 * expected_maximum(16))
     assert expected_maximum(16) > 1.5 * expected_maximum(4)
-    # The twin run without gradient averaging omits exchanges between copies, not those within a model.
+    # The twin run without gradient averaging omits the exchanges between copies, but not the exchanges within a model.
     assert model.seconds(CLUSTER, VIT, COSTS, job, Measure("ALONE")) == pytest.approx(found.compute + alone)
     assert model.seconds(CLUSTER, VIT, COSTS, Job(16, 8), Measure("ALONE")) == pytest.approx(13e-3)
     assert model.memory(VIT, job) == pytest.approx(6e9 / 4 + 8 * 2e9 / 4)
@@ -275,7 +275,7 @@ def test_devices_that_share_a_model() -> None:
 
 
 def test_fsdp_against_a_clock() -> None:
-    """Forward, units are gathered and computed; backward, gathered and reduced while other units are computed."""
+    """FSDP, by hand: units are gathered, and in the backward pass also reduced, while other units are computed."""
     work, job = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6)), Job(8, 64)
     each, compute = CLUSTER.all_gather(468e6 / 4, 8), 5e-3 + 64e-3
     gathered = computed = 0.0
@@ -288,9 +288,9 @@ def test_fsdp_against_a_clock() -> None:
         sent = max(sent, backward) + 2 * each
     found = step(CLUSTER, work, COSTS, job)
     assert found.exposed == pytest.approx(computed - compute / 3 + sent - compute * 2 / 3)
-    # Three times the weights are sent; the hidden part of this slows computing.
+    # Three times the weights are sent. The hidden part of the exchange slows computing.
     assert found.slowed == pytest.approx(COSTS.slowdown * (3 * 4 * each - found.exposed)) and found.slowed > 0
-    # Weights that are kept are not gathered again; each third has its own number format.
+    # Weights that are kept are not gathered again. Each third of the exchange has its own number format.
     kept = step(CLUSTER, replace(work, gathered=(234e6, 0)), COSTS, job)
     half, bare = (Machine(tuple(replace(each, latency=0) for each in CLUSTER.levels)) for _ in "12")
     one = half.all_gather(468e6, 8)
@@ -307,7 +307,7 @@ VARIED = st.fixed_dictionaries({field.name: st.floats(0.3, 3.0) for field in fie
     VARIED, st.sampled_from([UNET, VIT, replace(UNET, gathered=(468e6, 234e6))]), st.integers(1, 12), st.integers(1, 64)
 )
 def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
-    """More devices do less each; a higher cost or more bytes slows a step; a larger batch is never slower."""
+    """More devices do less work each; a higher cost or more bytes slow a step; a larger batch is never slower."""
     costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
     job = Job(2**doublings, batch)
     own, more = (rate(CLUSTER, work, costs, replace(job, devices=n * job.devices)) for n in (1, 2))
@@ -324,7 +324,7 @@ def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doubl
 def points(
     costs: Costs, noise: Callable[[], float] = lambda: 1.0, most: int = 8, batches: tuple[int, ...] = (16, 64)
 ) -> Iterator[Point]:
-    """Yield simulated measurements on 1 to `most` devices."""
+    """Yield simulated measurements on 1 to `most` devices, a power of two."""
     modes: tuple[Mode, ...] = ("IO", "SYNTHETIC", "FULL")
     for devices, batch, mode in itertools.product((1, 2, 4, 8), batches, modes):
         job, of = Job(devices, batch), Measure(mode)
@@ -333,7 +333,7 @@ def points(
 
 
 def test_a_fit_finds_what_made_the_points() -> None:
-    """The fit finds the costs that measurements can distinguish, and predicts many devices from a few."""
+    """The fit finds the costs that the measurements can distinguish, and predicts many devices from a few."""
     truth = replace(COSTS, fixed=12e-3, sample=1.4e-3, load=1.1e-3, far=3.0, host=0.06)
     found = fit(CLUSTER, UNET, list(points(truth)))
     for name, within in {"fixed": 0.1, "sample": 0.02, "load": 0.02, "host": 0.15}.items():
@@ -345,7 +345,7 @@ def test_a_fit_finds_what_made_the_points() -> None:
 
 @pytest.mark.slow
 def test_the_band_is_that_of_all_worlds_that_fit() -> None:
-    """The band is compared with the posterior: random costs, weighted by their likelihood and the priors."""
+    """The band equals the posterior, computed from random costs weighted by likelihood and priors."""
     seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
     unit, job = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}, Job(64, 32)
     fitted = fit(CLUSTER, UNET, seen)
@@ -417,7 +417,7 @@ def test_the_model_beats_amdahls_law(checks: list[fitting.Check]) -> None:
 
 
 def test_the_misfit_is_that_of_the_series(checks: list[fitting.Check]) -> None:
-    """MISFIT has the highest likelihood for the errors of all series."""
+    """MISFIT maximises the likelihood of the errors of all series."""
 
     def unlikely(misfit: float) -> float:
         total = 0.0
@@ -433,11 +433,11 @@ def test_the_misfit_is_that_of_the_series(checks: list[fitting.Check]) -> None:
 def test_amdahls_law() -> None:
     assert fitting.amdahl({n: 1 / (0.1 + 0.9 / n) for n in (1, 2, 8)}, 64) == pytest.approx(1 / (0.1 + 0.9 / 64))
     assert fitting.amdahl({4: 80.0}, 16) == 320
-    assert fitting.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # the serial part is never negative
+    assert fitting.amdahl({1: 10.0, 2: 25.0}, 4) == pytest.approx(45, rel=0.15)  # the serial part must not be negative
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """The texts agree exactly, and the numbers within 5 %, since another processor may round differently."""
+    """The texts agree exactly, and the numbers within 5 %, because other processors may round differently."""
     assert stage("predict", "--validate") == 0
     printed = capsys.readouterr().out.strip().splitlines()
     page = (ROOT / "docs/planning.md").read_text().splitlines()
@@ -471,7 +471,7 @@ def test_priors_and_machines_say_where_they_are_from() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cosmo_data: Path, era5_data: Path) -> Path:
-    """Return results with measured runs: a U-Net on one and on two devices, a ViT on one."""
+    """Return results with measured runs: a U-Net on one device and on two devices, and a ViT on one device."""
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "results"
     (root / "data").mkdir(parents=True)
@@ -509,7 +509,7 @@ def test_a_plan(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    """Return the lines that a prediction prints."""
+    """Return the lines that `dlscale predict` prints."""
     assert stage("predict", *arguments) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -524,7 +524,7 @@ def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys
 
 
 def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A batch that exceeds the dataset is reported and not recommended."""
+    """A batch larger than the dataset is reported and not recommended."""
     training = predict.read([results / "plans/cosmo_unet/one"], None, math.inf).epoch[0]
     assert training is not None and training < 64 * 4
     lines = told(capsys, "cosmo_unet.one", "--devices", 1, 64)
@@ -535,7 +535,7 @@ def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFix
 
 
 def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Node-hours count full nodes; `--memory` is in GB (10^9 bytes)."""
+    """Node-hours count complete nodes; `--memory` is in GB (10^9 bytes)."""
     asked = ["cosmo_unet.one", "--devices", 8, "--target-samples", 3600000]
     ((row,), (alone,)) = (planned(capsys, *asked, "--per-node", n) for n in (8, 1))
     assert (row["nodes"], alone["nodes"]) == (1, 8)
@@ -547,7 +547,7 @@ def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureF
 
 
 def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
-    """The first epoch warms up. Optimiser states and gradients are not counted as activations."""
+    """The first epoch, a warm-up, is left out. Optimiser states and gradients do not count as activations."""
     folder = results / "plans/cosmo_unet/one"
     lines: list[dict[str, Any]] = [
         {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
@@ -561,14 +561,14 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
         return [point.rate for point in predict.read([folder], None, math.inf).fit.points if point.of.mode == mode]
 
     assert rates("EPOCH") == [90]
-    # A run that was resumed with other code: its first epochs do not describe the current run.
+    # In a run that was resumed with other code, the first epochs do not describe the current run.
     for line in lines[:2]:
         line["made_with"] = {"commit": "another"}
     assert rates("EPOCH") == [100] and rates("VALIDATION")
-    # A run that diverged has no validation time.
+    # A diverged run has no validation time.
     lines[3] |= {"train_loss": None, "valid_loss": None, "valid_seconds": 1e-6}
     assert not rates("VALIDATION")
-    # Without measured throughput, the training's record names the device.
+    # Without measured throughput, the device's name comes from the training's record.
     (folder / "throughput.json").unlink()
     Provenance(device=Device(kind="cuda", name="NVIDIA A100-SXM4-40GB")).write(folder / "provenance.json")
     study = predict.read([folder], None, math.inf)
@@ -585,7 +585,7 @@ def test_a_model_that_context_alone_divides(results: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The links that the largest run measured are used, unless a machine is named."""
+    """Predictions use the links that the largest run measured, unless the user names a machine."""
     path = results / "plans/cosmo_unet/two/throughput.json"
     here: Any = {"links": 1}
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 64]
@@ -620,7 +620,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
 def test_what_a_run_sends_is_what_its_exchanges_are(
     results: Path, parallel: dict[str, Any], gathers: int, again: bool, width: int
 ) -> None:
-    """The bytes agree with a formula that is tested against real exchanges, and with the model's parameters."""
+    """The bytes equal those of a formula that is tested against real exchanges, with the model's own parameters."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(update={"parallel": TypeAdapter(Parallel).validate_python(parallel)})
     work = predict.workload(run, results)
@@ -628,7 +628,7 @@ def test_what_a_run_sends_is_what_its_exchanges_are(
     with torch.device("meta"):
         vit = study.model(run, manifest)
     sharing = study.sharding(vit)
-    fill = 2 if gathers else 1  # rows are padded so that two devices can share them
+    fill = 2 if gathers else 1  # rows are padded so that two devices can divide them
 
     def numbers(parameters: Iterable[torch.nn.Parameter]) -> int:
         return sum(-(-p.shape[0] // fill) * fill * math.prod(p.shape[1:]) for p in parameters)
@@ -648,7 +648,7 @@ def test_what_a_run_sends_is_what_its_exchanges_are(
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: bool) -> None:
-    """The bytes agree with a formula that is tested against real exchanges, except for the last layer's outputs."""
+    """The bytes equal those of a formula tested against real exchanges, except for the last layer's outputs."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(
         update={"geometry": type(run.geometry)(gpus_per_node=2, **{axis: 2}), "activation_checkpointing": again}
@@ -661,7 +661,7 @@ def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: b
     samples, last = 4, vit.get_submodule(sharing.last)
     sent = formula(run.model_copy(update={"parallel": DDP(sync=False)}), vit, sharing, samples, 4)
     total = sent["all_gather"] + sent["reduce_scatter"] - 4 * samples * sharing.tokens * last.out_features
-    # Each of two ranks sends half of the gathered or reduced data.
+    # Each of the two ranks sends half of the gathered or reduced data.
     links = Machine((Level("links", 2**31, 0.0, 1.0),))
     found = step(links, work, COSTS, Job(2, samples, **{axis: 2}))
     gradients = step(links, replace(work, tokens=None), COSTS, Job(2, samples, **{axis: 2}))
@@ -669,7 +669,7 @@ def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: b
 
 
 def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names both values. Each run must match its config.yaml and average gradients."""
+    """Runs that differ are refused, with both values. Each run must match its config.yaml and average gradients."""
     config, record = (results / "plans/cosmo_unet/two" / name for name in ("config.yaml", "throughput.json"))
     settings, throughput = yaml.safe_load(config.read_text()), Throughput.read(record)
     both = ["predict", "cosmo_unet.one", "cosmo_unet.two", "--devices", 2]
@@ -748,7 +748,9 @@ def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_machine_of_ones_own(tmp_path: Path) -> None:
-    """A file from a self-test of collectives has latency in s and bandwidth of a device in bytes/s, by level."""
+    """A machine file from a self-test of collectives has, by level, the latency in s and a device's bandwidth in
+    bytes/s.
+    """
     node = {"name": "node", "size": 8, "latency": 4e-6, "bandwidth": 2e11}
     levels = [node, {"name": "network", "latency": 2e-5, "bandwidth": 1e10}]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"source": "measured", "levels": levels}))

@@ -1,4 +1,4 @@
-"""The learning rate at every step, compared with closed forms."""
+"""The learning rate at every step, compared with formulas in closed form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlscale.train.schedule import learning_rate, peak_rate
 
 
 def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: Any) -> list[float]:
-    """Return the rate of each of `total` steps, and the one after the last."""
+    """Return the learning rates of `total` steps, and the rate after the last step."""
     schedule = Schedule(**settings)
     return [learning_rate(schedule, peak, step, total, steps_per_epoch) for step in range(total + 1)]
 
@@ -24,10 +24,12 @@ def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: 
 @pytest.mark.parametrize("warmup", [0, 1, 128, 900])
 @pytest.mark.parametrize("end", [0.0, 1e-3])
 def test_the_cosine_ends_at_its_end(warmup: int, end: float) -> None:
-    """The published code ignored the warm-up in the period, and ended at 4 % of the initial rate."""
+    """The cosine reaches its end. The published code ignored the warm-up in the period and ended at 4 % of the first
+    rate.
+    """
     found = rates(1000, warmup_steps=warmup, end_lr=end)
     assert found[-1] == pytest.approx(end, abs=1e-15)
-    last = 1 - math.cos(math.pi / (1000 - warmup))  # the last step is one step before the end
+    last = 1 - math.cos(math.pi / (1000 - warmup))  # the last step is one step before the end of the cosine
     assert found[-2] == pytest.approx(end + (1 - end) * 0.5 * last, rel=1e-9)
     assert found[-2] < end + 3e-4
     assert max(found) == found[warmup] == 1.0
@@ -44,7 +46,7 @@ def test_the_cosine_ends_at_its_end(warmup: int, end: float) -> None:
     ids=["each", "third", "milestones"],
 )
 def test_steps_are_pytorchs(settings: dict[str, Any], theirs: Any) -> None:
-    """PyTorch counts epochs, dlscale steps: all steps of an epoch have the epoch's rate."""
+    """PyTorch's schedulers count epochs, dlscale counts steps: all steps of an epoch have the epoch's rate."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     scheduler, expected = theirs(optimizer), list[float]()
     for _ in range(9):
@@ -81,7 +83,7 @@ def test_steps_are_pytorchs(settings: dict[str, Any], theirs: Any) -> None:
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_each_form_after_each_warm_up_is_pytorchs(settings: dict[str, Any], after: Any, warmup: int) -> None:
-    """The reference are 40 steps in epochs of 8 with a sequence of PyTorch's schedulers."""
+    """The reference is a sequence of PyTorch's schedulers over 40 steps, in epochs of 8 steps."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     rest = after(optimizer, 40 - warmup)
     scheduler = rest
@@ -98,7 +100,7 @@ def test_each_form_after_each_warm_up_is_pytorchs(settings: dict[str, Any], afte
 
 
 def test_the_schedule_of_published_image_classifiers() -> None:
-    """It rises for five epochs, and falls by 10 at epochs 30, 60 and 80, as in PyTorch's ImageNet example."""
+    """The rate rises for five epochs and falls by 10 at epochs 30, 60 and 80, as in PyTorch's ImageNet example."""
 
     def restated(epoch: int, step: int, of: int) -> float:
         factor = epoch // 30 + (1 if epoch >= 80 else 0)

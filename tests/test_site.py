@@ -1,4 +1,4 @@
-"""The documentation's site: searches that readers type lead to the page that answers them."""
+"""The documentation's site: searches that readers type find the page with the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-#: Searches, and the page that has to be among the first three results.
+#: Page that must be among the first three results, by search.
 SEARCHES = {
     "my model": "from_notebook",
     "own model": "from_notebook",
@@ -29,7 +29,7 @@ SEARCHES = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Build the site, and return the pages that its own search finds for each text, best first."""
+    """Build the site; return the pages that the site's own search finds for each text, best first."""
     pytest.importorskip("mkdocs", reason="needs the extra `docs`, which `make docs` installs")
     node = shutil.which("node")
     if not node:

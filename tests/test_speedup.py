@@ -1,4 +1,4 @@
-"""Speed-ups in a report: they have an error, noise is not a speed-up, and runs with the same work count as one."""
+"""Speed-ups in a report: they have an error, noise is not a speed-up, and runs with the same work count as one run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trials(mean: float, spread: float = 0.01) -> Trials:
 
 
 def timed(results: Results, name: str, full: float, ratios: list[float] | None, compute: str = "") -> None:
-    """Write a run with `full` samples/s alone, and with `ratios` to the first run in paired timing."""
+    """Write a run with `full` samples/s alone and, from its paired timing, `ratios` to the first run."""
     folder = results.run("p", name)
     beside = Beside(compute="first", openings=[[(100 * ratio, 100.0)] for ratio in ratios]) if ratios else None
     measured = Throughput.read(folder / "throughput.json")
@@ -52,7 +52,9 @@ def plan_of(results: Results, *names: str, kind: str = "set") -> PlanResult:
 
 
 def test_the_interval_holds_the_mean_in_nineteen_of_twenty() -> None:
-    """The draws are 2,000 samples of 20 normal values, without bursts and with bursts in one value of ten."""
+    """Intervals of 2,000 draws of 20 normal values contain the mean in 95 % of cases, even with bursts in a tenth of
+    them.
+    """
     draw = np.random.default_rng(1)
     for burst in (0.0, 0.1):
         held = 0
@@ -70,7 +72,7 @@ def test_few_values_are_students() -> None:
 
 
 def test_the_pooled_spread_is_that_within_groups() -> None:
-    """Each group's mean costs one degree of freedom; a single value has no spread."""
+    """Each group's mean costs one degree of freedom; a group with a single value has no spread."""
     assert pooled([[1.0, 2.0, 3.0], [10.0, 12.0], [5.0]]) == (pytest.approx(math.sqrt(4 / 3)), 3)
     assert pooled([[1.0], [2.0]]) == (0.0, 0)
 
@@ -85,7 +87,7 @@ def test_an_opening_counts_all_its_rounds_but_the_bursts() -> None:
 
 
 def test_turns_count_and_not_what_was_measured_apart(results: Results) -> None:
-    """Alone the second run had half the speed, since another program was running; in paired timing it is 3 % faster."""
+    """Another program halved the second run's speed when timed alone. In paired timing, this run is 3 % faster."""
     timed(results, "first", 100, noisy(1.0, seed=1))
     timed(results, "second", 50, noisy(1.03, spread=0.02, seed=2))
     plan = plan_of(results, "first", "second")
@@ -107,7 +109,7 @@ def test_two_runs_are_compared_by_their_turns_with_a_third(results: Results) -> 
 
 
 def test_the_floor_is_what_a_run_and_its_copy_differ_by(results: Results) -> None:
-    """The copies differ by 4 %, so 3 % of another run may be chance, however exact its own timing is."""
+    """The copies differ by 4 %, so that 3 % of another run may be chance, however exact the run's own timing is."""
     timed(results, "first", 100, noisy(1.04, spread=0.001, seed=1))
     timed(results, "second", 100, noisy(1.03, spread=0.001, seed=2))
     plan = plan_of(results, "first", "second")
@@ -123,7 +125,7 @@ def test_the_floor_is_what_a_run_and_its_copy_differ_by(results: Results) -> Non
 def test_a_run_that_was_disturbed_is_less_sure_than_the_others(results: Results) -> None:
     """One of ten runs varies by 5 %, all others by 0.5 %: its interval includes 1 in at least 85 % of 400 plans.
 
-    With the spread of all runs alone, it included 1 in half of the plans.
+    With only the pooled spread of all runs, the interval included 1 in half of the plans.
     """
     results.run("p", "run")
     run, draw, held = plan_of(results, "run").runs[0], np.random.default_rng(0), 0
@@ -139,7 +141,7 @@ def test_a_run_that_was_disturbed_is_less_sure_than_the_others(results: Results)
 
 
 def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) -> None:
-    """It compares an earlier measurement with this one: 3 % is noise if openings vary by 5 %, but not by 0.1 %."""
+    """The gain over an earlier measurement of 3 % is noise if openings vary by 5 %, but not if they vary by 0.1 %."""
     for spread, noise in ((0.05, True), (0.001, False)):
         timed(results, "first", 100, None)
         timed(results, "before", 100, noisy(1.10, count=4, spread=spread, seed=1))
@@ -150,7 +152,7 @@ def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) ->
         openings = [each.throughput.beside.ratios for each in (before, after)]  # type: ignore[union-attr]
         common, own = pooled(openings)[0], [np.std(ratios, ddof=1) for ratios in openings]
         variance = sum(max(common, each) ** 2 / 4 for each in own)
-        error = 2.446912 * math.sqrt(variance)  # Student's t of 6 degrees of freedom
+        error = 2.446912 * math.sqrt(variance)  # Student's t with 6 degrees of freedom
         assert found.error == pytest.approx(math.hypot(error, FLOOR))
 
 
@@ -159,13 +161,13 @@ def test_apart_the_spread_of_trials_counts_and_what_the_same_work_shows(results:
     timed(results, "second", 130, None)
     plan = plan_of(results, "first", "second")
     assert (found := SpeedUps(plan.runs).over(plan.runs[1], plan.runs[0])) and not found.noise
-    timed(results, "again", 60, None, compute="first")  # the same work at 60 and at 100 samples/s
+    timed(results, "again", 60, None, compute="first")  # the same work was measured at 60 and at 100 samples/s
     plan = plan_of(results, "first", "second", "again")
     assert (found := SpeedUps(plan.runs).over(plan.runs[1], plan.runs[0])) and found.noise
 
 
 def test_a_training_is_not_compared_with_full(results: Results) -> None:
-    """The first of three runs has no throughput; then the third is compared with the second."""
+    """The first of three runs has no throughput. Therefore the third run is compared with the second."""
     for name, full in (("trained", 100.0), ("plain", 100.0), ("fast", 200.0)):
         timed(results, name, full, None)
     plan = plan_of(results, "trained", "plain", "fast")
@@ -178,7 +180,7 @@ def test_a_training_is_not_compared_with_full(results: Results) -> None:
 
 
 def test_rates_of_different_units_are_not_compared(results: Results) -> None:
-    """Steps/s and samples/s keep their units in the table, the charts and the line; they have no ratio."""
+    """Steps/s and samples/s keep their units in the table, the charts and the line, but have no ratio."""
     for name, full in (("steps", 10.0), ("twice", 20.0), ("samples", 640.0)):
         timed(results, name, full, None)
     plan = plan_of(results, "steps", "twice", "samples")
@@ -210,7 +212,7 @@ def test_rates_of_different_units_are_not_compared(results: Results) -> None:
 
 
 def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
-    """In a plan of learning rates, one run was measured at 105 and one at 46 samples/s."""
+    """Two runs of a plan of learning rates do the same work; one was measured at 105 and one at 46 samples/s."""
     for name, full in (("slow", 46.0), ("fast", 105.0)):
         timed(results, name, full, None, compute="same")
     plan = plan_of(results, "slow", "fast")
@@ -218,15 +220,15 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
     assert "mean of runs that do equal work (46.0 to 105), run slow and fast; all runs do equal work." in said
     assert [row["speed_up_noise"] for row in results.collect(results.plans[0])] == ["yes", "yes"]
     assert sections.line(plan).startswith("p: 75.5 samples/s; "), (
-        "the mean must be shown, since all runs do the same work"
+        "the mean must be shown, because all runs do the same work"
     )
 
 
 @pytest.mark.parametrize("several", [2, 9, 16])
 def test_of_many_equal_runs_none_is_the_headline(results: Results, several: int) -> None:
-    """In at most 5 % of 200 plans of equal runs (spread 5 %) the headline names another run than the first.
+    """In at most 5 % of 200 plans of equal runs (spread 5 %), the headline names another run than the first.
 
-    With intervals for single comparisons, it was 25 % of plans of sixteen runs.
+    With intervals for single comparisons, the headline did so in 25 % of the plans of sixteen runs.
     """
     names = [f"run{number}" for number in range(several)]
     for name in names:

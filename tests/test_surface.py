@@ -1,4 +1,4 @@
-"""The interface for users: configuration keys, commands, options. A reviewer must approve changes."""
+"""The interface for users: configuration keys, commands and options. A reviewer must approve changes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from dlscale import cli
 from dlscale.config.reference import schema
 
-#: List of the complete interface, sorted. To change it on purpose: python -m tests.test_surface
+#: Sorted list of the complete interface. To change the list on purpose: python -m tests.test_surface
 FROZEN = Path(__file__).with_name("surface.txt")
 
 
 def surface() -> Iterator[str]:
-    """Yield each key by its section, and each option by its command."""
+    """Yield each key with its section, and each option with its command."""
     found = schema()
     for section, model in {**found["$defs"], "config.yaml": found}.items():
         yield from (f"key {section}.{key}" for key in model.get("properties", {}))

@@ -1,4 +1,4 @@
-"""Sweeps: the trials, the choice of successive halving, diverged trials, and resuming."""
+"""Sweeps: their trials, the promotions of successive halving, diverged trials, and resuming."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_names_are_legal_short_and_different() -> None:
         ({"over": {key: list(range(1, 101)) for key in ("seed", "batch_size", "model.a", "loss.b")}}, "100000000"),
         ({"method": "random", "trials": 10**7, "over": {"seed": {"integers": [0, 10**12]}}}, "10000000"),
         ({"method": "halving", "over": {"seed": list(range(10_001))}}, "10001"),
-        # Two equal values, in more combinations than can be compared.
+        # Two equal values, with more combinations than can be compared.
         ({"method": "random", "trials": 9, "over": {"d": [1, 1.0], **{k: list(range(999)) for k in "ab"}}}, "d-1"),
     ],
 )
@@ -78,7 +78,7 @@ def test_too_many_trials_are_refused_at_once(sweep: Any, message: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 17])
 def test_few_draws_cover_their_ranges(seed: int) -> None:
-    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # values are not rounded
+    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # integers are not rounded
 
     def drawn(count: int) -> list[dict[str, int]]:
         return list(Sweep(method="random", over=over, trials=count, seed=seed).runs.values())
@@ -94,7 +94,7 @@ def test_few_draws_cover_their_ranges(seed: int) -> None:
 
 
 def test_draws_are_spread_as_the_range_says() -> None:
-    """The Kolmogorov-Smirnov distance to the distribution stays below a limit that chance exceeds once in 1,000."""
+    """Draws follow the distribution: chance exceeds the limit on the Kolmogorov-Smirnov distance once in 1,000."""
     over = {
         "a": {"log_uniform": [1e-4, 1e-1]},
         "b": {"uniform": [-2, 3]},
@@ -116,8 +116,8 @@ def test_draws_are_spread_as_the_range_says() -> None:
     ("trials", "epochs", "factor", "expected"),
     [
         (9, 9, 3, [(1, 9), (3, 3), (9, 1)]),
-        (27, 81, 3, [(3, 27), (9, 9), (27, 3), (81, 1)]),  # the number of trials limits the rungs
-        (16, 4, 2, [(1, 16), (2, 8), (4, 4)]),  # the number of epochs limits the rungs
+        (27, 81, 3, [(3, 27), (9, 9), (27, 3), (81, 1)]),  # the number of trials limits the number of rungs
+        (16, 4, 2, [(1, 16), (2, 8), (4, 4)]),  # the number of epochs limits the number of rungs
         (9, 14, 3, [(2, 9), (5, 3), (14, 1)]),
         (2, 10, 3, [(10, 2)]),
         (5, 1, 3, [(1, 5)]),
@@ -159,7 +159,7 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
     known = resolve.load({"targets": ["swept"], "plans": {"swept": plan}, "results": str(tmp_path)})
     works = [work for work in cost.works(known) if work.run]
     epochs = [work.run.training.stop_after for work in works if work.run]
-    assert epochs == [1] * 9 + [2] * 3 + [6], "a rung must resume the previous one"
+    assert epochs == [1] * 9 + [2] * 3 + [6], "a rung must resume the previous rung"
     for name in ("seed-5-rung0", "seed-5-rung1"):
         (tmp_path / "plans/swept" / name).mkdir(parents=True)
         (tmp_path / "plans/swept" / name / "provenance.json").touch()
@@ -237,14 +237,14 @@ def digits(tiny_data: Callable[[str], Path]) -> Path:
 
 
 def make(folder: Path, **training: Any) -> Path:
-    """Write the settings of a tiny training to a folder."""
+    """Write the settings of a tiny training to a folder; return the folder."""
     run = {**DIGITS["run"], "training": {"epochs": 4, **training}, "schedule": {"kind": "cosine"}}
     make_run(folder, "mnist_cnn", run, DIGITS["dataset"])
     return folder
 
 
 def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Train with a shared folder of checkpoints; return epochs without their times, and weights."""
+    """Train with a common checkpoint folder; return the records of epochs without times, and the weights."""
     assert train(folder, manifest, "--checkpoints", checkpoints) == 0
     return timeless(folder), torch.load(folder / "model.pt", weights_only=True)
 
@@ -255,7 +255,7 @@ def test_rungs_end_bitwise_where_one_training_does(
 ) -> None:
     """Schedule, drop-out and samples equal a single training's; a repeated rung ignores later checkpoints.
 
-    In fp16 the first epoch's six steps all overflow: the loss scales are 2**126, 2**107, … 2**31.
+    In fp16, all six steps of the first epoch overflow, with the loss scales 2**126, 2**107, … 2**31.
     """
     monkeypatch.setattr(torch.amp.GradScaler.__init__, "__defaults__", ("cuda", 2.0**126, 2.0, 2.0**-19, 2000, True))
     over = {"precision": precision, "optimizer": {"kind": "adamw", "lr": 0.01, "weight_decay": 0.1}}
@@ -274,7 +274,7 @@ def test_rungs_end_bitwise_where_one_training_does(
 def test_what_diverges_fails_or_stops(
     tmp_path: Path, tiny_data: Callable[[str], Path], study: str, capsys: Any
 ) -> None:
-    """This holds for every study; the figure and the logs accept NaN."""
+    """A diverged training fails, or stops if the run says so, in every study; the figure and the logs accept NaN."""
     settings = {**TINY[study]["run"], "training": {"epochs": 3}, "optimizer": {"kind": "sgd", "lr": 1e30}}
     manifest = tiny_data(study) / "manifest.json"
     make_run(tmp_path / "fails", study, settings, TINY[study]["dataset"])
@@ -292,7 +292,7 @@ def test_what_diverges_fails_or_stops(
 
 @pytest.fixture
 def swept(tmp_path: Path, digits: Path) -> Path:
-    """Train the first rung of four trials (one diverges); return the plan's file."""
+    """Train the first rung of four trials, of which one diverges; return the path of the plan."""
     rates = {"lr-0p001": 0.001, "lr-1": 1.0, "lr-1e30": 1e30, "lr-0p3": 0.3}
     folder = tmp_path / "plans/swept"
     for name, lr in rates.items():
@@ -352,7 +352,7 @@ def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digi
 
 
 def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
-    """A rung is the number of epochs that a trial may train, not the number that it trained."""
+    """A rung is the number of epochs that a trial may train, even if the trial ends early at its target."""
     folder = swept.parent / "lr-0p3-rung0"
     first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     (folder / "metrics.jsonl").write_text(json.dumps({**first, "valid_loss": 1e-3}) + "\n")

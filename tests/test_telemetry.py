@@ -1,4 +1,4 @@
-"""Telemetry of a stage: its figures for real processes, its end, and the functions that read it."""
+"""Telemetry of a stage: its figures for real processes, its end, and the functions that read the file."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ POWER = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0, 700)), min_size=1, 
 def test_energy_is_the_integral_of_power(
     states: list[tuple[float, float]], counted: bool, since: float, more: float
 ) -> None:
-    """It equals a sum over 20,000 steps, with the GPU's counter and with its power; for two GPUs on two nodes."""
+    """Energy equals a sum over 20,000 steps, by the GPUs' counters or by their power, for two GPUs on two nodes."""
     samples, time_, joules = [], START, 0.0
     for seconds, watts in states:
         time_, joules = time_ + seconds, joules + seconds * watts
@@ -137,12 +137,12 @@ def test_energy_is_the_integral_of_power(
     assert found == pytest.approx(4 * expected, abs=4 * 700 * edges[-1] / 5_000)
     assert telemetry.energy([samples]) == pytest.approx(2 * joules)
     assert telemetry.energy([[Sample(START, 1.0, 2, gpus=(GpuSample(),))], []]) is None, (
-        "GPUs without power and energy have no total"
+        "GPUs without power and energy must have no total"
     )
 
 
 def test_summary_is_that_of_the_table(tmp_path: Path) -> None:
-    """pandas gives the same means over time and peaks."""
+    """pandas gives the same means over time and the same peaks."""
     random = np.random.default_rng(0)
     samples = [
         Sample(
@@ -180,7 +180,7 @@ def epoch(number: int, end: float, seconds: float, speed: float) -> Epoch:
 
 
 def test_energy_a_sample() -> None:
-    """The power is 100 W in training and 1000 W elsewhere; other stages and the first epoch (warm-up) do not count."""
+    """Only training after the first epoch (warm-up) counts, with 100 W. Power at all other times is 1000 W."""
     training = [(2, 4), (6, 9), (10, 14)]
     watts = [100.0 if any(begin <= second < end for begin, end in training[1:]) else 1000.0 for second in range(20)]
     samples = [Sample(START + second + 1, 1.0, 2, gpus=(gpu(watts=power),)) for second, power in enumerate(watts)]
@@ -189,9 +189,7 @@ def test_energy_a_sample() -> None:
     assert (run.energy_per_sample, run.energy) == (pytest.approx(2 * 100 / 50), pytest.approx(2 * sum(watts)))
     resumed = result([samples[5:]], *epochs, resumed_from_step=1)
     assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
-    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, (
-        "the counted epoch was trained by an earlier try"
-    )
+    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, "an earlier try trained the counted epoch"
     assert result([], *epochs).energy_per_sample is None
 
 
@@ -199,13 +197,13 @@ def test_without_gpus_it_is_the_nodes() -> None:
     samples = [Sample(START + second, 1.0, 2, joules=10.0 * second) for second in (1, 2, 3)]
     assert telemetry.energy([samples, samples]) == 60 and telemetry.energy([samples], START + 1, START + 2) == 10
     back = [replace(sample, joules=joules) for sample, joules in zip(samples, (100.0, 5.0, 8.0), strict=True)]
-    assert telemetry.energy([back]) == 103, "a counter was reset"
+    assert telemetry.energy([back]) == 103, "a reset counter must not reduce the energy"
     with_gpu = [replace(sample, gpus=(gpu(watts=5.0),)) for sample in samples]
-    assert telemetry.energy([with_gpu]) == 15, "GPUs' energy counts instead of the node's"
+    assert telemetry.energy([with_gpu]) == 15, "the GPUs' energy must count instead of the node's"
 
 
 def test_a_node_counts_its_energy(tmp_path: Path) -> None:
-    """RAPL counters may wrap; of a zone's parts only memory is added to the zone; Cray's counter includes all."""
+    """RAPL counters may wrap. Of a zone's parts only memory is added to the zone. Cray's counter includes all parts."""
     zones = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "core", "intel-rapl:0:1": "dram", "intel-rapl:1": "psys"}
     folder = tmp_path / "class/powercap"
     for zone, name in zones.items():
@@ -237,14 +235,16 @@ def test_goodput_is_the_share_of_training_over_all_tries() -> None:
     whole = result([], *epochs, started=at[0], finished=at[1]).goodput
     assert whole and (whole.training, whole.rest) == pytest.approx((0.3, 0.65))
     assert result([]).goodput is None
-    assert result([], *epochs, started=at[1], finished=at[0]).goodput is None, "the clock was set back"
+    assert result([], *epochs, started=at[1], finished=at[0]).goodput is None, (
+        "the clock was set back, so that goodput is unknown"
+    )
 
 
 # ---- job efficiency, as defined by Slurm's `seff` -----------------------------------------------------
 
 
 def published_job() -> RunResult:
-    """Return 53 s of processor time in 56 s on one of 64 cores, and 1.31 GB of 8 GB, in unequal steps."""
+    """Return a job with 53 s of CPU time in 56 s on one of 64 cores. It uses 1.31 GB of 8 GB, in unequal steps."""
     rows, time_ = [], 1000.0
     for seconds, share in ((1.0, 0.0), (15.0, 0.8), (40.0, 1.0250)):
         time_ += seconds
@@ -282,7 +282,7 @@ def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
 
 @pytest.mark.slow
 def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
-    """A child computes, another one reads from a disk, and a foreign program runs."""
+    """The rows show a child that computes, a child that reads from a disk, and a foreign program."""
     size, path, file = 8 << 20, tmp_path / "telemetry/train.csv", tmp_path / "file"
     file.write_bytes(os.urandom(size))
     disk = on_disk(tmp_path)
@@ -317,9 +317,10 @@ def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
 
 
 def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates are per second of an interval of 4 s in which each counter grows by another number."""
+    """Rates are per second, although the interval has 4 s; each counter grows by a different number."""
     used = [processes.Used(1.0, 10, 20, 30, 40, 60), processes.Used(3.0, 410, 820, 1230, 1640, 600)]
-    call = [used[0]._replace(cpu_seconds=5.0), used[1]._replace(cpu_seconds=7.5)]  # includes the run's 2 s
+    # the call's CPU time includes the run's 2 s
+    call = [used[0]._replace(cpu_seconds=5.0), used[1]._replace(cpu_seconds=7.5)]
     times = [psutil.cpu_times()._replace(**dict.fromkeys(psutil.cpu_times()._fields, 0.0))] * 2
     times[1] = times[1]._replace(user=2.0, system=1.0, steal=0.5, idle=4.0)
     clock = iter([1000.0, 1004.0])
@@ -339,7 +340,7 @@ def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable names two of three nested processes, and a missing one."""
+    """The variable names two of three nested processes, and a process that does not exist."""
     ask = "import os; from dlscale.measure.processes import find_snakemake; print(find_snakemake(os.getpid()))"
     start = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
     name = f"os.environ[{SNAKEMAKES!r}] += f' {{os.getpid()}}'; print(os.getpid(), flush=True); "
@@ -348,7 +349,7 @@ def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.Mo
     def answer(*programs: str) -> list[str]:
         return subprocess.check_output([sys.executable, "-c", *programs], text=True).split()
 
-    monkeypatch.setenv(SNAKEMAKES, "1073741824")  # above Linux's largest process number
+    monkeypatch.setenv(SNAKEMAKES, "1073741824")  # larger than Linux's largest process number
     outer, inner, found = answer(named, start, named, ask)
     assert found == outer != inner
     assert answer(start, ask) == ["None"]
@@ -380,7 +381,7 @@ def samplers(pid: int) -> list[int]:
     return [p.pid for p in psutil.Process(pid).children() if "dlscale.measure.telemetry" in p.cmdline()]
 
 
-#: Stage with a forked worker that inherits its open files and outlives it until it is ended.
+#: Stage with a forked worker. The worker inherits the stage's open files and outlives the stage until it is ended.
 STAGE = """
 import os, pathlib, sys, time
 from dlscale.core.telemetry import sampled
@@ -396,7 +397,7 @@ with sampled(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by itself", "SIGKILL"])
 def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
-    """A signal to the process group ends the stage; the file has complete lines, and no traceback is printed."""
+    """A signal to the process group ends the stage. The file has complete lines, and no traceback is printed."""
     path, enough = tmp_path / "train.csv", tmp_path / "train.csv.end"
     command = [sys.executable, "-c", STAGE, str(path)]
     with (tmp_path / "said").open("w") as said:
@@ -410,7 +411,7 @@ def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
     if way == "by itself":
         enough.touch()
         assert child.wait() == 0
-        assert not psutil.pid_exists(sampler), "the stage must wait for the sampler"
+        assert not psutil.pid_exists(sampler), "the stage must wait for the end of the sampler"
     else:
         child.kill()
         child.wait()
@@ -432,7 +433,7 @@ def test_it_is_small() -> None:
 
 
 class FakeCuda:
-    """Simulated CUDA driver with CUDA_VISIBLE_DEVICES=1,0: its first device is the second one of the bus."""
+    """Simulated CUDA driver with CUDA_VISIBLE_DEVICES=1,0: its first device is the second device on the bus."""
 
     addresses = (b"0000:81:00.0", b"0000:41:00.0")
 
@@ -457,9 +458,9 @@ class NVMLError(Exception):
 
 
 class FakeNvml(SimpleNamespace):
-    """Simulated `pynvml` with the documented functions that are used: two GPUs, found by address.
+    """Simulated `pynvml` with the functions that dlscale uses: two GPUs, found by address.
 
-    The second of the bus is throttled by its power cap and temperature; the first has no energy counter.
+    The second GPU on the bus is throttled by its power cap and its temperature. The first GPU has no energy counter.
     """
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU, NVMLError = 1, 0, NVMLError
@@ -508,10 +509,10 @@ def test_gpus_are_those_of_the_run_in_its_order() -> None:
     first, second = Gpus(2).sample()
     assert first == GpuSample(0.97, 11 << 30, 398.5, 400.0, 1260, 84, "power cap+temperature (software)")
     assert second == GpuSample(0.0, 10 << 30, 52.0, None, 1260, 84, "")
-    assert [sample.watts for sample in Gpus(1).sample()] == [398.5], "a run on one GPU uses CUDA's first device"
+    assert [sample.watts for sample in Gpus(1).sample()] == [398.5], "a run on one GPU must use CUDA's first device"
     assert Gpus(0).sample() == ()
     assert {(each.watts, each.joules) for each in Gpus(4).sample()} == {(None, None)}, (
-        "energy of a part of the GPUs cannot be assigned to the run"
+        "the energy of some of the GPUs cannot be assigned to the run"
     )
     text = io.StringIO(telemetry.header(2) + telemetry.line(Sample(START, 1.0, 2, gpus=(first, second))))
     assert pd.read_csv(text)["gpu1_watts"].tolist() == [52.0]
@@ -529,7 +530,7 @@ def test_a_driver_that_refuses_leaves_no_gpus(monkeypatch: pytest.MonkeyPatch, b
 
 @pytest.mark.gpu
 def test_a_real_gpu(tmp_path: Path) -> None:
-    """It is PyTorch's first device, and shows the utilisation of a computation."""
+    """The sampled GPU is PyTorch's first device, and its utilisation shows a computation."""
     import torch
 
     if not torch.cuda.is_available():

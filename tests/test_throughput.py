@@ -61,13 +61,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path
 
 
 def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
-    """Return the samples of each counted trial for a sequence of batch sizes, without the warm-up trials."""
+    """Return the number of samples in each trial after the warm-up trials, given the batch sizes."""
     runs = [sum(itertools.islice(batches, settings["batches"])) for _ in range(settings["warmup"] + settings["trials"])]
     return runs[settings["warmup"] :]
 
 
 def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> None:
-    """Epochs are shorter than a trial and have a smaller last batch: 4 batches have 14 or 12 samples, not 16."""
+    """Epochs are shorter than a trial and end with a smaller batch: 4 batches have 14 or 12 samples, not 16."""
     assert measured.read_text().endswith("}\n") and measured.read_text().count("\n") == 1, (
         "benchy's readers need a single line"
     )
@@ -97,7 +97,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
 def test_synthetic_is_one_resident_batch_for_every_loader(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
 ) -> None:
-    """The stage runs unchanged; all batches that it measures are recorded."""
+    """The stage runs unchanged; the test records all batches that the stage measures."""
     seen: dict[str, list[Batch]] = {}
 
     def noting(label: str, batches: Iterator[Batch], *rest: Any) -> Trials:
@@ -119,9 +119,9 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
         assert (other.data_ptr(), target.data_ptr()) == (x.data_ptr(), y.data_ptr()), (
             "all batches must be the same memory"
         )
-    # IO and FULL read the same samples, from epochs 1 and 2.
+    # IO and FULL read the same samples: the epochs 1 and 2.
     assert [len(batch[0]) for batch in seen["FULL"]] == [4, 4, 2, 4, 4, 2]
-    assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "with one process, every batch has weight 1"
+    assert [batch[2] for batch in seen["FULL"]] == [1.0] * 6, "with one process, every batch must have weight 1"
     for a, b in zip(seen["IO"], seen["FULL"], strict=True):
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])
@@ -133,7 +133,7 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
 
 @pytest.mark.slow
 def test_compilation_is_timed_apart(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cold time is measured with an empty cache, the warm one with the cache that the first compilation left."""
+    """The cold time is measured with an empty cache, the warm time with the cache that the first compilation filled."""
     need_compiler()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     opened, moved = throughput.compilation, list[bool]()
@@ -168,7 +168,7 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
         assert len(x) == len(y)
         consumed.append(len(x))
-        time.sleep(0.1 if len(consumed) <= 2 else 0.02)  # the first trial, the warm-up, is slow
+        time.sleep(0.1 if len(consumed) <= 2 else 0.02)  # the first trial, which is the warm-up, is slow
         ends.append(time.perf_counter())
 
     found = trials(
@@ -177,12 +177,12 @@ def test_trials_count_and_time_what_follows_the_warm_up() -> None:
     assert consumed == [9, 9, 3, 4, 5, 6], "one batch too many was used"
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
     assert all(seconds >= 0.04 for seconds in found.trial_time)
-    # By this test's own clock, time before the end of the warm-up is not counted, however slow the machine is.
+    # On any machine, the counted time must not include time before the end of the warm-up, by this test's own clock.
     assert sum(found.trial_time) <= time.perf_counter() - ends[1]
 
 
 def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated device takes 20 ms per batch; the host sees this only when it waits for the device."""
+    """The simulated device takes 20 ms per batch. The host only notices this time when it waits for the device."""
     given = 0
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -197,7 +197,7 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(throughput, "synchronize", wait)
     monkeypatch.setattr(window, "synchronize", wait)
     batches = batches_of(*[4] * 8)
-    consume(*next(batches))  # work in progress when the first trial begins
+    consume(*next(batches))  # the device still works when the first trial begins
     given += 50
     found = trials("FULL", batches, consume, Throughput(warmup=0, trials=2, batches=2, seconds=0), World())
     assert all(seconds >= 0.04 for seconds in found.trial_time)
@@ -206,7 +206,9 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
-    """With batches of 2 ms, the first counted trial has as many as 0.2 s take, although the very first is slow."""
+    """With batches of 2 ms, the first counted trial has as many batches as fit into 0.2 s, although the first batch is
+    slow.
+    """
     first = itertools.chain([0.3], itertools.repeat(0.002))
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -222,14 +224,14 @@ def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
 
 
 class Uneven(World):
-    """A world with a second rank that has one sample less of every batch."""
+    """A world with a second rank whose batches have one sample less."""
 
     def gather(self, value: Any) -> Any:
         return [value, value - 2] if isinstance(value, int) else [value, value]
 
 
 def test_each_rank_counts_its_own_samples() -> None:
-    """If the last batch does not divide evenly, nine and seven samples count, not twice nine."""
+    """If a last batch does not divide evenly, the ranks' nine and seven samples count, instead of twice nine."""
     found = trials(
         "FULL", batches_of(5, 4), lambda x, y: None, Throughput(warmup=0, trials=1, batches=2, seconds=0), Uneven()
     )
@@ -278,7 +280,7 @@ def state(process: psutil.Process) -> str:
 
 @pytest.mark.slow
 def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path) -> None:
-    """Rounds end early if the ratio is known; the record names the run to which it is relative."""
+    """Rounds end early if the ratio is known. The record names the run that the ratio refers to."""
     first = timed(tmp_path / "first", cosmo_data, model={"widths": [4, 8]})
     found = timed_in_turn(tmp_path / "own", cosmo_data, Path(first.config), model={"widths": [64, 128]})
     assert found.beside.compute == compute_digest(read_yaml(Path(first.config))) != found.compute
@@ -288,7 +290,7 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
 
 
 def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all turns take the same time, the rates must be equal."""
+    """If all turns take equally long, the two rates must be equal."""
     clock = itertools.count()
     run = timed(tmp_path, cosmo_data)
     monkeypatch.setattr(turns.time, "perf_counter", lambda: turns.TURN * next(clock))
@@ -299,30 +301,30 @@ def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monk
 
 @pytest.mark.slow
 def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
-    """Observed from another process, exactly one of the two process groups is paused at a time."""
+    """Seen from another process, exactly one of the two process groups is paused at a time."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
     code = (
         "import sys; from dlscale.measure.turns import TimedRunSettings, Turns\n"
         f"own = {own!r}\nturns = Turns(own, own)\nturns.rounds(60, 1e-9)\nturns.close()"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    seen: list[tuple[bool, ...]] = []  # for each group since the first turn: whether it was paused
+    seen: list[tuple[bool, ...]] = []  # one tuple per observation since the first turn: whether each group was paused
     try:
         until("two runs with a worker each", lambda: len(processes(process.pid)) >= 4 or process.poll() is not None)
         while len(seen) < 100 or len(set(seen) - {(False, False), (True, True)}) < 2:
-            assert process.poll() is None, "the process ended before both runs had their turns"
+            assert process.poll() is None, "the process must not end before both runs had their turns"
             groups: dict[int, list[str]] = {}
             for each in processes(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     groups.setdefault(os.getpgid(each.pid), []).append(state(each))
-            opened = [states for states in groups.values() if len(states) >= 2]  # groups with the process of a loader
+            opened = [states for states in groups.values() if len(states) >= 2]  # groups that include a loader process
             stopped = tuple(set(states) == {psutil.STATUS_STOPPED} for states in opened)
             seen.extend([stopped] if len(opened) == 2 and (seen or any(stopped)) else [])
             time.sleep(0.02)
     finally:
         process.kill()
         process.wait()
-    # The turn may pass between the observations of the two groups.
+    # The turn may change between the observations of the two groups.
     assert sum(map(any, seen)) > 0.9 * len(seen)
 
 
@@ -347,7 +349,7 @@ def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw = read_yaml(Path(timed(tmp_path / "first", cosmo_data).config))
-    raw["samples"]["crop"] = 4096  # more than the size of the volumes
+    raw["samples"]["crop"] = 4096  # larger than the volumes
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(json.dumps(raw))
     found = timed_in_turn(tmp_path / "own", cosmo_data, wrong)
@@ -376,14 +378,14 @@ def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
     ids=["known", "known well enough", "known roughly", "not known"],
 )
 def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
-    """With ten seconds they end when the ratio is known, or after three times as long without a result."""
+    """With ten seconds, rounds end when the ratio is known, or without a result after three times as long."""
     draw = random.Random(0)
     rounds = [(1 + draw.gauss(0, spread), 1.0) for _ in range(30)]
     assert next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error)) == seconds
 
 
 def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order may affect the speed, so each run goes first equally often."""
+    """Each run goes first equally often, because the order may affect the speed."""
     said: list[tuple[str, str]] = []
 
     class Player:

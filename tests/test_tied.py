@@ -1,4 +1,4 @@
-"""Modules with a shared weight: it is trained, saved and loaded once, under all its names."""
+"""Modules with a common weight: the weight is trained, saved and loaded once, under all its names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train(step: Step, world: World, *numbers: int) -> None:
 
 
 def state(step: Step) -> dict[str, torch.Tensor]:
-    """Return a copy of the model's state; check its names before."""
+    """Check the names in the model's state; return a copy of the state."""
     found = {name: value.clone() for name, value in step.weights.state_dict().items()}
     assert found.keys() == ALL
     assert torch.equal(*(found[name] for name in TIED))
@@ -138,7 +138,7 @@ def _together(rank: int, port: int, folder: Path) -> None:
 
 
 def test_processes_learn_save_and_load_what_one_does(tmp_path: Path) -> None:
-    """Training passes from one process to two, from two to two, and back to one."""
+    """A training continues from one process to two, from two to two, and back to one."""
     torch.set_num_threads(1)
     step = step_of(World())
     train(step, World(), 0, 1)

@@ -1,4 +1,4 @@
-"""The train stage: compared with a hand-written loop, repeated, interrupted, damaged and given invalid input."""
+"""The train stage: compared with a plain loop, repeated, interrupted, damaged, and with invalid input."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FILES = {
 Make = Callable[..., Path]
 
 
-#: A single channel, since a tiny training spends most of its time on its figure, which has a row per channel.
+#: Dataset with one channel. A tiny training spends most of its time on its figure, which has a row per channel.
 WEATHER = {**ERA5, "channels": ["t2m"]}
 
 
@@ -101,7 +101,7 @@ def make_era5(folder: Path, over: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def era5(tmp_path: Path, weather: Path) -> Make:
-    """Return a function that trains the tiny ViT under a name."""
+    """Return a function that trains the tiny ViT in a folder of the given name."""
 
     def make(name: str = "run", status: int = 0, **over: Any) -> Path:
         folder = make_era5(tmp_path / name, over)
@@ -113,7 +113,7 @@ def era5(tmp_path: Path, weather: Path) -> Make:
 
 @pytest.fixture
 def cosmo(tmp_path: Path, cosmo_data: Path) -> Make:
-    """Return a function that trains the tiny U-Net under a name."""
+    """Return a function that trains the tiny U-Net in a folder of the given name."""
 
     def make(name: str = "run", status: int = 0, **over: Any) -> Path:
         make_run(tmp_path / name, "cosmo_unet", config.merge(copy.deepcopy(COSMO_RUN), over), COSMO)
@@ -142,7 +142,7 @@ def checkpoint(folder: Path) -> CheckpointRecord:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Compare nested states bit by bit, so that equal NaN are equal."""
+    """Compare nested states bit by bit; two NaN with the same bits are equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -165,7 +165,7 @@ def bare_loop(
     rate: Callable[[int], float],
     **adam: Any,
 ) -> tuple[list[float], list[float]]:
-    """Train with a plain loop; return training and validation loss of every epoch."""
+    """Train with a plain loop; return the training losses and the validation losses of all epochs."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, **adam)
     step, train_losses, valid_losses = 0, [], []
     for epoch, steps in enumerate(steps_by_epoch):
@@ -197,7 +197,7 @@ def bare_loop(
 def test_the_unet_trains_as_a_bare_loop_does(
     cosmo: Make, cosmo_data: Path, training: dict[str, int], steps_by_epoch: list[int], samples_so_far: list[int]
 ) -> None:
-    """10 samples in batches of 4 give a last batch of 2 per epoch. Weights must agree bit for bit."""
+    """In each epoch, 10 samples in batches of 4 leave a last batch of 2. Weights must agree bit for bit."""
     folder = cosmo(
         batch_size=4,
         seed=5,
@@ -244,7 +244,9 @@ def test_the_unet_trains_as_a_bare_loop_does(
     assert {key: [r[key] for r in found] for key in expected} == expected
     for before, after in zip([{"samples": 0}, *found], found, strict=False):
         speed = (after["samples"] - before["samples"]) / after["epoch_seconds"]
-        assert after["samples_per_second"] == pytest.approx(speed, rel=1e-9), "count samples, not batches × batch_size"
+        assert after["samples_per_second"] == pytest.approx(speed, rel=1e-9), (
+            "the speed must count samples, not batches × batch_size"
+        )
 
 
 def test_the_vit_trains_as_a_bare_loop_does(era5: Make, weather: Path) -> None:
@@ -301,7 +303,7 @@ def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data
     found = records(cosmo(batch_size=3, samples={"valid": 8}, training={"epochs": 3}, optimizer={"lr": 1e-30}))
     assert len({r["valid_loss"] for r in found}) == 1
     assert len({json.dumps(r["metrics"]) for r in found}) == 1
-    assert len({r["train_loss"] for r in found}) == 3, "training crops must differ from epoch to epoch"
+    assert len({r["train_loss"] for r in found}) == 3, "training crops must differ between epochs"
     torch.manual_seed(0)
     model = UNet3D(4, 5, widths=(4, 8))
     valid = Crops(Manifest.read(cosmo_data / "manifest.json"), "valid", CropSamples(kind="crops", crop=16, valid=8), 0)
@@ -317,19 +319,19 @@ def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data
 
 
 def test_validation_runs_without_drop_out(era5: Make) -> None:
-    """The learning rate is too small to learn, so that drop-out would add noise to the validation loss."""
+    """The learning rate is too small to learn, so that only drop-out could change the validation loss."""
     still = {"optimizer": {"lr": 1e-30}, "training": {"epochs": 2}}
     plain, dropping = era5("plain", **still), era5("drops", model=DROPS, **still)
     assert {r["valid_loss"] for r in records(plain)} == {r["valid_loss"] for r in records(dropping)}
     assert len({r["train_loss"] for r in records(dropping)} & {r["train_loss"] for r in records(plain)}) == 0
 
 
-# --- the trainer alone -------------------------------------------------------------------------------------------
+# --- the trainer without the stage ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, **replaced: Any) -> Iterator[Trainer]:
-    """Return a run's trainer as the stage sets it up, with access to its parts."""
+    """Yield a run's trainer, set up as in the stage."""
     run = load_run(folder / "config.yaml", "train")
     session = open_session(run, data / "manifest.json", World(), 1)
     session.step.network.loss = replaced.get("loss", session.step.network.loss)
@@ -345,7 +347,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
 
 @pytest.mark.slow
 def test_what_was_before_the_first_step(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses of the untrained model are recorded, and measuring them does not change the training."""
+    """The losses of the untrained model are recorded; this measurement does not change the training."""
     over = {"training": {"epochs": 2}, "samples": {"train": 9}, "model": DROPS}
     seen = era5("seen", **copy.deepcopy(over))
     monkeypatch.setattr(Trainer, "_begin", lambda self: None)
@@ -373,7 +375,7 @@ def test_what_was_before_the_first_step(era5: Make, weather: Path, monkeypatch: 
 def test_a_resumed_run_knows_what_was_before_its_first_step(
     tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that stopped within its first epoch keeps these values and does not measure them again."""
+    """A run that stopped within its first epoch keeps the untrained model's losses and does not measure them again."""
     make_era5(tmp_path, {"training": {"epochs": 1}})
     with trainer(tmp_path, weather) as made:
         (whole,) = fit_with_signals(made)
@@ -398,7 +400,7 @@ def test_a_resumed_run_knows_what_was_before_its_first_step(
 
 
 class _Slow(TorchLoader):
-    """Loader with a delay of 0.3 s before the first batch."""
+    """Loader that waits 0.3 s before its first batch."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         time.sleep(0.3)
@@ -443,10 +445,10 @@ def test_a_metric_that_is_described_has_a_value(tmp_path: Path, weather: Path, m
 
 
 class Waits(TorchDispatchMode):
-    """Counter of operations that make the host wait for a device's values.
+    """Counter of operations for which the host waits for values from the device.
 
-    `_local_scalar_dense` implements `.item()`, `float()` and `bool()` of a tensor. Adam keeps its step counters on the
-    CPU (PyTorch's default) and reads them there without waiting for a device: these calls are not counted.
+    `_local_scalar_dense` implements a tensor's `.item()`, `float()` and `bool()`. Adam's calls are not counted: by
+    default PyTorch keeps Adam's step counters on the CPU, so that reading them does not wait for a device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -463,7 +465,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("precision", "fused"),
-    # Without a fused optimiser PyTorch's loss scaler itself reads at every step if a gradient overflowed.
+    # Without a fused optimiser, PyTorch's loss scaler reads at every step whether a gradient overflowed.
     [
         ("fp32", False),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", True), ("bf16", False), ("fp16", True)]),
@@ -479,10 +481,10 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
             shutil.rmtree(made.checkpoints.folder)
             with Waits(made.step.optimizer) as counted:
                 fit_with_signals(made)
-            assert len(made.history) == 1, "both cases must train one epoch"
+            assert len(made.history) == 1, "the trainer must have trained one epoch in both cases"
         return counted.count
 
-    assert waits(2) == waits(8) > 0, "the number of waits must not grow with the steps"
+    assert waits(2) == waits(8) > 0, "the number of waits must not depend on the number of steps"
 
     def watched(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         loss = relative_l2(p, t)
@@ -496,7 +498,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
 # --- interrupted and resumed ------------------------------------------------------------------------------------
 
 LONG: dict[str, Any] = {
-    # About 0.1 s per epoch, enough time to kill the process.
+    # An epoch takes about 0.1 s, so that the process can be killed during the training.
     "model": {"patch": [1, 2], **DROPS},
     "samples": {"train": 17, "valid": 2},
     "batch_size": 3,
@@ -505,7 +507,7 @@ LONG: dict[str, Any] = {
 
 
 def start(folder: Path, manifest: Path) -> subprocess.Popen[str]:
-    """Train in a separate process."""
+    """Start a training in a separate process."""
     command = [
         *(sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest),
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"),
@@ -538,10 +540,10 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     try:
         (first, *_) = until("a checkpoint", lambda: sorted(killed.glob("checkpoints/*/step-*")), process, log.read_text)
         process.send_signal(signal.SIGSTOP)
-        # While this process exists, running or stopped, no other process may write to the run.
+        # While this process exists, running or stopped, other processes must not write to the run.
         capfd.readouterr()
         assert train(killed, manifest) == 2 and f"in use by process {process.pid} on" in error_line(capfd)
-        # This includes a training with other settings, since it would write the same files.
+        # A training with other settings is also refused, because it would write the same files.
         make_era5(killed, config.merge(copy.deepcopy(over), {"optimizer": {"lr": 2e-3}}))
         assert train(killed, manifest) == 2
         make_era5(killed, over)
@@ -551,26 +553,26 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
     assert process.returncode == -signal.SIGKILL
     saved = sorted(first.parent.glob("step-*"))
     done = [record.model_dump() for record in checkpoint(saved[-1]).history]
-    assert len(done) < 8, "the training ended before it was killed"
+    assert len(done) < 8, "the training must not end before it is killed"
     assert saved[-1].name == f"step-{6 * len(done):08}" and len(saved) <= 3
     logged = records(killed)
     assert logged[: len(done)] == done and len(logged) - len(done) in (0, 1), "finished epochs must be readable"
     assert set(scalars(killed)["loss/train"]) >= {record["step"] for record in done}
-    assert not (killed / "provenance.json").exists(), "provenance.json marks a complete result"
+    assert not (killed / "provenance.json").exists(), "only a complete result may have provenance.json"
 
     assert train(killed, manifest) == 0
     assert provenance(killed)["resumed_from_step"] == 6 * len(done)
     assert provenance(tmp_path / "whole")["resumed_from_step"] is None
-    assert records(killed)[: len(done)] == done, "earlier epochs keep their records, with their times"
+    assert records(killed)[: len(done)] == done, "earlier epochs must keep their records, including times"
     assert timeless(killed) == timeless(tmp_path / "whole")
     for name in ("model.pt", "model_best.pt"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     last = [checkpoint_folder(tmp_path / name) / "step-00000048" for name in ("whole", "killed")]
     states = [read(folder) for folder in last]
     assert same(*(checkpoint(folder).model_dump(exclude={"files", "own"}) for folder in last))
-    assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "partial files were left"
+    assert {path.name for path in killed.iterdir()} == FILES | {"log"}, "no partial files may be left"
     assert {name.split(".")[0] for name in states[0]} - {"best"} == {"model", "optimizer", "random"}
-    assert same(*states), "optimiser moments and random state must agree, too"
+    assert same(*states), "optimiser moments and random states must agree, too"
     for moment in ("exp_avg", "exp_avg_sq"):
         kept = {name.removeprefix(f"optimizer.{moment}.") for name in states[0] if moment in name.split(".")}
         assert kept == weights(killed).keys()
@@ -587,7 +589,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_been(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
-    """Return a finished run of 3 epochs (10 steps each) with its two newest checkpoints."""
+    """Return a finished run of 3 epochs with 10 steps each, and its two newest checkpoints."""
     folder = make_era5(tmp_path_factory.mktemp("finished") / "run", {"training": {"epochs": 3}, "model": DROPS})
     assert train(folder, weather / "manifest.json") == 0
     return folder
@@ -595,7 +597,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
 
 @pytest.fixture
 def again(finished: Path, tmp_path: Path) -> Path:
-    """Return a copy of the finished run that looks as if it was killed after its last checkpoint."""
+    """Return a copy of the finished run in the state after a kill just after its last checkpoint."""
     shutil.copytree(finished, tmp_path / "run")
     for name in FILES - {"config.yaml", "checkpoints"}:
         with contextlib.suppress(NotADirectoryError):
@@ -606,7 +608,7 @@ def again(finished: Path, tmp_path: Path) -> Path:
 
 
 class Trap:
-    """Object that creates a file when it is unpickled."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -630,25 +632,25 @@ def _flip(file: Path) -> None:
 
 
 def _signed(file: Path) -> None:
-    """Store the checksum of a changed file in the record, as an attacker with write access could."""
+    """Store the checksum of a changed file in the record, as an attacker with write access could do."""
     record = checkpoint(file.parent)
     record.files[file.name] = sha256(file)
     record.sealed().write(file.with_name("checkpoint.json"))
 
 
 def _trap(file: Path) -> None:
-    """Replace the tensors by a pickle that runs code."""
+    """Replace the tensors by a pickle that executes code."""
     file.write_bytes(pickle.dumps(Trap(file.parent.parent / "executed")))
     _signed(file)
 
 
 def _no_header(file: Path) -> None:
-    """Replace the length of the tensor list by an impossible one."""
+    """Replace the header's length by an impossible number."""
     file.write_bytes((2**40).to_bytes(8, "little") + file.read_bytes()[8:])
     _signed(file)
 
 
-#: File of the first process.
+#: File of the first rank in a checkpoint.
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
@@ -689,9 +691,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert provenance(again)["resumed_from_step"] == (20 if damage else 30)
     assert (again / "model.pt").read_bytes() == (finished / "model.pt").read_bytes()
     assert timeless(again) == timeless(finished)
-    assert not (folder / "executed").exists(), "the code in the checkpoint was run"
+    assert not (folder / "executed").exists(), "the code in the checkpoint must not be executed"
     assert [record.model_dump() for record in checkpoint(folder / "step-00000030").history] == records(again)
-    if damage == "trap":  # the trap itself must work
+    if damage == "trap":  # check that the trap works at all
         _trap(folder / "step-00000030" / SHARD)
         with contextlib.suppress(Exception):
             pickle.loads((folder / "step-00000030" / SHARD).read_bytes())
@@ -707,7 +709,7 @@ def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: P
 
 
 def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
-    """The weights are the same, but the recorded samples/s belong to the previous loader."""
+    """With another loader, the weights are the same, but recorded samples/s would describe the previous loader."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     make_era5(run, {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}})
@@ -755,7 +757,7 @@ def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[st
 
 
 def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An out-of-memory error or a failing file system does not mean damage: reading may succeed the next time."""
+    """An out-of-memory error or a failing file system does not mean damage, because a later read may succeed."""
     checkpoints, w = Checkpoints(tmp_path, keep=2), torch.zeros(1)
     for step in (1, 2):
         saved(checkpoints, step, w=torch.full((1,), float(step)))
@@ -796,7 +798,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 
 
 def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) -> None:
-    """The same holds for a checkpoint of another step; both are intact and are kept."""
+    """A checkpoint of another training or of another step is refused; both checkpoints are intact and are kept."""
     w, one, other = torch.zeros(1), Checkpoints(tmp_path / "one", keep=2), Checkpoints(tmp_path / "other", keep=2)
     saved(one, 1, w=w)
     shutil.copytree(tmp_path / "one/step-00000001", tmp_path / "other/step-00000001")
@@ -810,7 +812,7 @@ def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) ->
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> None:
-    """Scores are means over samples, even for unequal micro-batches; they do not change the weights by a bit."""
+    """Scores are means over samples, even for unequal micro-batches, and do not change the weights by a bit."""
 
     def error(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (prediction - y).square().mean(1)
@@ -865,11 +867,11 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
 
     assert changed() == own
     assert changed(label="another name", throughput={"trials": 9}) == own, (
-        "settings that the stage does not use must not count"
+        "settings that the stage does not use must not change the fingerprint"
     )
     assert changed(training={"on_divergence": "stop", "trackers": ["wandb"]}) == own
     assert changed(loader={"kind": "direct", "workers": 3}, geometry={"gpus_per_node": 2}) == own, (
-        "settings that keep the samples must not count"
+        "settings that keep the samples must not change the fingerprint"
     )
     others = [
         *(changed(seed=1), changed(batch_size=8), changed(model={"dropout": 0.3}), changed(precision="bf16")),
@@ -900,7 +902,7 @@ def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
-    # `every` is the number of epochs between checkpoints; the last epoch always has one.
+    # `every` is the number of epochs between checkpoints. The last epoch always has a checkpoint.
     for every, kept in ((1, [4, 5]), (4, [4, 5]), (9, [5])):
         training = {"epochs": 5, "checkpoint_epochs": every}
         folder = era5(str(every), training=training, samples={"train": 4, "valid": 2}, batch_size=4)
@@ -930,7 +932,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Return TensorBoard's scalars: for each name a dictionary of values by step."""
+    """Return TensorBoard's scalars by tag, each as a mapping of steps to values."""
     found = events(folder)
     return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
 
@@ -958,7 +960,7 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
 
 
 def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
-    """The points are the same, under the names of the published program. The dataset has no channel u10."""
+    """The points of the published program's tags equal the points of our tags. The dataset lacks channel u10."""
     found, epochs = scalars(finished), records(finished)
     for theirs, ours in Era5ViT.published_log.tags.items():
         if ours != "valid/rmse_normalised/u10":
@@ -989,9 +991,9 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
     logs.begin(untrained, 90.0)
     logs.add(first)
     logs.add(second)
-    RunLogs(tmp_path, [first], log, step=80).add(second)  # killed before the second epoch's checkpoint
+    RunLogs(tmp_path, [first], log, step=80).add(second)  # the run was killed before the second epoch's checkpoint
     found = scalars(tmp_path)
-    assert [event.step for event in events(tmp_path).Scalars("Top1/val")] == [0, 1, 2], "each epoch must appear once"
+    assert [event.step for event in events(tmp_path).Scalars("Top1/val")] == [0, 1, 2], "each epoch must be logged once"
     assert found["Top1/val"] == {0: pytest.approx(0.1), 1: 25.0, 2: 50.0}
     assert found["valid/top1"] == {0: pytest.approx(0.001), 80: 0.25, 160: 0.5}
     assert found["Loss/val"] == {0: pytest.approx(6.9), 1: 2.0, 2: 2.0} and found["loss/train"][0] == 7.0
@@ -999,7 +1001,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 
 def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> None:
-    """The tags are mean batch times, samples/s of validation and training scores in per cent, by epoch."""
+    """The published tags have mean batch times, validation samples/s, and training scores in per cent, by epoch."""
     record = Epoch(
         **{"epoch": 3, "step": 80, "samples": 640, "learning_rate": 0.1, "train_loss": 3.0, "valid_loss": 2.0},
         **{"epoch_seconds": 2.0, "samples_per_second": 320.0, "wall_time": 99.0},
@@ -1018,7 +1020,7 @@ def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> No
 
 
 def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:
-    """This also holds for a run that was stopped within its first epoch and resumed."""
+    """Initial scores are logged once, even if a run stops within its first epoch and is resumed."""
     for step in (0, 3):
         RunLogs(tmp_path, [], step=step).begin(Untrained(valid_loss=6.9), 90.0)
     assert [event.step for event in events(tmp_path).Scalars("loss/valid")] == [0]
@@ -1053,15 +1055,13 @@ def test_a_loss_that_explodes_ends_in_one_message(
     line = error_line(capfd)
     assert f"epoch 1: the {which} loss is nan" in line and "lower optimizer.lr" in line
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
-    assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), (
-        "a loss of NaN must not be saved in a checkpoint"
-    )
+    assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "a checkpoint must not contain a loss of NaN"
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The configured grid differs from the files' grid."""
+    """A model whose patch size does not divide the grid of the data files is refused; the configured grid differs."""
     dataset = {**WEATHER, "source": {**WEATHER["source"], "latitudes": 20, "longitudes": 40}}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}), dataset)
     assert train(tmp_path, weather / "manifest.json") == 2
@@ -1076,4 +1076,4 @@ def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: py
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
 
 
-# ---- checkpoints and clocks, alone -------------------------------------------------------------------
+# ---- checkpoints and clocks without a training ------------------------------------------------------

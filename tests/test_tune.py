@@ -33,13 +33,13 @@ from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results
 
-# ---- the search, with known rates --------------------------------------------------------------------
+# ---- the search, with known speeds -------------------------------------------------------------------
 
 
 class Machine:
-    """Settings with known samples/s on a simulated machine with noise, drift and disturbances.
+    """Settings of known speed, samples/s, on a simulated machine with noise, drift and disturbances.
 
-    A trial's noise falls with the root of its time; the drift is a random walk common to all settings.
+    The noise of a trial falls with the square root of its duration. The drift is a random walk, equal for all settings.
     """
 
     def __init__(self, rates: Sequence[float], seed: int, noise: float = 0.03, disturbed: float = 0.1) -> None:
@@ -68,7 +68,7 @@ def duel(challenger: int, machine: Measure, rounds: int = 8, seconds: float = 30
 
 
 def exhaustive(rates: Sequence[float]) -> int:
-    """Return the best setting except the first, by the true rates."""
+    """Return the number of the fastest setting by the true speeds; the first setting does not count."""
     return max(range(1, len(rates)), key=lambda number: rates[number])
 
 
@@ -84,7 +84,7 @@ def test_without_noise_halving_finds_what_exhaustive_search_does(count: int) -> 
 
 
 def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> None:
-    """200 searches among 20 settings with a spread of 25 % lose less than 2 % to the best setting on average."""
+    """200 searches among 20 settings with a spread of 25 % lose on average less than 2 % against the best setting."""
     losses = []
     for seed in range(200):
         rates = [100 * math.exp(random.Random(seed * 100 + number).gauss(0, 0.25)) for number in range(20)]
@@ -92,11 +92,11 @@ def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> 
         assert best
         losses.append(1 - rates[best] / rates[exhaustive(rates)])
     assert statistics.fmean(losses) < 0.02
-    assert sorted(losses)[190] < 0.1, "at most 5 % of searches may lose more than 10 %"
+    assert sorted(losses)[190] < 0.1, "at most 5 % of the searches may lose more than 10 %"
 
 
 def test_a_drift_that_all_share_misleads_nobody() -> None:
-    """The speed grows by a half during the search, while the settings differ by 2 %."""
+    """A common drift does not matter: speeds grow by a half during the search, although settings differ by only 2 %."""
     rates = [100 * 1.02**number for number in range(8)]
 
     def drifting(number: int, seconds: float, clock: list[float] = [0.0]) -> float:  # noqa: B006
@@ -105,7 +105,7 @@ def test_a_drift_that_all_share_misleads_nobody() -> None:
 
     assert tune.search(8, drifting, 60)[0] == 7
     assert ratio_interval(duel(7, drifting))[0] == pytest.approx(1.02**7, rel=1e-9), (
-        "the drift must cancel out in each round"
+        "the drift must cancel in each round"
     )
 
 
@@ -125,12 +125,12 @@ def test_what_fails_drops_out_and_what_is_left_goes_on() -> None:
     assert all(machine.measured.count(number) == 1 for number in (1, 3, 5))
     for rates, best in (([100, nan, 120, nan], 2), ([100, nan, nan], None), ([100.0], None)):
         assert search(Machine(rates, 0)) == best
-    assert search(Machine([100, nan], 0)) == 1, "a single setting must be compared with the run's own at once"
+    assert search(Machine([100, nan], 0)) == 1, "a single remaining setting must be compared with the run's own at once"
     assert tune.in_turns([1, 0], Machine([100, nan], 0), 8, 1).keys() == {0}
 
 
 def verdicts(rates: tuple[float, float], duels: int, rounds: int) -> tuple[float, float]:
-    """Return the fractions of duels that setting 1 wins, and that setting 0 wins."""
+    """Return two fractions of the duels: setting 1 wins, and setting 0 wins."""
     won, lost = 0, 0
     for seed in range(duels):
         _, low, high = ratio_interval(duel(1, Machine(rates, seed), rounds))
@@ -149,7 +149,7 @@ def test_a_gain_that_is_there_is_seen() -> None:
 
 
 def test_nor_is_it_seen_after_a_search_among_settings_alike() -> None:
-    """The luckiest of many equal settings is measured again in the duel."""
+    """The luckiest of many equal settings is measured again in the duel, so that it seldom wins."""
     won = 0
     for seed in range(300):
         machine = Machine([100] * 12, seed)
@@ -169,13 +169,13 @@ def a_run(tmp_path: Path, **over: Any) -> Any:
 
 
 def test_the_default_space_is_made_from_the_cores(tmp_path: Path) -> None:
-    """Prefetching needs workers."""
+    """The number of workers follows from the cores. Prefetching is only tried with workers."""
     run = a_run(tmp_path, loader={"kind": "torch", "workers": 2, "prefetch": 2})
     found = tune.candidates(run, 4, CPU)
     assert found[0] == {}
     assert len(found) == 2 * (1 + 3 * 2), "threads × (no workers + 1, 2, 4 workers × prefetch)"
     assert {each.get("loader.workers", 2) for each in found} == {0, 1, 2, 4}
-    assert {each.get("threads") for each in found} == {None, 2}, "all cores are the run's own setting"
+    assert {each.get("threads") for each in found} == {None, 2}, "all cores must be the run's own setting"
     assert not any("batch_size" in each for each in found)
     assert all("loader.prefetch" not in each for each in found if each.get("loader.workers") == 0)
     on_gpu = tune.candidates(run, 4, torch.device("cuda"))
@@ -196,7 +196,7 @@ def test_a_space_that_is_given_is_tried_in_full(tmp_path: Path) -> None:
     found = tune.candidates(run, 1, CPU)
     assert [each.get("batch_size") for each in found].count(6) == 4
     assert {"loader.kind": "direct", "loader.workers": 3, "loader.prefetch": 2} in found
-    # Sources of all loaders that may be tried are part of the fingerprint.
+    # The fingerprint includes the sources of all loaders that tuning may try.
     assert {registry.loader(kind) for kind in ("torch", "direct", "dali")} <= set(
         reachable(run_modules("tune", "cosmo_unet", *run.loaders("tune")))
     )
@@ -239,7 +239,7 @@ def won(**more: Any) -> Tuning:
 
 
 def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
-    """The tuned run stays unchanged, so that tuning need not run again; any plan can use the best settings."""
+    """The tuned run stays unchanged, so that tuning does not rerun. Any plan can use the best settings."""
     text = tune.tuned(won(), "cosmo_unet")
     for said in (
         "# 1.50× ± 0.10 as fast as the run's own setting.",
@@ -289,9 +289,9 @@ def tune_run(tmp_path: Path, data: Path, **over: Any) -> Tuning:
 def test_the_stage_from_end_to_end(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One setting is slow, one is invalid and one runs out of memory; all others are measured.
+    """One setting is slow, one setting is invalid, and one runs out of memory. All other settings are measured.
 
-    The run's own setting uses the torch loader, which is slowed on purpose; the written plan is faster.
+    The test slows the torch loader, which the run's own setting uses, so that the written plan is faster.
     """
     opened = tune.Session.loader
 
@@ -315,7 +315,7 @@ def test_the_stage_from_end_to_end(
     found = tune_run(tmp_path, cosmo_data, tune=space, accumulation_steps=4)
     by_changes = {json.dumps(each.changes, sort_keys=True): each for each in found.candidates}
     assert len(by_changes) == len(found.candidates) == 2 * 2 * 1 + 1, (
-        "batch sizes × loaders, and its own on two threads"
+        "batch sizes × loaders, and the run's own setting with two threads"
     )
     own = found.candidates[0]
     assert own.changes == {} and own.problem is None
@@ -328,7 +328,7 @@ def test_the_stage_from_end_to_end(
     assert yaml.safe_load(written)["plans"]["test_run_tuned"]["from"] == "test.run"
     assert found.command == f"snakemake --configfile {tmp_path / 'tuned.yaml'} -- plan_test_run_tuned"
     assert f"#   {found.command}\n" in written
-    # The page has the result, too.
+    # The page also shows the result.
     rows = tried(found).rows
     assert rows[0][0].text == "the run's own" and "loader.kind: direct" in rows[1][0].text
     assert {row[-1].text for row in rows} == {"–", "out of memory"}
@@ -337,7 +337,7 @@ def test_the_stage_from_end_to_end(
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) -> None:
-    """At most two of ten duels of a setting with itself on this machine have an interval without 1."""
+    """If a setting is compared with itself, at most two of ten duels have an interval without 1."""
     run = a_run(tmp_path, tune=QUICK)
     changes: list[dict[str, Any]] = [{}, {"seed": run.seed}]
     trials = tune._Trials(run, cosmo_data / "manifest.json", World(), 1, changes, Progress("tuning", 160, "trials"))
@@ -362,7 +362,9 @@ def test_processes_that_share_a_model_count_its_samples_once(tmp_path: Path, cos
 
 @pytest.mark.slow
 def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None:
-    """All make the same trials, since they would otherwise wait for each other forever; the first process writes."""
+    """All processes make the same trials, because they would otherwise wait for each other forever. The first one
+    writes.
+    """
     folder = configure(
         tmp_path, "era5_vit", 2, tune={**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}
     )
@@ -381,7 +383,7 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
 
 
 def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
-    """The finalist comes first, then settings by rung and speed; failed ones are last, with their reason."""
+    """The finalist comes first, then settings by rung and speed. Failed settings come last, with the reason."""
     results = Results(tmp_path / "results")
     folder = results.run("mine", "first", epochs=0, triplet=None)
     found = Tuning(

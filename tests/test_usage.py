@@ -1,4 +1,4 @@
-"""Resource use of real processes compared with their own figures: they compute, read, end, or are foreign."""
+"""Resource use of real processes compared with the processes' own figures: they compute, read, end, or are foreign."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dlscale.measure import processes
 from dlscale.measure.processes import Meter
 from dlscale.parallel.world import World
 
-#: Program that uses the given seconds of processor time, and prints how much it used.
+#: Program that uses the given seconds of processor time and prints its own processor time.
 BURN = (
     "import sys, time\nwhile time.process_time() < float(sys.argv[1]): pass\nprint(time.process_time(), flush=True)\n"
 )
-#: The same after a child that does it, too; it prints the sum.
+#: Program that first runs BURN in a child, then does the same itself; it prints the sum of both times.
 BURN_TWICE = (
     "import subprocess, sys, time\n"
     f"child = subprocess.run([sys.executable, '-c', {BURN!r}, sys.argv[1]], capture_output=True, text=True)\n"
     "while time.process_time() < float(sys.argv[1]): pass\n"
     "print(time.process_time() + float(child.stdout), flush=True)\n"
 )
-#: Tolerance in s: Linux counts processor time in steps of 0.01 s, rounded down per process, and Python's start is not
+#: Tolerance, s. Linux counts processor time in steps of 0.01 s, rounded down per process. The start of Python is not
 #: measured.
 TOLERANCE = 0.08
 
@@ -58,12 +58,12 @@ def test_processor_time_of_children_that_live_and_that_ended() -> None:
     assert found.cores == len(os.sched_getaffinity(0))
     before = Meter()
     end(alive)
-    assert before.usage(World()).cpu_seconds < TOLERANCE, "earlier use must not be counted again when a child ends"
+    assert before.usage(World()).cpu_seconds < TOLERANCE, "earlier use must not count again when a child ends"
 
 
 def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
     meter, own, machine = Meter(), time.process_time(), psutil.cpu_times()
-    # Its parent ends at once: it is not a descendant of this process.
+    # The parent ends at once, so that the child is not a descendant of this process.
     shell = ["sh", "-c", '"$0" -S -c "$1" 0.3 & exec true', sys.executable, BURN]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as child:
         burnt = answer(child)
@@ -75,7 +75,7 @@ def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
 
 
 def on_disk(folder: Path) -> bool:
-    """Return whether reading a file in the folder reads from a disk, after it was dropped from the cache."""
+    """Return whether reading a file in the folder reads from a disk, once the file was dropped from the cache."""
     path = folder / "probe"
     path.write_bytes(os.urandom(1 << 16))
     drop(path)
@@ -102,7 +102,7 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     path.write_bytes(os.urandom(size))
     drop(path)
     before, meter = processes.used(os.getpid()), Meter()
-    end(python(READ, path))  # a child that has ended by now
+    end(python(READ, path))  # this child has ended before the measurement ends
     cold = meter.usage(World()).read_bytes
     assert cold is not None and size <= cold < 1.5 * size + (1 << 20)
     meter = Meter()
@@ -110,11 +110,11 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     assert meter.usage(World()).read_bytes < size / 4  # type: ignore[operator]
     after = processes.used(os.getpid())
     assert 2 * size <= after.read_chars - before.read_chars < 2.2 * size + (2 << 20)
-    assert after.reads - before.reads >= 12  # the meter reads, too
+    assert after.reads - before.reads >= 12  # the meter itself reads, too
     drop(path)
     meter = Meter()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        assert sum(mapped[:: mmap.PAGESIZE]) >= 0  # page faults instead of reads
+        assert sum(mapped[:: mmap.PAGESIZE]) >= 0  # page faults instead of read calls
     assert (meter.usage(World()).read_bytes or 0) >= size
 
 
@@ -129,7 +129,7 @@ def test_memory_is_that_of_all_processes() -> None:
 
 
 class Ranks(World):
-    """A world with simulated other ranks; their values are changes of this rank's."""
+    """A world with simulated other ranks, whose values are derived from this rank's values."""
 
     def gather(self, value: Any) -> Any:
         node, _, cpu, read = value
@@ -139,6 +139,6 @@ class Ranks(World):
 def test_ranks_of_one_node_are_added_up() -> None:
     meter = Meter()
     alone, three = meter.usage(World()), meter.usage(Ranks())
-    assert three.cores == alone.cores + 1, "cores that two ranks may both use count once"
+    assert three.cores == alone.cores + 1, "a core that two ranks may use must count once"
     assert three.cpu_seconds == pytest.approx(2 * alone.cpu_seconds + 1, abs=TOLERANCE)
     assert three.read_bytes == pytest.approx(2 * (alone.read_bytes or 0) + 10, abs=1 << 16)

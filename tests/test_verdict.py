@@ -1,4 +1,4 @@
-"""The verdict: each cause is found from its figures, and only then; `dlscale explain` prints it."""
+"""The verdict: each cause is found from its figures, and only from them; `dlscale explain` prints the verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dlscale.report.verdict import Evidence, lines, verdict
 from tests.conftest import stage
 from tests.test_report import Results
 
-#: A run without a cause: large operators on a GPU, and loading twice as fast as computing.
+#: Settings of a run without a cause: large operators on a GPU, and loading twice as fast as computing.
 SETTINGS: dict[str, Any] = {
     "loader": {"kind": "torch", "workers": 2},
     "precision": "fp32",
@@ -33,7 +33,7 @@ PEAKS = Peaks(dtype="float32", flops=1e12, bytes_per_second=1e11, operator_secon
 
 
 def usage(own: float = 1.0, machine: float | None = None, read: int = 0, cores: int = 4) -> Usage:
-    """Return the usage of ten seconds, given the busy cores of the run and of all programs."""
+    """Return the usage of ten seconds from the numbers of cores that the run and all programs keep busy."""
     busy = own if machine is None else machine
     return Usage(seconds=10.0, cores=cores, cpu_seconds=10 * own, cores_cpu_seconds=10 * busy, read_bytes=10 * read)
 
@@ -56,7 +56,7 @@ def measured(
 
 
 def profiled(seconds: float = 0.1, **activity: Any) -> Profile:
-    """Return a profile of steps of 0.1 s that took `seconds` with the profiler."""
+    """Return a profile of steps of 0.1 s, which took `seconds` with the profiler."""
     tool = ProfiledTool(name="torch", seconds_per_step=seconds, activity=Activity(**activity))
     return Profile(device=Device(kind="cuda"), seconds_per_step=[0.1, 0.1, 0.1], tools=[tool])
 
@@ -69,9 +69,9 @@ WAITS, BUSY, FULL_UP = usage(0.1, read=10**6), usage(1.9), usage(3.9)
 FOUR = {"loader": {"kind": "torch", "workers": 4}}
 IN_GRAPH = profiled(comm_seconds=0.05, comm_overlap=0.2, device_busy=1.0)
 
-#: Measurements, settings, and by hand the first cause and its fraction of the time.
+#: Measurements, profile, settings, first cause, and its fraction of the time (by hand), by name.
 CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | None]] = {
-    # Without loading, 100 samples/s instead of 19.
+    # Without the wait for storage, the speed would be 100 samples/s instead of 19.
     "storage": (measured(20, full=19, used=WAITS), None, {}, "storage", 0.81),
     "storage on a large node whose daemons do a little": (
         measured(20, full=19, used=usage(0.1, 0.45, cores=128)),
@@ -96,15 +96,15 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
         "loader",
         0.81,
     ),
-    # 1/110 s of loading in 1/110 + 1/100 s.
+    # A sample takes 1/110 s to load and 1/100 s to compute.
     "overlap": (measured(110, full=52), None, {"loader": {"kind": "torch", "workers": 0}}, "overlap", 100 / 210),
     "straggler": (measured(nranks=4, alone=trials(100, ranks=(30, 30, 20, 30))), None, {}, "straggler", 1 / 3),
     "straggler of two": (measured(nranks=2, alone=trials(100, ranks=(30, 20))), None, {}, "straggler", 1 / 3),
     "communication": (measured(nranks=4, alone=trials(150, ranks=(37,) * 4)), None, {}, "communication", 1 / 3),
-    # A fifth of 50 ms in a step of 100 ms is hidden.
+    # A fifth of the 50 ms of communication in a 100 ms step is hidden.
     "communication in a graph": (measured(nranks=4), IN_GRAPH, {"cuda_graph": True}, "communication", 0.4),
     "launches": (measured(), profiled(device_busy=0.4, launches=900), {}, "launches", 0.6),
-    # Busy for 0.2 × 0.25 s of a step that takes 0.1 s without the profiler.
+    # The device is busy for 0.2 × 0.25 s of a step, which takes 0.1 s without the profiler.
     "launches, with a profiler that slows the host": (measured(), profiled(0.25, device_busy=0.2), {}, "launches", 0.5),
     "launches, not the wait for data": (
         measured(),
@@ -115,7 +115,8 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
     ),
     "sync": (measured(), profiled(items=1, syncs=2, sync_seconds=0.03, device_busy=0.5), {}, "sync", 0.5),
     "sync on a processor": (measured(device="cpu"), profiled(items=2), {}, "sync", None),
-    # A sample takes 10 ms: 6 ms to move and 3 ms to compute, so 60 % of the bandwidth and 30 % of the time.
+    # A sample takes 10 ms. Moving its bytes would take 6 ms (60 % of the bandwidth), and its products 3 ms (30 % of the
+    # time).
     "memory": (measured(work=WORK.model_copy(update={"bytes": 6e8})), None, {}, "memory", 0.3),
     "copies": (
         measured(),
@@ -144,7 +145,7 @@ WATCHED = {
 def program(
     used: Usage | None = None, batch: int | None = 10, rate: float = 100.0, rates: Sequence[float] = (), **seen: Any
 ) -> Throughput:
-    """Return the record of an external program on one of four cores of a processor, with steps of 0.1 s."""
+    """Return the record of an external program with steps of 0.1 s; by default it keeps one of four cores busy."""
     plain: dict[str, Any] = {"command": ["train"], "way": "seen", "steps": 99, "status": 0, "seconds": 20}
     outside = Outside(**{**plain, "first_step_seconds": 1, "waiting": 0.05, "training": 1.0, **seen})
     nranks = max(1, len(outside.rank_cores))
@@ -152,23 +153,23 @@ def program(
     return Throughput(device=Device(kind="cpu"), batch_size=batch, nranks=nranks, full=full, outside=outside)
 
 
-#: External programs, and the causes that slow them.
+#: Records of external programs, and the causes that slow each program.
 OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(), []),
     (program(waiting=0.6), ["workers"]),
     (program(usage(3.9), waiting=0.6), ["loader"]),
     (program(usage(0.2), waiting=0.6), ["storage"]),
-    (program(usage(0.2, 3.9), waiting=0.6), ["neighbour"]),  # the reason for waiting is unknown
+    (program(usage(0.2, 3.9), waiting=0.6), ["neighbour"]),  # the reason for the wait is unknown
     (program(usage(0.2)), ["idle"]),
     (program(usage(0.2, 3.9)), ["neighbour"]),
     (program(rate=9000.0), ["launches"]),
     (program(usage(0.2), rate=9000.0), ["idle"]),
-    (program(rate=9000.0, batch=None), []),  # a printed rate does not give the time of a step
+    (program(rate=9000.0, batch=None), []),  # a printed rate does not give the duration of a step
     (program(rate=900.0, batch=None, samples=False), ["launches"]),
     (program(training=0.4), ["besides"]),
     (program(usage(4.0), queued=0.9), ["threads"]),
     (program(usage(1.0), queued=0.9), []),
-    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # its workers are many
+    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # the program has many workers
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 71]), ["slowing"]),
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 141]), []),
     (program(rates=[100, 101, 102, 100, 100, 100, 99, 98, 98]), []),
@@ -280,7 +281,7 @@ SMALL = WORK.model_copy(update={"forward_flops": 1e6, "backward_flops": 2e6, "op
             [],
             id="a graph's step has no launches to spare",
         ),
-        # It makes every other figure uncertain.
+        # A neighbour makes every other figure uncertain.
         pytest.param(
             measured(20, full=19, used=usage(1.9, 2.9)),
             None,
@@ -312,7 +313,7 @@ def test_a_model_without_products_has_no_arithmetic_roof() -> None:
 
 
 def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
-    """FULL reached 242 samples/s, although computing alone reached 143; with and without another program."""
+    """FULL reached 242 samples/s although computing alone reached 143. Only another program, if any, is reported."""
     for used, seen in ((None, []), (usage(1.0, 2.0), ["neighbour"])):
         found = verdict(Evidence(SETTINGS, measured(1000, 143, 242, used), profiled(device_busy=0.4, launches=900)))
         assert [each.cause for each in found.findings] == seen and found.limit == ""
@@ -323,7 +324,7 @@ def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
 
 
 def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
-    """Loading takes 27 % of the time, alternating with computing, while another program was running."""
+    """Loading alternates with computing and takes 27 % of the time; a neighbour does not hide this cause."""
     measured_ = measured(270, 100, 73, usage(1.0, 2.0))
     found = verdict(Evidence({"loader": {"kind": "torch", "workers": 0}}, measured_))
     assert [each.cause for each in found.findings] == ["neighbour", "overlap"]
@@ -347,7 +348,7 @@ def test_full_above_its_slower_part_is_equal_within_noise(rates: tuple[float, fl
 
 
 def test_a_remark_takes_no_place_from_what_helps() -> None:
-    """Reading values costs nothing on a processor."""
+    """The remark that steps read values comes second: on a CPU, reading costs nothing."""
     found = verdict(
         Evidence({**SETTINGS, **FOUR}, measured(20, full=19, used=FULL_UP, device="cpu"), profiled(items=2))
     )
@@ -376,7 +377,7 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
 
 
 def test_the_limit_is_the_lower_roof() -> None:
-    """For 3e9 FLOP and 1e7 bytes the limits are 1e12 / 3e9 = 333 and 1e11 / 1e7 = 10,000 samples/s."""
+    """With 3e9 FLOP and 1e7 bytes per sample, the limits are 1e12 / 3e9 = 333 and 1e11 / 1e7 = 10,000 samples/s."""
     assert "Training reaches 30 %" in module.limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
     assert "If arithmetic were the only limit, this model would reach 333 samples/s" in module.limit(
         Evidence(SETTINGS, measured())
@@ -417,7 +418,7 @@ def test_explain_prints_the_verdict(
 def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The name is one of the configuration; a run that another plan owns is found there."""
+    """The name must be in the configuration. The results of a run that `use` names are found in its own plan."""
     monkeypatch.chdir(tmp_path)
     plans = {
         "p": {"study": "era5_vit", "settings": {"dataset": "d"}, "runs": {"r": {}, "s": {"seed": 1}}},

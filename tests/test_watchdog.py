@@ -28,7 +28,7 @@ from tests.conftest import ROOT, variables
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
 
-#: Program that replaces `dlscale`: one rank hangs in the CALL-th call of the function given by WHERE.
+#: Program that replaces `dlscale`. The rank CULPRIT hangs in call number CALL of the function WHERE.
 FAULTY = """
 import ctypes, os, sys, time
 from dlscale import cli
@@ -111,7 +111,7 @@ def said(folder: Path) -> str:
 
 
 def end_of(process: subprocess.Popen[str], folder: Path) -> str:
-    """Wait for the end, and return the terminal's output."""
+    """Wait for the end of a process; return its output."""
     try:
         output, _ = process.communicate(timeout=PATIENCE)
     finally:
@@ -142,7 +142,7 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
 def begin_faulty(
     folder: Path, data: Path, where: str, call: int = 20, culprit: int = 1, **env: str
 ) -> subprocess.Popen[str]:
-    """Start a training in which one process hangs."""
+    """Start a training in which one rank hangs."""
     (folder / "program.py").write_text(FAULTY)
     env = {"WHERE": where, "CALL": str(call), "CULPRIT": str(culprit), **env}
     return begin(folder, data, [str(folder / "program.py")], **env)
@@ -168,7 +168,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
 def test_a_rank_that_hangs_between_epochs_is_named(
     tmp_path: Path, era5_data: Path, where: str, culprit: int, call: int
 ) -> None:
-    """This includes the thread that writes a checkpoint, for which all ranks wait."""
+    """A rank that hangs between epochs is named, even if only the thread hangs that writes a checkpoint."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     output = end_of(begin_faulty(folder, era5_data, where, call, culprit, **{WATCHDOG: "between=8"}), folder)
     assert f"all other processes have waited for 8 s for process {culprit} on " in output and f"({where})" in output, (
@@ -180,9 +180,9 @@ def test_a_rank_that_hangs_between_epochs_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: Path, culprit: int) -> None:
-    """Its threads cannot send heartbeats, but the other rank sees the process; the run continues."""
+    """While its threads cannot send heartbeats, the other rank sees that the process is running; the run continues."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 60})
-    # Limits for processes that no rank can see, while the dataset is opened.
+    # These limits are for processes that no rank can see while the dataset is opened.
     process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **{WATCHDOG: "silent=5:stuck=6"})
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output + said(folder)
@@ -191,7 +191,7 @@ def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: P
 
 @pytest.mark.slow
 def test_a_rank_that_holds_pythons_lock_for_good_is_named(tmp_path: Path, era5_data: Path) -> None:
-    """The first rank judges all others; if it hangs itself, they report it."""
+    """The first rank judges all other ranks. If the first rank hangs, the other ranks report it."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     limits = {WATCHDOG: "silent=5:stuck=12:between=12"}
     output = end_of(begin_faulty(folder, era5_data, "data", 400, culprit=0, HOLDS="3600", **limits), folder)
@@ -202,7 +202,7 @@ def test_a_rank_that_holds_pythons_lock_for_good_is_named(tmp_path: Path, era5_d
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_within_a_minute(tmp_path: Path, era5_data: Path, how: str, rank: int) -> None:
-    """With the watchdog's own limits the complete run ends, and no process is left."""
+    """With the watchdog's default limits, the complete run ends and no process is left."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     process = begin_faulty(folder, era5_data, "data", call=200 if how == "hangs" else -1, culprit=rank)
     if how == "hangs":
@@ -248,7 +248,7 @@ except PeerLost as lost:
 
 @pytest.mark.slow
 def test_a_request_to_end_does_not_cut_off_the_last_word(tmp_path: Path, era5_data: Path) -> None:
-    """torchrun's SIGTERM arrives while the exception of a failed exchange is raised."""
+    """torchrun's SIGTERM, which arrives while a failed exchange raises its exception, does not suppress the message."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     (folder / "program.py").write_text(
         """
@@ -292,7 +292,9 @@ def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads end with it: a thread that returned from a store while Python ends would make C++ abort."""
+    """The watchdog's threads end with it. A thread that returned from a store while Python ends would abort the
+    process.
+    """
     monkeypatch.setenv(MEET, str(tmp_path / "meet"))
     said: list[str] = []
     monkeypatch.setattr(watchdog, "end", lambda message, status: said.append(message))
@@ -311,7 +313,7 @@ STEPS, BETWEEN, OPENING, REHEARSAL = ranges.STEPS, ranges.BETWEEN, ranges.OPENIN
 
 
 def judge(*signs: dict[str, Any], silent: dict[int, float] | None = None, rank: int = 0) -> Watchdog:
-    """Return the watchdog of a rank that has received these heartbeats; `silent` has seconds without any, by rank."""
+    """Return a rank's watchdog with the given heartbeats; `silent` has seconds without heartbeat by rank."""
     found = object.__new__(Watchdog)
     found.rank, found.size, found.limits, found._named = rank, len(signs), Limits(), []
     found._seen = [watchdog.Heartbeat(host=f"nid{each}", **sign) for each, sign in enumerate(signs)]
@@ -337,17 +339,17 @@ def test_the_verdict() -> None:
     assert not verdict(WAITS, WAITS), "all ranks compute, or wait for the file system"
     assert "no process is behind" in verdict(*2 * [at(100, "backward", STEPS, 1801)])
     assert "45 s for process 0 on nid0 (backward)" in verdict(WAITS | {"exchanges": 7}, WAITS | {"exchanges": 8})
-    assert not verdict(WAITS, BEHIND | {"longest": 6.0}), "a range took 6 s earlier"
-    assert not verdict(WAITS, at(98, "forward", OPENING, 51)), "the rank compiles"
-    assert "for process 1" in verdict(at(100, "forward", OPENING, 50), BEHIND), "the rank that waits compiles"
+    assert not verdict(WAITS, BEHIND | {"longest": 6.0}), "an earlier range took 6 s"
+    assert not verdict(WAITS, at(98, "forward", OPENING, 51)), "the rank behind compiles"
+    assert "for process 1" in verdict(at(100, "forward", OPENING, 50), BEHIND), "only the waiting rank compiles"
     assert "1800 s for process 1 on nid1 (opening)" in verdict(*[at(n, "", OPENING, 1801) for n in (9, 8)])
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
-    assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank opens connections"
+    assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank behind opens connections"
 
 
 def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """If the limit is longer, the message comes once, and again for another rank."""
+    """If the limit is longer than a minute, the message is logged once, and again for another rank."""
     found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))
     assert not found._verdict() and not found._verdict()
     told = "all other processes have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
@@ -385,17 +387,17 @@ def test_the_verdict_on_silence() -> None:
     assert "process 1 on nid1" in old, "the rank that saw the process has been silent since"
     assert not verdict(sees(watchdog.THERE), GOES_ON, silent={1: 40})
     assert verdict(sees(watchdog.THERE), GOES_ON | {"failed": "no"}, silent={1: 26}) == "process 1 on nid1 ended: no"
-    # The second rank judges the first one.
+    # The second rank judges the first rank.
     assert not verdict(GOES_ON, sees(watchdog.THERE, 0), silent={0: 40}, rank=1)
     assert "process 0 on nid0 (backward): its process is running" in verdict(
         GOES_ON, sees(watchdog.THERE, 0), silent={0: 46}, rank=1
     )
     assert not verdict(at(100, "", OPENING, 1), sees(watchdog.THERE, 0), silent={0: 1000}, rank=1)
-    assert not verdict(WAITS, BEHIND, rank=1), "the second rank judges no other rank"
+    assert not verdict(WAITS, BEHIND, rank=1), "the second rank must not judge other ranks"
 
 
 def test_what_a_thread_exchanges_in_the_background_is_counted_apart(tmp_path: Path) -> None:
-    """Ranks that write a checkpoint may differ in progress without a hang."""
+    """Ranks that write a checkpoint may differ in progress, so that background exchanges count separately."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         steps, background = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._background.control
@@ -410,20 +412,20 @@ def test_what_a_thread_exchanges_in_the_background_is_counted_apart(tmp_path: Pa
 
 def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_marked", 0)
-    monkeypatch.setattr(ranges, "at", "")  # earlier tests may have changed it
+    monkeypatch.setattr(ranges, "at", "")  # earlier tests may have changed this value
     before = ranges.entered
     with ranges.part("epoch", BETWEEN):
         with ranges.part("steps", STEPS):
             for _ in range(ranges.FIRST - 1):
                 ranges.mark("data")
-                assert ranges.kind() == OPENING, "the first steps have their own limit"
+                assert ranges.kind() == OPENING, "the first steps must have their own limit"
             with ranges.mark("forward"):
                 assert (ranges.entered, ranges.at, ranges.kind()) == (before + 2 + ranges.FIRST, "forward", STEPS)
                 with ranges.patience():
                     assert ranges.kind() == OPENING
                 assert ranges.kind() == STEPS
         assert (ranges.entered, ranges.at, ranges.kind()) == (before + 3 + ranges.FIRST, "epoch", BETWEEN), (
-            "the end of a range counts as progress"
+            "the end of a range must count as progress"
         )
         with pytest.raises(ValueError), ranges.part("writing"):
             assert (ranges.at, ranges.kind()) == ("writing", BETWEEN)

@@ -1,4 +1,4 @@
-"""Reasons why jobs would run, in words; `tests/workflow/test_why.py` uses the workflow itself."""
+"""Reasons why jobs would run, in words; `tests/workflow/test_why.py` tests them with the real workflow."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_reasons(waiting: Waiting, reason: str) -> None:
 
 
 def test_a_line_for_each_reason() -> None:
-    """Runs of a plan with the same reason are on one line; the rest is counted."""
+    """Runs of a plan with the same reason are on one line. Further reasons are only counted."""
     longer = {"before": [repr(stage({"epochs": 2}))], "now": [repr(stage({"epochs": 3}))], "known": True}
     jobs = [
         Waiting("train", {"plan": "p", "run": "a"}, **longer),
@@ -102,7 +102,9 @@ def test_a_line_for_each_reason() -> None:
 
 
 def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
-    """The line has the command that makes it again; it is left out if a job will make it, or for a run never made."""
+    """The line has the command that makes the result again. It is omitted if a job will make it, or if it was never
+    made.
+    """
     for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
@@ -114,17 +116,17 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     shutil.rmtree(f"{run}/tensorboard")
     assert missing_results(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
     (tmp_path / "data/d/stats").mkdir()
-    assert len(missing_results(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder counts as missing"
+    assert len(missing_results(results, *asked, [f"{run}/metrics.jsonl"])) == 1, "an empty folder must count as missing"
     (tmp_path / "data/d/stats/means.npy").touch()
     assert missing_results(results, *asked, [f"{run}/metrics.jsonl"]) == []
     (line, *_) = missing_results(results, *asked, [], ["--configfile", "mine.yaml"])
     assert line.endswith(f"snakemake --configfile mine.yaml --force {run}/metrics.jsonl"), (
-        "the command needs the plan's file"
+        "the command must contain the file of the plan"
     )
 
 
 def test_what_is_replaced_is_told() -> None:
-    """The last line names runs if results of other settings would replace theirs."""
+    """The last line names the runs whose results would be replaced by results of other settings."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
     line = "replaces the results of p.r (train); to keep them: define a new run (from: p.r)"
     assert format_reasons([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
@@ -140,7 +142,7 @@ def test_what_is_replaced_is_told() -> None:
         job(follows=True, rule="collect"),
     ]
     assert replaced(unharmed) == ""
-    # this call makes the dataset, or another one did
+    # Either this call makes the dataset, or another call has made it.
     for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):
         assert format_reasons([of_other_data], TABLES.get)[-1] == line.replace(
             "define a new run", "define a new run, on a new dataset"

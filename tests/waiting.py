@@ -1,4 +1,4 @@
-"""Waits with their own timeout, since other programs may slow the machine."""
+"""Waits with their own timeout, because other programs may slow the machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class NotInTime(AssertionError):
-    """The awaited condition was not true in time."""
+    """Raised if a condition does not become true in time."""
 
 
-#: Timeout in seconds, many times the usual time on a busy machine.
+#: Timeout, seconds: many times the usual wait on a busy machine.
 PATIENCE = 300.0
 
 
@@ -25,20 +25,20 @@ def until(
     said: Callable[[], object] = str,
     seconds: float = PATIENCE,
 ) -> T:
-    """Wait until `ready` returns something true, and return that.
+    """Wait until `ready` returns a true value, and return this value.
 
     Parameters
     ----------
     what
         Description of the condition.
     process
-        Process that must not end before.
+        Process that must not end before the condition is true.
     said
-        Function that returns more text for the error message.
+        Function that returns additional text for the error message.
     """
     end = time.monotonic() + seconds
     while True:
-        # Asked before the condition, so that the last action of a process counts.
+        # Check the process before the condition, so that the last action of the process counts.
         ended = process is not None and process.poll() is not None
         if answer := ready():
             return answer

@@ -1,7 +1,7 @@
 """Check that `dlscale measure` names the bottleneck of an external program.
 
-`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py by `dlscale measure`, with one bottleneck
-at a time, then without any. It prints each planted cause and the causes that the verdict found.
+`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py with `dlscale measure`. Each case plants
+one bottleneck; the clean case plants none. The program prints each planted cause and the causes that the verdict found.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dlscale.report.verdict import Verdict, judge_run  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("program.py")
 
-#: Bytes of the table that samples are read from, and of memory that the program may use.
+#: Bytes: size of the table that samples are read from, and limit on the program's memory.
 TABLE, MEMORY = 2**30, 700 * 2**20
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of the program, and causes of which the verdict must name one; empty if clean."""
+    """Arguments of the program, and causes of which the verdict must name one; no causes if the case is clean."""
 
     causes: tuple[str, ...]
     words: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
 
 @contextmanager
 def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield words to put before and after a command so that it lacks memory and swaps; needs root."""
+    """Yield words to put before and after a command so that the command lacks memory and swaps; needs root."""
     if folder is None:
         yield [], []
         return
@@ -108,7 +108,8 @@ def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
         (group / limit).write_text(str(MEMORY))
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--table={TABLE}"]
     finally:
-        subprocess.run(["swapoff", str(swap)], check=True)  # first: the file cannot be removed while it is swap
+        # first disable the swap file, because a swap file in use cannot be removed
+        subprocess.run(["swapoff", str(swap)], check=True)
         group.rmdir()
 
 

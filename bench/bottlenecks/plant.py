@@ -1,4 +1,4 @@
-"""`plant`: a study in which bottlenecks can be planted, to check whether the verdict names them."""
+"""`plant`: a study in which bottlenecks can be planted, to check whether the verdict names each bottleneck."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlscale.data.kind import DatasetKind, Part
 from dlscale.data.source import ArraySource
 from dlscale.studies.base import SampleLoss, Study
 
-#: Bytes per read of the slow disk; direct reads need complete pages.
+#: Bytes per read of the slow disk. Direct reads must cover complete pages.
 BLOCK = 2**16
 
 
@@ -29,7 +29,7 @@ class PlantDataset(DatasetSettings):
 
 
 class PlantSamples(Strict):
-    """Rows with an added cost of reading."""
+    """Rows that can be made expensive to read."""
 
     kind: Literal["rows"]
     wait: float = 0.0  #: Seconds that each sample waits for a slow disk.
@@ -79,7 +79,7 @@ class Rows:
         return self._plain.read(epoch, index)
 
     def _from_disk(self, index: int) -> None:
-        """Read a block past the page cache, then wait as for a slow disk, which cannot be had here."""
+        """Read a block past the page cache, then wait, because a real slow disk is not available."""
         with mmap.mmap(-1, BLOCK) as memory:  # direct reads need aligned memory
             file = os.open(self._file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             try:
@@ -101,13 +101,13 @@ KINDS = [Plant()]
 class PlantModel(Strict):
     """A model with one dominant cost."""
 
-    #: dense: large matrix products; tiny: many small layers; wide: passes over large tensors, with little arithmetic;
-    #: heavy: many weights, little arithmetic.
+    #: Kind of model. dense: large matrix products; tiny: many small layers; wide: passes over large tensors with little
+    #: arithmetic; heavy: many weights with little arithmetic.
     kind: Literal["dense", "tiny", "wide", "heavy"]
     depth: int = 4
     size: int = 1024
     item: bool = False  #: Whether to read a number from the device after every layer.
-    slow_rank: int | None = None  #: Rank that takes about twice as long.
+    slow_rank: int | None = None  #: Rank whose steps take about twice as long.
 
 
 class PlantLoss(Strict):
@@ -117,7 +117,7 @@ class PlantLoss(Strict):
 
 
 def make(settings: PlantModel, width: int) -> Any:
-    """Return the model; import torch here only, since every call of Snakemake reads this file."""
+    """Return the model. Import torch only in this function, because every call of Snakemake reads this file."""
     import torch
     from torch import nn
 

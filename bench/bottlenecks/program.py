@@ -33,7 +33,7 @@ parser.add_argument("--table", type=int, default=0, help="bytes of memory that s
 
 
 class Samples(Dataset[Any]):
-    """Random samples with an added cost of reading."""
+    """Random samples that can be made expensive to read."""
 
     def __init__(self, args: argparse.Namespace, last: bool) -> None:
         slow = last and args.slow == "loading"
@@ -48,7 +48,7 @@ class Samples(Dataset[Any]):
         while time.thread_time() < end:
             sum(range(1000))
         if self.read:
-            with mmap.mmap(-1, BLOCK) as memory:  # a read that system counters show
+            with mmap.mmap(-1, BLOCK) as memory:  # direct read, so that system counters show the bytes
                 file = os.open(__file__, os.O_RDONLY)
                 os.preadv(file, [memory], 0)
                 os.close(file)
@@ -59,7 +59,7 @@ class Samples(Dataset[Any]):
 
 
 def read(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-    """Make the host wait for a layer's output."""
+    """Make the host wait for the output of a layer."""
     if output.detach().mean().item() > 1e9:
         raise RuntimeError("never")
 

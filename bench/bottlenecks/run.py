@@ -1,7 +1,8 @@
-"""Check that the verdict names planted bottlenecks, and reports none in clean runs.
+"""Check that the verdict names planted bottlenecks, and finds no bottleneck in clean runs.
 
-`python bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` measures real runs of the study in plant.py, each
-stage in its own process, as in the workflow. It prints each planted cause and the causes that the verdict found.
+`python bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` measures real runs of the study in plant.py. As
+in the workflow, each stage has its own process. The program prints each planted cause and the causes that the verdict
+found.
 """
 
 from __future__ import annotations

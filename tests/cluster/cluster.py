@@ -1,14 +1,14 @@
-"""A small Slurm cluster with Perlmutter's manners, on one machine: real daemons, pretended hardware.
+"""A small Slurm cluster that behaves like Perlmutter, on one machine: real daemons, simulated hardware.
 
-Four GPU nodes (`nid001` … `nid004`, 4 A100s each, the last two with 80 GB) and one CPU node (`nid005`). Each is a real
-`slurmd` with a host name, an address and an `/etc/hosts` of its own; as on a real cluster all see the same files, and
-the compute nodes reach each other and the login node, which is this machine, but no other network. Projects, QOS and
-their limits are in a database of its own, and a submit filter demands a constraint and picks the partition.
+The cluster has four GPU nodes (`nid001` … `nid004`, 4 A100s each, the last two with 80 GB) and one CPU node (`nid005`).
+Each node is a real `slurmd` with its own host name, address and `/etc/hosts`. As on a real cluster, all nodes see the
+same files. Compute nodes reach each other and the login node, which is this machine, but no other network. The cluster
+has its own database of projects, QOS and limits. A submit filter requires a constraint and selects the partition.
 
-It needs root, network namespaces and Debian's Slurm packages (tried with Debian 12: Slurm 22.05), but neither systemd
-nor cgroups. Clusters of different numbers run side by side.
+The cluster needs root, network namespaces and Debian's Slurm packages (tested with Debian 12: Slurm 22.05), but neither
+systemd nor cgroups. Clusters with different numbers can run at the same time.
 
-    python -m tests.cluster.cluster start      # and: stop
+    python -m tests.cluster.cluster start      # or: stop
     eval "$(python -m tests.cluster.cluster env)"
 """
 
@@ -29,21 +29,22 @@ from typing import Any, Self
 
 from tests.waiting import PATIENCE, NotInTime, until
 
-#: A Debian package, and a program that shows that it is there.
+#: Program that shows that a Debian package is installed, by package.
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "slurmdbd": "slurmdbd",
     "slurm-client": "sbatch",
-    "slurm-wlm-basic-plugins": "",  # comes with the daemons
+    "slurm-wlm-basic-plugins": "",  # installed together with the daemons
     "munge": "munged",
     "mariadb-server": "mariadbd",
     "iproute2": "ip",
     "util-linux": "unshare",
 }
-#: Files with the processes of each running cluster, by its number; the next process finds them after a crash, too.
+#: Folder of the files that list each cluster's processes, by its number. A new process finds the file even after a
+#: crash.
 RECORDS = Path("/run/dlscale-cluster")
-#: Debian's place for daemons, which is not in every user's PATH.
+#: Search path with Debian's folders for daemons, which not every user's PATH has.
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
 
 GPU_NODES = {"nid001": "hbm40g", "nid002": "hbm40g", "nid003": "hbm80g", "nid004": "hbm80g"}
@@ -52,7 +53,7 @@ NODES = [*GPU_NODES, *CPU_NODES]
 GPUS = 4
 
 ACCOUNTS = ["m0000", "m0000_g"]
-#: The site's limits. `preempt` comes first, since the others refer to it.
+#: Limits of the site, by QOS. `preempt` comes first, because other QOS refer to it.
 QOS = {
     "preempt": "MaxWall=2-00:00:00 GraceTime=10 PreemptMode=requeue",
     "regular": "MaxWall=2-00:00:00 Preempt=preempt",
@@ -61,12 +62,12 @@ QOS = {
     "interactive": "MaxWall=04:00:00 MaxTRESPerUser=node=4 Preempt=preempt Priority=100",
     "shared": "MaxWall=2-00:00:00",
 }
-#: Limit that is set later: sacctmgr does not know GPUs before slurmctld has registered them with slurmdbd.
+#: Limit that is set later, because sacctmgr does not know GPUs before slurmctld has registered them with slurmdbd.
 SHARED_LIMIT = "MaxTRESPerJob=node=1,gres/gpu=2"
-#: Message of the submit filter for a job that it refuses.
+#: The submit filter's message for a refused job.
 REFUSAL = "Job request does not match any supported policy"
 
-#: The database's settings: nothing in it outlives the cluster, so it need not wait for the disk.
+#: Settings of the database. They disable waiting for the disk, because no data outlive the cluster.
 FORGETFUL = [
     "--innodb-flush-method=nosync",
     "--innodb-flush-log-at-trx-commit=0",
@@ -188,11 +189,11 @@ return slurm.SUCCESS
 
 
 class ClusterError(RuntimeError):
-    """Raised if the cluster fails."""
+    """Failure of the cluster."""
 
 
 def started(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks; None where it is gone, or waits to be reaped."""
+    """Return a process's start time in kernel ticks; None if the process is gone, or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -203,7 +204,7 @@ def started(pid: int) -> int | None:
 def call(
     *command: object, check: bool = True, timeout: float = PATIENCE, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command; an error contains its output."""
+    """Run a command; if it fails, raise an error that contains its output."""
     argv = [str(word) for word in command]
     more.setdefault("env", {**os.environ, "PATH": PATH})
     if "input" not in more:
@@ -220,7 +221,7 @@ def missing() -> list[str]:
 
 
 def obstacle() -> str | None:
-    """Return why no cluster can be on this machine, whatever is installed, or None."""
+    """Return the reason why this machine cannot run a cluster, whatever is installed; None if it can."""
     if os.geteuid() != 0:
         return "not root"
     if missing() and not shutil.which("apt-get"):
@@ -231,11 +232,11 @@ def obstacle() -> str | None:
 
 
 def install() -> None:
-    """Install the packages, where they are missing, and keep them from starting daemons of their own."""
+    """Install missing packages, and prevent them from starting their own daemons."""
     if not missing():
         return
     environment = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
-    policy = Path("/usr/sbin/policy-rc.d")  # asked by every package that would start a daemon
+    policy = Path("/usr/sbin/policy-rc.d")  # every package that would start a daemon runs this script
     ours = not policy.exists()
     if ours:
         policy.write_text("#!/bin/sh\nexit 101\n")
@@ -250,15 +251,15 @@ def install() -> None:
 
 
 class Cluster:
-    """One cluster; as a context manager it is started and stopped.
+    """A cluster; as a context manager, it starts on entry and stops on exit.
 
     Parameters
     ----------
     number
-        0 … 99; gives it addresses, ports and names that no other number has.
+        0 … 99; determines unique addresses, ports and names.
     folder
-        Everything that it writes, made anew by `start`; only the logs stay after `stop`. The path has to be short,
-        for there are sockets in it.
+        Folder for all files, recreated by `start`; only the logs remain after `stop`. The path must be short, because
+        it contains sockets.
     """
 
     def __init__(self, number: int = 0, folder: Path | None = None) -> None:
@@ -272,7 +273,7 @@ class Cluster:
     # ---- started processes ------------------------------------------------------------------------
 
     def _recorded(self) -> dict[str, Any]:
-        """Return the recorded folder, and the recorded processes with their start times."""
+        """Return the recorded folder and the recorded processes with their start times."""
         text = self.record.read_text() if self.record.exists() else ""
         return json.loads(text) if text else {"folder": None, "processes": {}}
 
@@ -284,7 +285,7 @@ class Cluster:
         new.replace(self.record)
 
     def processes(self) -> dict[str, int]:
-        """Return the daemons that live, by name; one that has another's recycled id is not among them."""
+        """Return the process numbers of running daemons, by name; a recycled process number does not count."""
         return {name: pid for name, (pid, start) in self._recorded()["processes"].items() if started(pid) == start}
 
     def _spawn(self, name: str, *command: object, **environment: str) -> None:
@@ -295,7 +296,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                # without the variables of a job in which the tests may run themselves
+                # The tests may run in a job themselves, so that variables of this job are removed.
                 env={**_outside_of_jobs(), "PATH": PATH, **self.environment(), **environment},
                 start_new_session=True,
             )
@@ -306,12 +307,12 @@ class Cluster:
         self._write({**self._recorded()["processes"], name: (child.pid, start)})
 
     def _halt(self, *names: str, patience: float) -> None:
-        """End daemons together: politely first, where there is patience."""
+        """End daemons together: first by SIGTERM if `patience` is positive, then by SIGKILL."""
         ours = {name: value for name, value in self._recorded()["processes"].items() if name in names}
 
         def alive() -> list[int]:
             for child in self._children:
-                child.poll()  # reaps it
+                child.poll()  # reap the process
             return [pid for pid, start in ours.values() if started(pid) == start]
 
         for number, seconds in [(signal.SIGTERM, patience), (signal.SIGKILL, 5.0)]:
@@ -319,7 +320,7 @@ class Cluster:
                 continue
             for pid in alive():
                 with contextlib.suppress(ProcessLookupError):
-                    # each leads its own process group, which includes its helpers
+                    # Each daemon leads its own process group, which includes its helpers.
                     os.killpg(pid, number)
             with contextlib.suppress(NotInTime):
                 until("daemons to end", lambda: not alive(), seconds=seconds)
@@ -328,7 +329,7 @@ class Cluster:
     # ---- start and stop --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it, unless it runs already; what an earlier one of this number left is removed first."""
+        """Start the cluster unless it runs already; first remove what an earlier cluster of this number left."""
         if missing():
             raise ClusterError(f"not installed: {', '.join(missing())}")
         if self.processes() and Path(self._recorded()["folder"]) == self.folder and self.ready():
@@ -347,7 +348,7 @@ class Cluster:
             log.unlink()
         self.folder.chmod(0o755)
         self._write({})
-        # the slowest by far, so the rest is prepared meanwhile
+        # The database takes longest, so that everything else is prepared meanwhile.
         database = self._install_database()
         self._configure()
         self._spawn("munged", *self._munged())
@@ -361,11 +362,11 @@ class Cluster:
         until("all nodes", self.ready)
 
     def stop(self) -> None:
-        """Stop it, and whatever runs on its nodes; also one that another process has started, or left by crashing."""
+        """Stop the cluster and all processes on its nodes, even if another process started it or crashed."""
         for node in NODES:
             self._kill_all_on(node)
         names = list(self._recorded()["processes"])
-        # Nothing of it is used again: the database and the nodes need no orderly end.
+        # No data are used again, so that the database and the nodes need no orderly end.
         orderly = [name for name in names if name in ("slurmctld", "slurmdbd")]
         if names:
             self._halt(*(name for name in names if name not in orderly), patience=0)
@@ -392,14 +393,14 @@ class Cluster:
 
     @property
     def conf(self) -> Path:
-        """Slurm's configuration."""
+        """Path of Slurm's configuration."""
         return self.folder / "conf" / "slurm.conf"
 
     def _address(self, node: str) -> str:
         return f"{self.subnet}.{10 + NODES.index(node)}"
 
     def _namespace(self, node: str) -> str:
-        """Return the name of a node's network, which is also its device's on this side."""
+        """Return the name of a node's network namespace, which is also the name of its device on this side."""
         return f"{self.id}-{node}"
 
     def _configure(self) -> None:
@@ -425,7 +426,7 @@ class Cluster:
             "gpu_nodes": ",".join(GPU_NODES),
             "cpu_nodes": ",".join(CPU_NODES),
         }
-        # Slurm gives out cards only where it finds their devices; it never opens them.
+        # Slurm assigns GPUs only if their devices exist, but never opens the devices.
         for card in range(GPUS):
             (self.folder / "dev" / f"nvidia{card}").symlink_to("/dev/null")
         names = [f"{self._address(node)} {node}" for node in NODES]
@@ -435,26 +436,26 @@ class Cluster:
             "job_submit.lua": JOB_SUBMIT_LUA.replace("{refusal}", REFUSAL),
             "gres.conf": "AutoDetect=off\n"
             f"NodeName={values['gpu_nodes']} Name=gpu Type=a100 File={self.folder}/dev/nvidia[0-{GPUS - 1}]\n",
-            # slurmd looks for cgroups, which are unused here, unless a version is set
+            # Without a version, slurmd looks for cgroups, which are unused.
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
             "hosts": "\n".join(["127.0.0.1 localhost", f"{self.subnet}.1 {host}", *names, ""]),
         }
         for name, text in files.items():
             (self.folder / "conf" / name).write_text(text)
-        (self.folder / "conf" / "slurmdbd.conf").chmod(0o600)  # it refuses others
+        (self.folder / "conf" / "slurmdbd.conf").chmod(0o600)  # slurmdbd refuses other modes
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        (self.folder / "munge").chmod(0o711)  # all users may connect, but not list the folder
+        (self.folder / "munge").chmod(0o711)  # all users may connect but not list the folder
 
     def _munged(self) -> list[object]:
         folder, log = self.folder / "munge", self.folder / "log" / "munged.log"
         files = {"key-file": "key", "socket": "socket", "seed-file": "seed", "pid-file": "pid"}
-        # forced, since it distrusts folders below a world-writable one
+        # `--force`, because munged distrusts folders below a world-writable folder.
         return ["munged", "-F", "-f", f"--log-file={log}", *(f"--{key}={folder / name}" for key, name in files.items())]
 
     def _connect(self) -> None:
-        """Give each node a network of its own, joined by a bridge."""
+        """Give each node its own network namespace; a bridge joins all namespaces."""
         lines = [f"link add {self.id} type bridge", f"addr add {self.subnet}.1/24 dev {self.id}"]
         for node in NODES:
             name = self._namespace(node)
@@ -462,7 +463,8 @@ class Cluster:
             lines.append(f"link add {name} type veth peer name eth0 netns {name}")
             lines.append(f"link set {name} master {self.id} up")
         lines.append(f"link set {self.id} up")
-        # slurmdbd and its clients wait for each other's delayed acknowledgements: 0.2 s a request instead of 1 ms
+        # Without quick acknowledgements, slurmdbd and its clients wait for each other: 0.2 s per request instead of 1
+        # ms.
         here = f"{self.subnet}.1"
         lines.append(f"route replace local {here} dev {self.id} table local scope host src {here} quickack 1")
         call("ip", "-batch", "-", input="\n".join(lines))
@@ -488,7 +490,7 @@ class Cluster:
             )
 
     def _start_database(self, installation: subprocess.Popen[bytes]) -> None:
-        """Start the accounting, and tell it the site's projects and limits."""
+        """Start the accounting, and add the site's projects and limits."""
         if installation.wait(PATIENCE):
             raise ClusterError(f"mariadb-install-db failed: see {self.folder / 'log'}")
         port = self.folder / "run" / "mysql"
@@ -498,7 +500,7 @@ class Cluster:
         until("mariadbd", port.exists)
         self._spawn("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=str(port))
         until("slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster", check=False).returncode == 0)
-        # Before slurmctld starts, so that it reads them at once.
+        # Add these before slurmctld starts, so that slurmctld reads them at once.
         lines = ["add cluster perlmutter"]
         lines += [f"add qos {name} {limits} Flags=DenyOnLimit" for name, limits in QOS.items()]
         lines += [f"add account {name} Description=test Organization=test" for name in ACCOUNTS]
@@ -514,7 +516,7 @@ class Cluster:
     def _boot(self, node: str) -> None:
         (self.folder / "spool" / node).mkdir(exist_ok=True)
         Path("/etc/slurm").mkdir(exist_ok=True)
-        # /etc/slurm, since SLURM_CONF is dropped by some of what runs in jobs (Snakemake's jobstep executor).
+        # Mount over /etc/slurm, because some programs in jobs (Snakemake's jobstep executor) drop SLURM_CONF.
         script = (
             'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && mount --bind "$2" /etc/slurm'
             ' && exec slurmd -D -N "$1" -f "$2/slurm.conf"'
@@ -531,7 +533,7 @@ class Cluster:
         self._spawn(node, *inside, "sh", "-c", script, "sh", node, self.conf.parent)
 
     def _kill_all_on(self, node: str) -> None:
-        """Kill all processes in a node's network: its daemon, the jobs' steps, and their children."""
+        """Kill all processes in a node's network namespace: its daemon, and the jobs' steps with their children."""
         name = self._namespace(node)
 
         def kill() -> bool:
@@ -546,24 +548,24 @@ class Cluster:
     # ---- use -------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that a process needs, beside its own, to use the cluster."""
+        """Return the variables that a process additionally needs to use the cluster."""
         return {"SLURM_CONF": str(self.conf)}
 
     def run(self, *command: object, **more: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login node; `check`, `timeout`, `input`, `cwd` as one knows them."""
+        """Run a command on the login node; `check`, `timeout`, `input` and `cwd` are those of `subprocess.run`."""
         return call(*command, env={**_outside_of_jobs(), "PATH": PATH, **self.environment()}, **more)
 
     def submit(self, script: str, *options: str, cwd: Path | None = None) -> int:
-        """Submit lines of bash with sbatch's options; return the job's number. Output goes to `cwd`/slurm-JOB.out."""
+        """Submit lines of bash with sbatch's options; return the job number. The output goes to `cwd`/slurm-JOB.out."""
         done = self.run("sbatch", "--parsable", *options, input=f"#!/bin/bash\n{script}\n", cwd=cwd or self.folder)
         return int(done.stdout)
 
     def state(self, job: int) -> str:
-        """Return a job's state, for 300 s after its end, too: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
+        """Return a job's state, until 300 s after its end: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").stdout.strip()
 
     def wait(self, job: int, *states: str) -> None:
-        """Wait for one of these states."""
+        """Wait until the job has one of the given states."""
         until(f"job {job} to be {' or '.join(states)}", lambda: self.state(job) in states)
 
     def limit(self, qos: str, limit: str) -> None:
@@ -585,7 +587,7 @@ class Cluster:
         self._halt("slurmctld", patience=10)
 
     def start_controller(self) -> None:
-        """Start `slurmctld` again, with the jobs that it knew."""
+        """Start `slurmctld` again; it still knows its jobs."""
         self._spawn("slurmctld", "slurmctld", "-D", "-f", self.conf)
         until("slurmctld", lambda: "UP" in self.run("scontrol", "ping", check=False).stdout)
         until("all nodes", self.ready)
@@ -597,23 +599,23 @@ class Cluster:
         until("the queue to be empty", lambda: not self.run("squeue", "--noheader").stdout.strip())
 
     def nodes(self) -> dict[str, str]:
-        """Return the nodes' states: `idle`, `mixed`, `allocated`, `down*` …"""
+        """Return the state of each node: `idle`, `mixed`, `allocated`, `down*` …"""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout.splitlines()
         return dict(line.split() for line in lines)
 
     def ready(self) -> bool:
-        """Whether all nodes take jobs."""
+        """Return whether all nodes accept jobs."""
         nodes = self.nodes()
         return len(nodes) == len(NODES) and set(nodes.values()) <= {"idle", "mixed", "allocated", "completing"}
 
     def fail_node(self, node: str) -> None:
-        """Take a node's power: nothing on it says good-bye, and Slurm sees it some 20 s later."""
+        """Simulate a power failure of a node: its processes end silently, and Slurm notices after about 20 s."""
         call("ip", "link", "set", self._namespace(node), "down")
         self._kill_all_on(node)
         self._halt(node, patience=0)
 
     def start_node(self, node: str) -> None:
-        """Give a node its power back, and wait until it takes jobs."""
+        """Restore a node's power, and wait until the node accepts jobs."""
         call("ip", "link", "set", self._namespace(node), "up")
         if node not in self.processes():
             self._boot(node)
@@ -625,7 +627,7 @@ def _outside_of_jobs() -> dict[str, str]:
 
 
 def main() -> int:
-    """Serve developers."""
+    """Run the command line for developers; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.cluster", description="A Slurm cluster for tests.")
     parser.add_argument("action", choices=["install", "start", "stop", "env"])
     parser.add_argument("--number", type=int, default=0, help="which one, 0 to 99 (default 0)")

@@ -1,4 +1,4 @@
-"""A real Slurm cluster that is started once for all tests that need it."""
+"""A real Slurm cluster, started once for all tests that need it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.cluster import cluster as slurm
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[slurm.Cluster]:
-    """Return a running cluster; tests must leave its queue empty and its nodes up.
+    """Yield a running cluster. Tests must leave its queue empty and its nodes up.
 
-    Slurm is installed only with `DLSCALE_CLUSTER_TESTS=1`, so that tests do not change a machine unasked.
+    Slurm is only installed with `DLSCALE_CLUSTER_TESTS=1`, so that tests do not change a machine without permission.
     """
     if why := slurm.obstacle():
         pytest.skip(f"a cluster cannot run here: {why}")
@@ -25,10 +25,10 @@ def cluster() -> Iterator[slurm.Cluster]:
     # Each process of a test session has its own cluster; number 0 is for interactive use.
     number = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with (slurm.RECORDS / f"tests{number}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of other sessions on this machine
+        fcntl.flock(lock, fcntl.LOCK_EX)  # wait for other sessions on this machine
         with (slurm.RECORDS / "install.lock").open("w") as installing:
             fcntl.flock(installing, fcntl.LOCK_EX)
             slurm.install()
-        slurm.Cluster(number).stop()  # left by a session that was killed
+        slurm.Cluster(number).stop()  # stop a cluster that a killed session left
         with slurm.Cluster(number) as running:
             yield running

@@ -1,4 +1,4 @@
-"""The workflow on a cluster of the tests: `snakemake --profile perlmutter`, with what differs here laid over it."""
+"""The workflow on a test cluster: `snakemake --profile perlmutter`, with a few test settings on top."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.cluster.cluster import Cluster
 from tests.conftest import ERA5, ERA5_RUN
 from tests.waiting import PATIENCE, until
 
-#: Faster than on a production site, where asking often would be a burden.
+#: Options for frequent queries, which would burden a production site.
 QUICK = ["--dlscale-init-seconds-before-status-checks=3", "--latency-wait=5"]
 
-#: One dataset; runs of each shape, with few steps: the tests are about jobs.
+#: Configuration with one dataset and runs of each shape. The runs have few steps, because the tests are about jobs.
 CONFIG: dict[str, Any] = {
     "targets": ["shapes"],
     "datasets": {"years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}},
@@ -58,7 +58,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass
 class Flow:
-    """A folder with the workflow in it, and the cluster that it submits to."""
+    """A folder with the workflow, and the cluster that runs its jobs."""
 
     path: Path
     cluster: Cluster
@@ -66,7 +66,7 @@ class Flow:
     environment: dict[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str, profile: str | None = "perlmutter") -> subprocess.Popen[str]:
-        """Start Snakemake in its own process group; its output goes to `output`."""
+        """Start Snakemake in its own process group; its output goes to the file `output`."""
         config = {key: value for key, value in self.config.items() if profile or key != "site"}
         (self.path / "tiny.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         named = ["--profile", profile, *QUICK] if profile else ["--workflow-profile", "none", "--cores", "2"]
@@ -92,17 +92,17 @@ class Flow:
 
     @property
     def output(self) -> str:
-        """What the last call printed."""
+        """Output of the last call."""
         return (self.path / "output").read_text()
 
     def run(self, *arguments: str, timeout: float = 900, profile: str | None = "perlmutter") -> int:
-        """Run Snakemake to its end and return its exit status."""
+        """Run Snakemake to its end; return its exit status."""
         with self.running(*arguments, profile=profile) as process:
             return process.wait(timeout)
 
     @contextlib.contextmanager
     def running(self, *arguments: str, profile: str | None = "perlmutter") -> Iterator[subprocess.Popen[str]]:
-        """Start Snakemake, and leave none of its processes running."""
+        """Start Snakemake; on exit, end all its processes."""
         process = self.start(*arguments, profile=profile)
         try:
             yield process
@@ -114,32 +114,32 @@ class Flow:
     def until(
         self, what: str, ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = PATIENCE
     ) -> Any:
-        """Wait until `ready` returns something true, and return that; the process must not end before."""
+        """Wait until `ready` returns a true value, and return this value; the process must not end before."""
         return until(what, ready, process, lambda: self.output[-5000:], seconds)
 
     def log(self, run: str = "long/run") -> str:
-        """The log of a run's training, so far."""
+        """Log of a run's training so far."""
         path = self.path / f"results/logs/train/{run}.log"
         return path.read_text() if path.exists() else ""
 
     def jobs(self, *columns: str) -> list[list[str]]:
-        """Rows of the jobs of this folder that Slurm remembers, by squeue's long names of columns."""
+        """Return a row per job of this folder that Slurm remembers; `columns` are squeue's long names."""
         listed = self.cluster.run("squeue", "--states=all", "--noheader", f"--Format={','.join(columns)},workdir:200")
         return [line.split() for line in listed.stdout.splitlines() if str(self.path) in line]
 
     def provenance(self, run: str) -> dict[str, Any]:
-        """What a run's training says of itself."""
+        """Provenance record of a run's training."""
         return json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
 
     def checkpoints(self, run: str = "long/run") -> list[int]:
-        """Steps that are saved."""
+        """Steps of the saved checkpoints."""
         return sorted(
             int(path.name.split("-")[1]) for path in (self.path / "results/checkpoints" / run).glob("*/step-*")
         )
 
 
 def repository(path: Path) -> Path:
-    """Copy what the workflow needs, links as links."""
+    """Copy the files that the workflow needs; links stay links."""
     from tests.workflow.conftest import copy_tree
 
     copy_tree(path)

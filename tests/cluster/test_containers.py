@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture
 def flow(cluster: Cluster, container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[Flow]:  # noqa: F811
-    """Return a folder that runs its stages in containers."""
+    """Yield a folder whose stages run in containers."""
     config = copy.deepcopy(CONFIG)
     config["site"] |= {"engine": "podman", "image": cpu_image, "modules": []}
     mine = {key: value for key, value in container_engine.environment.items() if key.startswith("CONTAINERS_")}
@@ -38,7 +38,7 @@ def running(engine: Engine) -> list[str]:
 
 
 def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # noqa: F811
-    """The plan runs from simulated data to the report; on two nodes, each of four tasks has its own container."""
+    """The plan runs from simulated data to the report. On two nodes, each of four tasks has its own container."""
     assert flow.run(timeout=900) == 0, flow.output[-8000:]
     assert (flow.path / "results/report/shapes.html").exists()
     met = Environment.read(flow.path / "results/plans/shapes/eight/telemetry/train.json")

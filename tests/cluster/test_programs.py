@@ -1,4 +1,4 @@
-"""External programs on a real Slurm: as tasks of srun, with and without containers; preempted and timed out."""
+"""External programs on a real Slurm: as srun's tasks, with and without containers, preempted and timed out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SITE: dict[str, Any] = {"engine": "none", "gpu": False, "scheduler": {"warning_s
 
 @pytest.fixture
 def make(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Flow]]:
-    """Return a function that makes a folder with plans of the small program, and the program itself."""
+    """Yield a function that makes a folder with plans of the small program, and writes the program."""
     path, theirs = repository(tmp_path / "w"), write_program(tmp_path / "theirs")
 
     def made(plan: dict[str, Any], *more: str, environment: dict[str, str] | None = None, **program: Any) -> Flow:
@@ -39,7 +39,7 @@ def found(flow: Flow, run: str, file: str = "program.json") -> dict[str, Any]:
 
 
 def test_a_plan(make: Callable[..., Flow]) -> None:
-    """The plan has one process, tasks on one and two nodes with visible steps, and a program with its own launcher."""
+    """A plan works with one process, with tasks on one and two nodes, and with a program that has its own launcher."""
     runs: dict[str, Any] = {
         "one": {},
         "two": {"geometry": {"gpus_per_node": 2}},
@@ -75,7 +75,7 @@ def test_a_status_is_said(make: Callable[..., Flow]) -> None:
 
 @pytest.mark.parametrize("how", ["preempted", "at its time limit"])
 def test_it_resumes_by_its_own_words(make: Callable[..., Flow], cluster: Cluster, how: str) -> None:
-    """On two nodes, the retry resumes from its checkpoint, and the result covers all tries."""
+    """On two nodes, a retry resumes from the program's checkpoint, and the result covers all tries."""
     plan = {"measure": ["train"], "runs": {"two": {"geometry": {"nodes": 2}}}}
     seconds, retries = (1.0, "--retries=2") if how == "preempted" else (3.0, "--retries=4")
     flow = make(plan, f"--seconds={seconds}")
@@ -96,7 +96,7 @@ def test_it_resumes_by_its_own_words(make: Callable[..., Flow], cluster: Cluster
     assert [each["valid_loss"] for each in epochs] == [1.0, 1 / 2, 1 / 3]
     log = (flow.path / "results/logs/program/plan/two.log").read_text()
     assert "goes on after epoch 0\n" in log and re.search("goes on after epoch [12]\n", log), (
-        "the log must have all tries"
+        "the log must contain all tries"
     )
 
 
@@ -107,7 +107,7 @@ def test_in_containers(
     container_engine: Engine,  # noqa: F811
     cpu_image: str,  # noqa: F811
 ) -> None:
-    """Each task has its own container with Python only; paired timing and tuning run in the stages' container."""
+    """Each task has its own container with only Python. Paired timing and tuning run in the stages' container."""
     theirs, mine = "localhost/ci-base:bookworm", container_engine.environment
     flow = make({}, environment={key: mine[key] for key in mine if key.startswith("CONTAINERS_")}, image=theirs)
     flow.config["site"] = {**SITE, "engine": "podman", "image": cpu_image, "modules": []}

@@ -1,4 +1,4 @@
-"""`snakemake --profile perlmutter` on a real Slurm: requests of jobs, and jobs that fail or are interrupted."""
+"""`snakemake --profile perlmutter` on a real Slurm: resource requests, and jobs that fail or are interrupted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.waiting import PATIENCE
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(scope="session")  # of each process of a test session, which shares the tests as they come
+@pytest.fixture(scope="session")  # once per process of a test session, because any process may run any test
 def prepared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Flow:
-    """A folder in which the data are there already, made on this machine."""
+    """Return a folder that already contains the data, made on this machine."""
     flow = Flow(repository(tmp_path_factory.mktemp("flow") / "w"), cluster, copy.deepcopy(CONFIG))
     assert flow.run("results/data/years/manifest.json", profile=None) == 0, flow.output[-5000:]
     return flow
@@ -54,7 +54,7 @@ def make(cluster: Cluster, prepared: Flow, tmp_path: Path) -> Iterator[Callable[
 
 
 def long(seconds: float, prepared: Flow) -> dict[str, Any]:
-    """Settings of a training that takes about so long here, by the speed of one that was timed here."""
+    """Return settings of a training that takes about `seconds`, by the speed of a training timed on this machine."""
     global _RATE
     if _RATE is None:
         assert prepared.run("results/plans/shapes/one/metrics.jsonl", profile=None) == 0, prepared.output[-5000:]
@@ -70,7 +70,10 @@ _RATE: float | None = None
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
-    """One GPU on a shared node; one on each of two nodes; four tasks on each; a mesh of two on each; the report."""
+    """Slurm gets the requests of all shapes: one GPU on a shared node, one GPU on each of two nodes, and so on.
+
+    The other shapes are four tasks on each node, a mesh of two on each node, and the report.
+    """
     flow = make()
     assert flow.run() == 0, flow.output[-8000:]
     rows = {
@@ -88,13 +91,13 @@ def test_shapes(make: Callable[..., Flow]) -> None:
         for stage in ("train", "throughput")
         for run, asked in shapes.items()
     }
-    assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" not in flow.output, "that is for a dry run"
+    assert "2 nodes x 4 GPUs = 8 ranks (dp 8)" not in flow.output, "this line is only for dry runs"
     assert (flow.path / "results/report/shapes.html").exists()
     found = flow.provenance("shapes/eight")
     assert found["processes"] == 8 and found["slurm"]["SLURM_JOB_NODELIST"].startswith("nid[")
     a, *others = (records(flow.path / "results/plans/shapes" / run)[-1] for run in ("one", "pair", "eight", "mesh"))
     for b in others:
-        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "several train as one does"
+        assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-4), "several processes must train like one"
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 
 
@@ -107,7 +110,7 @@ def test_shapes(make: Callable[..., Flow]) -> None:
     ids=["QOS", "constraint"],
 )
 def test_what_would_be_rejected_is_one_message(make: Callable[..., Flow], change: dict[str, Any], message: str) -> None:
-    """Nothing is submitted, and nothing is lost."""
+    """An impossible request gives one message; no job is submitted, and no result is lost."""
     flow = make(**change)
     assert flow.run() != 0
     assert flow.output.count(message) == 1, flow.output[-3000:]
@@ -116,7 +119,7 @@ def test_what_would_be_rejected_is_one_message(make: Callable[..., Flow], change
 
 
 def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
-    """What only the site's own filter knows: its word is shown, with the job it was said of."""
+    """If the site's submit filter refuses a job, the call shows the filter's message with the name of the job."""
     flow = make(site__scheduler={"gpu_nodes": {"account_suffix": ""}})
     assert flow.run("--retries=0", "results/plans/shapes/one/metrics.jsonl") != 0
     assert "does not match any supported policy" in flow.output and "Traceback" not in flow.output
@@ -127,23 +130,26 @@ def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
 
 @pytest.mark.slow
 def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
-    """After the warning the training saves and continues; at the limit it saves and ends; the next job resumes."""
+    """After the warning, the training saves and continues. At the limit, it saves and ends. The next job resumes."""
     flow = make(targets=["long"], plans__long__settings=long(3600, prepared))
-    # Slurm warns up to half a minute early: with a limit of one minute before the job is up.
+    # Slurm warns up to half a minute early, so that with a limit of one minute the warning could come before the job
+    # runs.
     with flow.running("--set-resources", "train:runtime=2", "--retries=4") as process:
-        # The log is of all tries.
+        # The log contains all tries.
         flow.until("the second job", lambda: "resumed after epoch" in flow.log(), process, seconds=3 * PATIENCE)
         os.killpg(process.pid, signal.SIGINT)  # other tests show that a resumed job ends
         assert process.wait(PATIENCE) != 0
     before, _, after = flow.log().partition("asked to end: saved after step ")
     assert "asked to save: saved after step" in before and " epoch 1 of " in before
-    assert re.search(rf"resumed after epoch \d+, step {after.split()[0]}\b", after), "from where it had ended"
+    assert re.search(rf"resumed after epoch \d+, step {after.split()[0]}\b", after), (
+        "the job must resume from the end of the previous job"
+    )
     assert len(flow.jobs("state")) == 2
 
 
 @pytest.mark.slow
 def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """The job resumes on another node, from the last checkpoint."""
+    """After a node failure, the job resumes on another node from the last checkpoint."""
     settings = long(40, prepared)
     settings["training"]["checkpoint_epochs"] = 50
     flow = make(targets=["long"], plans__long__settings=settings)
@@ -162,7 +168,7 @@ def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Clust
 
 @pytest.mark.slow
 def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """A job of a better QOS takes the node; the run saves, waits, and resumes."""
+    """A job of a better QOS takes the node; the preempted run saves, waits, and resumes."""
     flow = make(targets=["long"], plans__long__settings=long(40, prepared))
     flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
     with flow.running("--retries=2", "-p") as process:
@@ -178,7 +184,7 @@ def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster)
 
 @pytest.mark.slow
 def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluster: Cluster) -> None:
-    """Slurm kills it and does not requeue it; Snakemake submits it again."""
+    """Slurm kills the program and does not requeue the job; Snakemake submits the job again."""
     marker = "began"
     script = f"test -e {marker} && exit 0; touch {marker}; trap '' TERM; for i in $(seq 600); do sleep 1; done"
     program = {"command": ["bash", "-c", script], "folder": "."}
@@ -197,7 +203,7 @@ def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluste
 
 @pytest.mark.slow
 def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """Slurm's controller is away for two minutes, in which the job ends: its result counts, and it runs once."""
+    """The controller is away for two minutes, in which the job ends. The job's result counts, and it runs only once."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -214,7 +220,7 @@ def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: 
 
 @pytest.mark.slow
 def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """The call ends without a traceback; its job continues, and the next call waits for it."""
+    """The call ends without a traceback. Its job continues, and the next call waits for this job."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -234,7 +240,7 @@ def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True], ids=["refused", "known to the site"])
 def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cluster: Cluster, known: bool) -> None:
-    """A refused submission is repeated; with the limit in `site.yaml` no submission is refused."""
+    """A refused submission is repeated. If `site.yaml` has the limit, no submission is refused."""
     flow = make(targets=["long"], plans__long__settings=long(15, prepared))
     flow.config["plans"]["long"]["runs"] = {"run": {}, "other": {"seed": 7}}
     if known:
@@ -251,7 +257,7 @@ def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cl
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
 def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared: Flow, how: signal.Signals) -> None:
-    """No job runs twice, and nothing that was done is lost."""
+    """If Snakemake is stopped and started again, no job runs twice and no result is lost."""
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -268,7 +274,9 @@ def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared:
 
 @pytest.mark.slow
 def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """Even from another node: the lock says who holds it, and dies with its owner."""
+    """A second writer is refused, even on another node. The message names the lock's owner; the lock ends with its
+    owner.
+    """
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
     with flow.running("--retries=0", "-p") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -293,7 +301,7 @@ def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, c
 
 @pytest.mark.slow
 def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow]) -> None:
-    """One submission for all pieces of a dataset; one wait in the queue for two measurements."""
+    """All pieces of a dataset are one submission, and two measurements share one job in the queue."""
     flow = make(plans__shapes__runs={"one": {}, "two": {"seed": 1}}, plans__shapes__measure=["throughput"])
     flow.config["datasets"]["years"] = {**flow.config["datasets"]["years"], "pieces": 3}
     shutil.rmtree(flow.path / "results")
@@ -313,7 +321,7 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
 
 @pytest.mark.slow
 def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
-    """Rungs are decided on the way, by the controller: a trial that lost is never in the queue again."""
+    """The controller decides the rungs during the call: a trial that is not promoted is not submitted again."""
     flow = make(targets=["swept"])
     flow.config["plans"]["swept"] = {
         "study": "era5_vit",
@@ -331,7 +339,7 @@ def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
 
 @pytest.mark.slow
 def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
-    """Each run on as many nodes as it fills, its twin without averaged gradients on as many; and what the page says."""
+    """Each run and its twin without gradient averaging use the nodes that they fill; the page shows the efficiency."""
     flow = make(targets=["weak"])
     flow.config["plans"]["weak"] = {
         "study": "era5_vit",
@@ -353,7 +361,7 @@ def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
 
 
 def test_a_path_that_would_run_in_a_shell_is_refused(make: Callable[..., Flow]) -> None:
-    """The executor puts a job's command between double quotes."""
+    """A path with shell syntax is refused, because the executor puts a job's command between double quotes."""
     flow = make(results="my $(touch pwned)")
     assert flow.run() != 0
     assert "Slurm jobs cannot be submitted from a path with '$'" in flow.output and "Traceback" not in flow.output

@@ -1,6 +1,6 @@
-"""A container engine and the image `cpu`, built once for all tests that use these fixtures.
+"""A container engine, and the image `cpu`, which is built once for all tests that use these fixtures.
 
-Tests are skipped without an engine; DLSCALE_CONTAINER_TESTS=1 (`make test-container`) installs it.
+Tests are skipped without an engine. DLSCALE_CONTAINER_TESTS=1 (`make test-container`) installs an engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ IMAGE = "localhost/dlscale:tests"
 
 @dataclass(frozen=True)
 class Engine:
-    """Podman with settings that work here; call it with podman's arguments."""
+    """Podman with settings that work on this machine; an engine is called with podman's arguments."""
 
     environment: dict[str, str]
 
     def __call__(self, *words: object, check: bool = True, timeout: float = 900) -> str:
-        """Run podman and return its output, including errors."""
+        """Run podman; return its output, including errors."""
         return self.run(["podman", *map(str, words)], check, timeout)
 
     def build(self, folder: Path, tag: str, *words: str) -> str:
@@ -36,7 +36,7 @@ class Engine:
         return self.run(["bash", str(SCRIPT), "build", str(folder), tag, *words], timeout=1800)
 
     def run(self, command: list[str], check: bool = True, timeout: float = 900) -> str:
-        """Run a command that may call podman."""
+        """Run a command that may call podman; return its output."""
         done = subprocess.run(
             command,
             env=self.environment,
@@ -52,7 +52,7 @@ class Engine:
 
 
 def lacking() -> str | None:
-    """Return the reason why no engine can run here."""
+    """Return the reason why no engine can run on this machine; None if an engine can run."""
     if os.geteuid():
         return "the container tests need root: rootless podman may not make a base image"
     tools = ["podman"] if "DLSCALE_BASE_IMAGE" in os.environ else ["podman", "mmdebstrap"]
@@ -66,7 +66,7 @@ def lacking() -> str | None:
 
 @pytest.fixture(scope="session")
 def container_engine() -> Engine:
-    """Return a working podman; `environment` has the variables with which other processes see its images."""
+    """Return a working podman. `environment` has the variables with which other processes find podman's images."""
     if reason := lacking():
         pytest.skip(reason)
     script = Engine(dict(os.environ))
@@ -79,8 +79,8 @@ def container_engine() -> Engine:
 
 @pytest.fixture(scope="session")
 def cpu_image(container_engine: Engine) -> str:
-    """Return the name of the image `cpu`, built from this checkout."""
-    # Processes of a test session build one after the other; later ones find the finished image.
+    """Return the name of the image `cpu`, which is built from this checkout."""
+    # The processes of a test session build one after the other, so that later processes find the finished image.
     with Path(container_engine.environment["CONTAINERS_STORAGE_CONF"]).with_name("build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         container_engine.build(ROOT, IMAGE, "--build-arg=REVISION=tested")

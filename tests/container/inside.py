@@ -1,7 +1,7 @@
 """Checks of an image, or of any environment, without a GPU: `python tests/container/inside.py`.
 
-It needs only PyTorch and dlscale, since an image has no tests; the file is mounted or read from standard input. Further
-arguments name packages to import, such as `nvidia.dali`.
+The file needs only PyTorch and dlscale and is mounted, or read from standard input, because images contain no tests.
+Further arguments name packages to import, such as `nvidia.dali`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dlscale.parallel.world import World
 
 
 class Network(torch.nn.Module):
-    """A layer, and a batch normalisation with buffers to broadcast."""
+    """A layer, and a batch normalisation whose buffers are broadcast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a number."""
+        """Return the sum of the squared outputs."""
         return self.model(x).square().sum()
 
 
 def main(packages: list[str]) -> None:
     """Import packages, train a model with the wrapper for several processes, and run the self-test's operations."""
-    faulthandler.dump_traceback_later(300, exit=True)  # print the location of a hang
+    faulthandler.dump_traceback_later(300, exit=True)  # if the process hangs, print where
     for name in packages:
         importlib.import_module(name)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -1,4 +1,4 @@
-"""The real image `cpu`: its contents, the users that can run it, and the workflow inside it."""
+"""The real image `cpu`: its contents, the users that can run the image, and the workflow inside the image."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.conftest import COSMO, COSMO_RUN, ROOT
 from tests.container.conftest import Engine
 from tests.workflow.conftest import copy_tree
 
-#: Timeout: the first build installs PyTorch, and may install podman and a base image before.
+#: The timeout is long, because the first build installs PyTorch, and may first install podman and a base image.
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-#: User that the image does not know.
+#: User and group that the image does not know.
 USER, GROUP = 4242, 4343
 RUN = ["run", "--rm", "--init", "--network=none", "--no-healthcheck", "--pull=never"]
-#: The same without the entry in /etc/passwd that podman would add, but docker would not.
+#: Options of RUN without the entry in /etc/passwd, which podman would add but docker would not.
 STRANGER = [*RUN, f"--user={USER}:{GROUP}", "--passwd=false"]
 
 
@@ -35,7 +35,7 @@ def inspected(container_engine: Engine, cpu_image: str) -> dict[str, Any]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Return a copy of the repository from which the image can be built."""
+    """Return a copy of the repository that can build the image."""
     copy_tree(tmp_path / "checkout")
     for name in ("pyproject.toml", "LICENSE", "Makefile", ".dockerignore"):
         shutil.copy2(ROOT / name, tmp_path / "checkout")
@@ -51,7 +51,7 @@ def test_configuration(inspected: dict[str, Any]) -> None:
     assert label["licenses"] == PROJECT["license"]
     assert {"title", "description", "source", "base.name"} <= set(label)
     assert config["User"] == "10001:10001"
-    assert not config.get("Entrypoint")  # Shifter ignores an entry point, and podman-hpc fails with one
+    assert not config.get("Entrypoint")  # Shifter ignores an entry point, and podman-hpc fails with an entry point
     assert config["WorkingDir"] == "/dlscale"
     assert "doctor" in str(inspected["Healthcheck"])
 
@@ -66,7 +66,7 @@ def test_torch_is_the_projects() -> None:
 def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspected: dict[str, Any]) -> None:
     print(f"{cpu_image}: {inspected['Size'] / 1e9:.2f} GB")
     assert inspected["Size"] < 3e9
-    # Empty files are locks of apt; files of a shell are Debian's.
+    # Empty files are apt's locks. The shell's files are part of Debian.
     folders = "/root /tmp /run/secrets /var/lib/apt/lists /var/cache/apt /var/log"
     find = "find $folder -type f -size +0 ! -name .bashrc ! -name .profile"
     loop = f"set -e; for folder in {folders}; do [ ! -e $folder ] || {find}; done"
@@ -78,7 +78,7 @@ def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspec
 
 
 def test_several_processes_can_start(container_engine: Engine, cpu_image: str) -> None:
-    """They use the image's own PyTorch, which may differ from this environment's."""
+    """The processes use the image's PyTorch, which may differ from the PyTorch of this environment."""
     mount = f"--volume={ROOT}/tests/container/inside.py:/tmp/inside.py:ro"
     assert "ok: PyTorch " in container_engine(*STRANGER, mount, cpu_image, "python", "/tmp/inside.py", "numba")
 
@@ -109,10 +109,10 @@ def test_the_workflow(container_engine: Engine, cpu_image: str, tmp_path: Path) 
 
 
 def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> None:
-    """The host needs no Python: the mounted checkout's code runs, and nothing is installed."""
+    """The host needs no Python: the container runs the mounted checkout's code, and no package is installed."""
     words = ["ENGINE=podman", f"IMAGE={cpu_image}", "ARGS=--dry-run --quiet"]
     said = container_engine.run(["make", "-C", str(checkout), "demo", *words])
-    assert re.search(r"cosmo_demo\.\{?baseline", said), "a dry run must list the jobs"
+    assert re.search(r"cosmo_demo\.\{?baseline", said), "a dry run must list its jobs"
     assert f"/dlscale in the container is {checkout}\n" in said
     assert not (checkout / ".venv").exists()
     assert container_engine("ps", "--all", "--quiet", "--filter=name=dlscale-demo") == ""

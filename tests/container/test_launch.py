@@ -1,4 +1,4 @@
-"""The launcher's containers: signals, exit status, files, and no remaining containers."""
+"""Containers of the launcher: signals, exit status and files; no container is left over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdis
 STAND_INS = Path(__file__).parent / "stand_ins"
 SOURCES = str(ROOT / "workflow_scripts")
 
-#: Stage that replaces `dlscale` and reports the signals that it gets.
+#: Stage that replaces `dlscale` and reports the signals that it receives.
 STAGE = """
 import os, signal, sys, time
 from dlscale.launch.contain import exit_with_stdin
@@ -47,7 +47,7 @@ sys.exit(7)
 
 @pytest.fixture
 def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str]:
-    """Return the command that starts Python in a container; the stage follows."""
+    """Return a command that starts Python in a container; the caller appends the stage."""
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
     words = launch(site, ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),)), Geometry())
     assert words[-4:] == ["python", "-P", "-m", "dlscale"]
@@ -56,7 +56,7 @@ def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str
 
 @pytest.fixture
 def start(container_engine: Engine, prefix: list[str], tmp_path: Path) -> Iterator[Any]:
-    """Return a function that starts the stage for some seconds."""
+    """Yield a function that starts the stage for some seconds."""
     processes = []
 
     def started(seconds: int) -> subprocess.Popen[str]:
@@ -90,7 +90,7 @@ def said(folder: Path, text: str) -> str:
 
 
 def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) -> None:
-    assert start(0).wait(PATIENCE) == 7, "expected the stage's own status"
+    assert start(0).wait(PATIENCE) == 7, "expected the exit status of the stage"
     assert "ready 3" in said(tmp_path, "ready"), "the stage must get the variables of its rank"
     made = (tmp_path / "made").stat()
     assert (made.st_uid, made.st_gid) == (os.getuid(), os.getgid())
@@ -110,7 +110,7 @@ def test_signals_reach_the_stage_by_name(start: Any, container_engine: Engine, t
 def test_ctrl_c_reaches_it_once(start: Any, container_engine: Engine, tmp_path: Path) -> None:
     process = start(1000)
     said(tmp_path, "ready")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     assert process.wait(PATIENCE) == 75
     assert said(tmp_path, "heard").count("heard SIGINT") == 1 and containers(container_engine) == []
 
@@ -126,7 +126,7 @@ def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine
     assert (tmp_path / "SIGTERM").exists(), "the stage must get SIGTERM, so that it can save"
     if who == "client":
         assert process.wait(PATIENCE) in (75, 128 + signal.SIGKILL), (
-            "the stage's status, unless the container was removed before"
+            "expected the stage's status, or 128 + SIGKILL if the container was removed first"
         )
 
 
@@ -139,7 +139,7 @@ def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str
     assert "podman did not start the container (status 125)" in done.stderr
 
 
-# ---- a stage in every engine that runs here --------------------------------------------------------
+# ---- a stage in every engine that works on this machine ---------------------------------------------
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str
 def test_a_training_in_a_container_is_that_outside(
     engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
 ) -> None:
-    """The numbers agree within the accuracy of another build, including the one with Shifter's stand-in."""
+    """The numbers agree within the accuracy of another build, also in a container of the Shifter stand-in."""
     from tests.conftest import ERA5, records, train
 
     if engine == "shifter" and any(path.is_relative_to("/var") for path in (ROOT, era5_data, tmp_path)):
@@ -164,7 +164,7 @@ def test_a_training_in_a_container_is_that_outside(
     arguments += ["--checkpoints", tmp_path / "inside/checkpoints", "--out", tmp_path / "inside"]
     command = [*launch(site, place, Geometry(gpus_per_node=ranks)), "train", *map(str, arguments), f"--threads={ranks}"]
     path = f"{STAND_INS}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # podman-hpc's default storage needs fuse-overlayfs, which some machines lack; podman's storage works, too.
+    # podman-hpc's default storage needs fuse-overlayfs, which some machines lack. podman's storage also works.
     variables = [f"PATH={path}", f"PYTHONPATH={SOURCES}", "PODMANHPC_USE_DEFAULT_ARGS=false", "USER=tester"]
     container_engine.run(["env", f"--chdir={tmp_path}", *variables, *command])
     for a, b in zip(records(tmp_path / "outside"), records(tmp_path / "inside"), strict=True):
@@ -175,7 +175,7 @@ def test_a_training_in_a_container_is_that_outside(
 
 
 def test_shifters_rules_are_enforced(container_engine: Engine, cpu_image: str) -> None:
-    """The stand-in refuses invalid command lines."""
+    """The stand-in for Shifter refuses invalid command lines."""
     for wrong in (["--gpu"], ["--env=A="], ["--volume=/tmp:/etc/x"], ["--volume=/tmp:/opt"]):
         command = [STAND_INS / "shifter", f"--image={cpu_image}", *wrong, "true"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -193,7 +193,7 @@ def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.
     assert image.identity("podman", "localhost/nosuch:1") is None
     container_engine("tag", cpu_image, "localhost/dlscale:another")
     assert image.identity("podman", "localhost/dlscale:another") == found, (
-        "the identity must depend on the content, not on the name"
+        "the identity must depend on the content instead of the name"
     )
     container_engine("untag", "localhost/dlscale:another", "localhost/dlscale:another")
     monkeypatch.setenv("PATH", f"{STAND_INS}:{os.environ['PATH']}")
@@ -203,7 +203,7 @@ def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.
 def test_an_image_that_is_not_migrated_is_no_success(
     container_engine: Engine, cpu_image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`podman-hpc migrate` may report success without an effect, so its list of images is checked."""
+    """`podman-hpc migrate` may report success without effect, so that dlscale checks podman-hpc's list of images."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for key, value in {**container_engine.environment, "PATH": path, "USER": "tester"}.items():
         monkeypatch.setenv(key, value)

@@ -1,4 +1,4 @@
-"""External programs in real containers: in an image without dlscale, and in the project's own image."""
+"""External programs in real containers: in an image without dlscale, and in the project's image."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.waiting import PATIENCE, until
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 SOURCES = str(ROOT / "workflow_scripts")
 BASE = os.environ.get("DLSCALE_BASE_IMAGE", "localhost/ci-base:bookworm")
-#: Environment of the program; its own PYTHONPATH is kept.
+#: Containerfile of the program's image. Its own PYTHONPATH must be kept.
 THEIRS = f"FROM {BASE}\nENV PYTHONPATH=/its\nRUN mkdir /its && echo place = __file__ >/its/its_own.py\n"
 
 
 @pytest.fixture(scope="module")
 def theirs(container_engine: Engine, cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the name of an image that has Python only."""
+    """Yield the name of an image that contains only Python."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "Containerfile").write_text(THEIRS)
     container_engine("build", "--pull=never", "--network=host", "--tag=localhost/theirs:tests", folder)
@@ -48,7 +48,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts the stage for a run of the small program, which is outside the run's folder."""
+    """Yield a function that starts the stage for a run of the small program, which is outside the run's folder."""
     processes, folder = [], tmp_path / "w"
 
     def started(
@@ -58,7 +58,7 @@ def start(container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[
             write_program(tmp_path / "theirs")
             given = settings(tmp_path / "theirs", *more, **program)
             file = make_run(folder, "program", {**given, "geometry": {"gpus_per_node": gpus}}, {"kind": "files"})
-            made = yaml.safe_load(file.read_text())  # a configuration without a site has no images
+            made = yaml.safe_load(file.read_text())  # a configuration without a site cannot have images
             file.write_text(yaml.safe_dump({**made, "program": {**made["program"], "image": image}}))
         site = Site(engine="podman", image=cpu_image, starter="torchrun", gpu=False)
         data = (str(ROOT), str(tmp_path / "theirs"))
@@ -90,7 +90,7 @@ def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
 
 
 def test_in_an_image_of_its_own(start: Start, theirs: str, container_engine: Engine, tmp_path: Path) -> None:
-    """Its steps are seen; it writes to its folder, imports from its image and gets its variables."""
+    """In its own image, the program's steps are seen; it writes to its folder, and gets its modules and variables."""
     process = start(
         image=theirs, environment={"A": "b c"}, command=["python3", "first.py", "--out", "{out}"], resume=[]
     )
@@ -110,7 +110,7 @@ def test_in_an_image_of_its_own(start: Start, theirs: str, container_engine: Eng
 
 @pytest.mark.slow
 def test_in_dlscales_image(start: Start, container_engine: Engine, tmp_path: Path) -> None:
-    """The image's torchrun starts two processes: the steps of both are seen."""
+    """The image's torchrun starts two processes, and the steps of both processes are seen."""
     code, said = ended(start(gpus=2), tmp_path)
     assert code == 0, said
     assert "rank 0 of 2" in said and "rank 1 of 2" in said

@@ -1,4 +1,4 @@
-"""The workflow on this machine with every stage in a container of its own (profile `docker`)."""
+"""The workflow on this machine; every stage runs in its own container (profile `docker`)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ CONFIG: dict[str, Any] = {
 
 
 def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
-    """This includes a study outside the package.
+    """Every stage runs in a container, even the stages of an external study.
 
-    A new image reruns exactly the jobs that use it; the same content, or the restored old image, reruns none.
+    A new image reruns exactly the jobs that use the image. An image with the same content, or the restored old image,
+    reruns no job.
     """
     copy_tree(tmp_path / "w")
-    # A results folder outside the tree with a blank in its name must be visible in the containers, too.
+    # A results folder outside the tree, with a blank in its name, must also be visible in the containers.
     results = tmp_path / "other place"
     image = "localhost/dlscale:workflow"
     config = {**CONFIG, "results": str(results), "site": {"engine": "podman", "image": image, "gpu": False}}
@@ -57,7 +58,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
     assert {path.stat().st_uid for path in results.rglob("*")} == {os.getuid()}
     assert "Nothing to be done" in snakemake("-n")
 
-    # Another image, with one more label.
+    # This image differs by an additional label.
     container_engine.run(["sh", "-c", f"printf 'FROM {cpu_image}\nLABEL a=b\n' | podman build --tag {image} -"])
     again = snakemake("-np")
     for rule in ("acquire", "preprocess", "assemble", "describe", "train", "throughput", "collect", "report"):
@@ -66,10 +67,10 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
 
     container_engine("tag", cpu_image, image)
     assert "Nothing to be done" in snakemake("-n")
-    container_engine("untag", image, image)  # without the name, all names of the image would be removed
+    container_engine("untag", image, image)  # without the name argument, podman would remove all names of the image
 
 
-# ---- profiling by the real nsys, from a mounted folder instead of an installation -----------------------
+# ---- profiling with the real nsys, which is mounted instead of installed --------------------------------
 
 
 def test_profiled_in_a_container(
@@ -79,10 +80,10 @@ def test_profiled_in_a_container(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """If the container lacks libraries that make the report, the recorded file is kept."""
+    """If the container lacks libraries that nsys needs for its report, the recorded file is kept."""
     profiler.configure(tmp_path)
     words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
-    root = real_nsys.parents[2]  # folder that contains usr/bin/nsys
+    root = real_nsys.parents[2]  # the folder that contains usr/bin/nsys
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False, environment={"NSYS": str(real_nsys)})
     place = ContainerMounts(
         str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))

@@ -1,10 +1,10 @@
-"""The training of two published programs, restated operation by operation, for comparison with dlscale's curves.
+"""Training of two published programs, restated operation by operation, for comparison with dlscale's curves.
 
-The code does not use dlscale: it reads files, computes losses and rates and updates weights like the programs. Settings
-are those of one process without mixed precision. The networks are in `bench.published`; here they get the published
-initial weights.
+The code does not use dlscale. Like the programs, it reads files, computes losses and rates, and updates weights.
+Settings are those of one process without mixed precision. The networks come from `bench.published` and get the
+published initial weights.
 
-`repaired` decides whether a known defect (`tests/DEFECTS.md`) is repaired; False is the published program.
+With `repaired`, known defects (`tests/DEFECTS.md`) are repaired; without, the code equals the published program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batches = Iterable[Sequence[torch.Tensor]]
 
 @dataclass
 class Curves:
-    """A program's log: the loss of each step, and the mean training and validation losses of each epoch."""
+    """Log of a program: the loss and rate of each step, and the mean training and validation losses of each epoch."""
 
     steps: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Curves:
 
 
 def make_unet(widths: Sequence[int], init_std: float = 0.02) -> UNet:
-    """Return the network, with weights from N(0, init_std) and biases 0."""
+    """Return the network with weights from N(0, init_std) and biases 0."""
     model = UNet(4, 5, widths)
     for module in model.modules():
         if "Conv" in type(module).__name__:
@@ -52,10 +52,10 @@ def make_unet(widths: Sequence[int], init_std: float = 0.02) -> UNet:
 
 @dataclass(frozen=True)
 class UNetRate:
-    """The learning rate of the U-Net's program.
+    """Learning rate of the U-Net's program.
 
     Iterations count from 1, so that the first rate is already one step down the cosine. The period is the number of all
-    steps, so that the rate does not reach `end` after a warm-up. Repaired, iterations count from 0 and the period
+    steps, so that after a warm-up the rate does not reach `end`. If repaired, iterations count from 0 and the period
     excludes the warm-up.
     """
 
@@ -69,7 +69,7 @@ class UNetRate:
     repaired: bool = False
 
     def __call__(self, iteration: int) -> float:
-        """Return the rate of this iteration; the first one is 1."""
+        """Return the rate of an iteration; the first iteration is 1."""
         ratio = self.batch / self.base_batch
         initial = self.start * {"none": 1.0, "sqrt": ratio**0.5, "linear": ratio}[self.scaling]
         warmup = self.warmup if ratio > 1 and self.scaling != "none" else 0
@@ -87,7 +87,7 @@ class UNetRate:
 def unet_loss(prediction: torch.Tensor, target: torch.Tensor, lambda_rho: float = 0.0) -> torch.Tensor:
     """Return L1 plus lambda_rho times the L1 of the density, which is exp(14 x) of channel 0.
 
-    The second term is computed for any lambda_rho.
+    The density term is computed for any lambda_rho, including zero.
     """
     density = torch.mean(torch.abs(torch.exp(14.0 * prediction[:, 0]) - torch.exp(14.0 * target[:, 0])))
     return torch.mean(torch.abs(prediction - target)) + lambda_rho * density
@@ -100,9 +100,9 @@ def train_unet(
     epochs: int,
     rate: UNetRate,
 ) -> Curves:
-    """Train and validate; `train(epoch)` gives batches.
+    """Train and validate; `train(epoch)` and `valid(epoch)` return batches.
 
-    The order is rate, zeroed gradients, forward, loss, backward, Adam.
+    The order of a step is rate, zeroed gradients, forward, loss, backward, Adam.
     """
     curves, iteration = Curves(), 0
     optimizer = torch.optim.Adam(model.parameters(), lr=rate.start)
@@ -134,10 +134,10 @@ def determinant(axes: Sequence[int], signs: Sequence[int]) -> int:
 class Crops(Dataset[Pair]):
     """Random cubes of boxes in memory (`inmem`; the published program has one box), turned in one of 24 ways.
 
-    The published cubes omit the last offset, are turned by 16 rotations and 8 reflections without their vectors, and
-    are as random in validation. Repaired, all offsets and the 24 rotations occur and vectors are turned (channels 1 to
-    3 of both fields are their components along the three axes); with `fixed`, cubes are the disjoint ones of the box
-    and not turned. `last` alone decides whether the last offset occurs.
+    The published cubes omit the last offset. They are turned by 16 rotations and 8 reflections, without their vectors.
+    Validation is as random as training. If repaired, all offsets and the 24 rotations occur, and vectors are turned,
+    too (channels 1 to 3 of both fields are components along the three axes). With `fixed`, the cubes are the disjoint
+    cubes of the box, and are not turned. Only `last` decides whether the last offset occurs.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Crops(Dataset[Pair]):
 
 
 def make_vit(grid: tuple[int, int], patch: int, channels: int, embed: int, depth: int, heads: int) -> ViT:
-    """Return the network, with positions and linear weights from N(0, 0.02) truncated at ±2, and biases 0."""
+    """Return the network with positions and linear weights from N(0, 0.02), truncated at ±2, and biases 0."""
     model = ViT(grid, patch, channels, embed, depth, heads)
     nn.init.trunc_normal_(model.position, std=0.02)
     for module in model.modules():
@@ -202,23 +202,23 @@ def make_vit(grid: tuple[int, int], patch: int, channels: int, embed: int, depth
 
 
 def norms(model: ViT) -> list[nn.LayerNorm]:
-    """Return the normalisations of all blocks, without the last one before the head."""
+    """Return the normalisations of all blocks, without the last normalisation before the head."""
     return [norm for block in model.blocks for norm in (block.norm1, block.norm2)]  # type: ignore[misc]
 
 
 def shared_vit(
     model: ViT, x: torch.Tensor, y: torch.Tensor, devices: int = 2, repaired: bool = False
 ) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    """Return the prediction and each device's gradients, if devices share the tokens of a sample.
+    """Return the prediction and each device's gradients if devices share the tokens of a sample.
 
-    This is the program's context parallelism. Each device has all weights and a part of the tokens. Keys and values are
-    gathered in each block; after the last normalisation all tokens are gathered, and every device computes head and
-    loss for all of them. The backward pass of the last gathering gives each device the gradients of its own tokens. So
-    each device has all gradients of the head and parts of all others, most of which the program sums over the devices.
+    This is the program's context parallelism. Each device has all weights and some of the tokens. Each block gathers
+    keys and values. After the last normalisation all tokens are gathered, and every device computes head and loss for
+    all tokens. The backward pass of the last gathering gives each device the gradients of its own tokens. Therefore
+    each device has complete gradients of the head and partial gradients of all other weights. The program sums most of
+    these over the devices.
 
-    The published program does not sum the gradients of the last normalisation, and the blocks' normalisations have
-    PyTorch's eps, 1e-5, instead of 1e-6 as on one device. Repaired, all parts are summed, and eps is that of one
-    device.
+    The published program does not sum the gradients of the last normalisation. The blocks' normalisations have
+    PyTorch's eps, 1e-5, although one device has 1e-6. If repaired, all partial gradients are summed, and eps is 1e-6.
     """
     ranks = [copy.deepcopy(model) for _ in range(devices)]
     if not repaired:
@@ -247,7 +247,7 @@ def shared_vit(
 
 
 def _shared_block(blocks: Sequence[Block], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each device's tokens after a block; its queries attend to the keys and values of all devices."""
+    """Return each device's tokens after a block; each device's queries attend to all devices' keys and values."""
     normed = [block.norm1(part) for block, part in zip(blocks, parts, strict=True)]
     q, k, v = (
         [block.by_head(getattr(block, name)(tokens)) for block, tokens in zip(blocks, normed, strict=True)]
@@ -263,16 +263,16 @@ def _shared_block(blocks: Sequence[Block], parts: Sequence[torch.Tensor]) -> lis
 
 
 def vit_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean over samples of the error's norm divided by the target's norm."""
+    """Return the relative error, the error's norm over the target's norm, averaged over samples."""
     count = prediction.shape[0]
     error = torch.norm(prediction.reshape(count, -1) - target.reshape(count, -1), 2, 1)
     return torch.mean(error / torch.norm(target.reshape(count, -1), 2, 1))
 
 
 def u10_rmse(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the latitude-weighted RMSE of each channel, averaged over samples [C].
+    """Return the latitude-weighted RMSE of each channel [C], averaged over samples.
 
-    The rows are assumed to run from pole to pole, and pi to be 3.1416.
+    Like the program, assume that the rows span both poles and that pi is 3.1416.
     """
     rows = prediction.shape[2]
     cosines = torch.cos(3.1416 / 180.0 * (90.0 - torch.arange(rows) * 180.0 / (rows - 1)))
@@ -291,7 +291,7 @@ def train_vit(
 ) -> Curves:
     """Train complete epochs; the schedule steps after the update.
 
-    The order is zeroed gradients, forward, loss, backward, Adam, schedule.
+    The order of a step is zeroed gradients, forward, loss, backward, Adam, schedule.
     """
     curves = Curves()
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=betas)
@@ -316,10 +316,10 @@ def train_vit(
 
 
 class Pairs(Dataset[Pair]):
-    """Standardised states of a folder of years, `dt` apart.
+    """Pairs of standardised states, `dt` apart, from a folder of years.
 
-    The published program assumes that all years are as long as the first, never uses pair 0, and uses pair 1
-    repeatedly. Repaired, every pair is used once.
+    The published program assumes that all years are as long as the first year, never uses pair 0, and uses pair 1
+    repeatedly. If repaired, every pair is used once.
     """
 
     def __init__(self, folder: Path, stats: Path, dt: int = 1, repaired: bool = False) -> None:
@@ -348,7 +348,7 @@ class Pairs(Dataset[Pair]):
 
 
 def shuffled(dataset: Pieces, batch_size: int) -> DataLoader[Pair]:
-    """Return PyTorch's loader with the programs' settings for training, without workers."""
+    """Return PyTorch's loader with the programs' training options, without workers."""
     return DataLoader(dataset, batch_size, shuffle=True, drop_last=True)
 
 
@@ -359,7 +359,7 @@ def in_order(dataset: Pieces, indices: Sequence[int], batch_size: int) -> list[S
 
 
 def copy_weights(weights: Sequence[torch.Tensor], model: nn.Module) -> None:
-    """Copy weights to a model, in the order of its parameters."""
+    """Copy weights into a model, in the order of the model's parameters."""
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), weights, strict=True):
             parameter.copy_(value)

@@ -1,7 +1,7 @@
 """The published plotting script of weak scaling, restated operation by operation.
 
-`plot_weak_scale.py` of the SC22 tutorial reads one file of benchy for each number of nodes, `weak_scale_N.json`. It
-draws the measured rates and multiples of one node's rate.
+`plot_weak_scale.py` of the SC22 tutorial reads one benchy file per number of nodes, `weak_scale_N.json`. The script
+draws the measured rates, and multiples of the rate on one node.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: Keys in the order in which the script reads them.
+#: Keys in the order in which the script reads the rates.
 LABELS = ("IO", "SYNTHETIC", "FULL")
 
 Rates = tuple[float, float, float]
 
 
 def read_rates(path: Path) -> Rates:
-    """Return samples/s of loading, computing and both, each of the first trial.
+    """Return samples/s of loading, computing and both, from the first trial of each.
 
-    Each line is a JSON document; reading ends at the first blank line, and the last document counts.
+    Each line is a JSON document. Reading ends at the first blank line, and the last document counts.
     """
     rates: list[float] | None = None
     with path.open() as file:
@@ -33,9 +33,11 @@ def read_rates(path: Path) -> Rates:
 
 
 def lines(measured: Mapping[int, Rates]) -> dict[str, list[float]]:
-    """Return the lines over numbers of nodes: measured rates, and ideal ones, multiples of the first."""
+    """Return the lines over the number of nodes: measured rates, and ideal rates, which are multiples of the first
+    rate.
+    """
     (base, first), *_ = measured.items()
-    assert base == 1, "the script needs one node as its unit"
+    assert base == 1, "the script needs the rate on one node as its unit"
     drawn = {label: [rates[column] for rates in measured.values()] for column, label in enumerate(LABELS)}
     ideal = {f"{label} ideal": [first[column] * count for count in measured] for column, label in enumerate(LABELS)}
     return drawn | ideal

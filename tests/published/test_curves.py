@@ -1,11 +1,11 @@
-"""dlscale's training compared with the published programs', which `programs` restates.
+"""dlscale's training compared with the published programs' trainings, which `programs` restates.
 
-There are two forms. Exact: the program starts with dlscale's initial weights and gets the batches of dlscale's steps;
-then the loss and the rate of every step and the validation losses agree to float32's rounding. Free: both draw their
-own weights and samples for five seeds each; then their curves overlap within the spread of the seeds. Both forms are
-also applied to a changed program and must detect the change; otherwise they would prove nothing.
+There are two forms. Exact: the program starts with dlscale's initial weights and gets the batches of dlscale's steps.
+Then the losses and rates of all steps and the validation losses agree to float32's rounding. Free: both draw their own
+weights and samples, for five seeds each. Then their curves overlap within the spread of the seeds. Both forms must also
+detect a changed program; otherwise they would prove nothing.
 
-Defects of the programs that affect the training are repaired for this (`repaired`).
+The restated programs are `repaired`: defects that affect the training are removed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from tests.published.programs import (
 )
 from tests.raw_files import era5, write_years
 
-#: Relative tolerance of losses after 20 steps, computed by other operations in another order in float32.
+#: Relative tolerance of losses after 20 steps, which both programs compute in float32 with other operations in another
+#: order.
 TOLERANCE = 1e-5
 BATCH = 4
 SEEDS = range(5)
@@ -63,7 +64,7 @@ SEEDS = range(5)
 
 @dataclass
 class Recording:
-    """The initial weights of dlscale's step, its batches, and its results."""
+    """The initial weights, the batches and the results of dlscale's steps."""
 
     weights: list[torch.Tensor] = field(default_factory=list)
     batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -71,13 +72,13 @@ class Recording:
     rates: list[float] = field(default_factory=list)
 
     def epochs(self, steps: int) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return a function that gives the batches of an epoch."""
+        """Return a function from an epoch to its batches."""
         return lambda epoch: self.batches[epoch * steps : (epoch + 1) * steps]
 
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """Return the recording of the steps of a training in this test."""
+    """Return a recording, which is filled by the steps of a training in this test."""
     found, plain = Recording(), Step.__call__
 
     def call(step: Step, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
@@ -94,19 +95,19 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def trained(folder: Path, study: str, data: Path, **over: Any) -> list[dict[str, Any]]:
-    """Train a tiny run with the given settings by the stage; return its epochs."""
+    """Train a tiny run with the given settings by the train stage; return the records of its epochs."""
     make_run(folder, study, config.merge(copy.deepcopy(TINY[study]["run"]), over), TINY[study]["dataset"])
     assert train(folder, data / "manifest.json") == 0
     return records(folder)
 
 
 def each(batches: Batches, epoch: int) -> Batches:
-    """Return the batches of an epoch; all epochs have the same, or their loader shuffles them."""
+    """Return the batches of an epoch: the same for all epochs, unless their loader shuffles them."""
     return batches
 
 
 def apart(found: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference."""
+    """Return the largest relative difference of two lists."""
     return float(np.max(np.abs(np.array(found) / np.array(expected) - 1)))
 
 
@@ -115,7 +116,7 @@ def apart(found: list[float], expected: list[float]) -> float:
 
 @pytest.mark.slow
 def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path) -> None:
-    """In a year with n states, pair 0 never occurs and pair 1 three times; repaired, all n - 1 pairs occur once."""
+    """In a year with n states, pair 0 never occurs and pair 1 three times. After repair, all n - 1 pairs occur once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
     for year in (0, 1):
@@ -124,7 +125,7 @@ def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path)
 
 
 def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> None:
-    """Both give the same 24 forms of a cube and turn vectors, too; the published program does not turn vectors."""
+    """Both produce the same 24 forms of a cube and turn its vectors. The published program does not turn vectors."""
     published, mended = (Crops([cosmo_data / "train/box000.h5"], 8, 1, repaired=each) for each in (False, True))
     cube = published.boxes[0][1][:, :8, :8, :8]
     vectors = [(1, 2, 3)]
@@ -138,7 +139,7 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
 
 
 def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> None:
-    """The numbers count from 1, as in the program; it has 16 of the 24 rotations, and dlscale lacks these 8."""
+    """The program's turns have 8 reflections (numbers from 1); dlscale has the 16 rotations but no reflection."""
     path = cosmo_data / "train/box000.h5"
     published, mended = (Crops([path], 8, 1, repaired=each).turns for each in (False, True))
     assert len(set(published)) == len(set(mended)) == 24
@@ -153,13 +154,13 @@ def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> N
 
 
 def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
-    """Return how often each form of a cube occurs if every symmetry of a setting is drawn once."""
+    """Return how often each form of a cube occurs if each symmetry of a setting is used once."""
     symmetries = CubeSymmetries(list(CHANNELS["Hydro"][0]), choice)
     return Counter(symmetries.apply(number, cube).tobytes() for number in range(len(CHOICES[choice])))
 
 
 def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
-    """The 24 symmetries of its PyTorch loader occur equally often, with unchanged vectors."""
+    """The 24 symmetries of the program's PyTorch loader occur equally often, with unchanged vectors."""
     cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
     published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
     theirs = Counter(np.ascontiguousarray(published._turned(cube, *turn)).tobytes() for turn in published.turns)
@@ -167,9 +168,9 @@ def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
 
 
 def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> None:
-    """The eight outcomes of the three coins of its DALI loader give four forms of a box, each of them twice.
+    """The eight outcomes of the three coins in the DALI loader give four forms of a box, each form twice.
 
-    Its rotations are discarded. Since the boxes have no layout, DALI takes the first axis for frames.
+    The loader's rotations are discarded. The boxes have no layout, so that DALI treats the first axis as frames.
     """
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     from nvidia.dali import Pipeline, fn
@@ -192,10 +193,11 @@ def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> 
 
 
 def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
-    """With the published context parallelism on two devices, all other gradients differ only by its eps.
+    """With the published context parallelism on two devices, only the last norm's gradient is incomplete.
 
-    With it, each device updates the last normalisation differently. With summed gradients and one device's eps, all
-    agrees with one device; `tests/test_mesh.py` compares dlscale with one device.
+    Each device updates the last normalisation differently; all other gradients differ only by the program's eps. With
+    summed gradients and one device's eps, all values agree with one device. `tests/test_mesh.py` compares dlscale with
+    one device.
     """
     torch.manual_seed(0)
     model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()
@@ -203,7 +205,8 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     alone = model(x)
     programs.vit_loss(alone, y).backward()
     alone = alone.detach()
-    expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}  # its gradient is zero
+    # the gradient of this bias is zero
+    expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}
 
     def off(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
         return {name: float((gradients[name] - value).norm() / value.norm()) for name, value in expected.items()}
@@ -213,7 +216,7 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     assert max(max(off(each).values()) for each in mended) < 1e-9
     prediction, published = programs.shared_vit(model, x, y, devices=2)
     assert 1e-7 < float((prediction - alone).norm() / alone.norm()) < 1e-4, (
-        "expected the effect of eps 1e-5 instead of 1e-6"
+        "the difference must be the effect of eps 1e-5 instead of 1e-6"
     )
     for each in published:
         errors = off(each)
@@ -223,11 +226,11 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
         one, other = (each[name] for each in published)
         assert float((one - other).norm() / expected[name].norm()) > 0.3, "the devices must have different gradients"
         together = (one + other - expected[name]).norm() / expected[name].norm()
-        assert float(together) < 1e-3, "the gradients must add up to that of one device"
+        assert float(together) < 1e-3, "the sum of the gradients must be that of one device"
 
 
 def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
-    """dlscale's ViT has eps 1e-6 on any number of devices; the published blocks have 1e-5 on several devices."""
+    """dlscale's ViT has eps 1e-6 on any number of devices; the published blocks have eps 1e-5 on several devices."""
     for axis in ("tp", "cp"):
         model = ViT((8, 16), (4, 4), 3, 3, 16, 2, 2)
         mesh = Pretended(Geometry(gpus_per_node=2, **{axis: 2}))
@@ -244,7 +247,7 @@ def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
 def test_the_unet_takes_the_published_steps(
     tmp_path: Path, cosmo_data: Path, recording: Recording, warmup: int
 ) -> None:
-    """The test has 20 steps. With a warm-up, the rate is scaled by the root of the batch ratio, as in the program."""
+    """Losses and rates agree over 20 steps. With a warm-up, the rate is scaled by the root of the batch ratio."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 10, 2
     schedule = {"warmup_steps": warmup, "scaling": "sqrt", "base_batch_size": 1} if warmup else {}
     found = trained(
@@ -274,22 +277,24 @@ def test_the_unet_takes_the_published_steps(
     assert apart(recording.losses, mended.steps) < TOLERANCE
     assert apart([epoch["train_loss"] for epoch in found], mended.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], mended.valid) < TOLERANCE
-    # Published rates belong to the next step, and a warm-up does not shorten the cosine: a small, visible
-    # difference.
+    # The published program uses the rate of the next step, and its warm-up does not shorten the cosine. This small
+    # difference is visible.
     if not warmup:
         assert published.rates[:-1] == pytest.approx(recording.rates[1:], rel=1e-12)
-        assert published.rates[-1] == 0.0, "the last step of the published program has rate zero"
+        assert published.rates[-1] == 0.0, "the last step of the published program must have rate zero"
     else:
         assert published.rates[: warmup - 1] == pytest.approx(recording.rates[: warmup - 1], rel=1e-12)
         assert published.rates[-1] > 0.02 * max(published.rates) > recording.rates[-1]
     assert 10 * TOLERANCE < apart(recording.losses, published.steps) < 0.1
-    # Other silent errors must be visible, too.
+    # Other silent errors must be detected, too.
     assert apart(recording.losses, theirs(start=2.02e-3).steps) > 10 * TOLERANCE
     assert apart(recording.losses, theirs(init=1.01).steps) > 10 * TOLERANCE
 
 
 def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, recording: Recording) -> None:
-    """The 20 steps use the published Adam (betas 0.9, 0.95) and a cosine that steps after the update."""
+    """Losses and rates agree over 20 steps with the published Adam (betas 0.9, 0.95); the cosine steps after the
+    update.
+    """
     steps, epochs = 5, 4
     found = trained(
         tmp_path,
@@ -300,7 +305,8 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
         training={"steps": steps * epochs},
     )
     every = Pairs(era5_data / "valid", era5_data / "stats", repaired=True)
-    valid = in_order(every, [index * len(every) // 16 for index in range(16)], BATCH)  # evenly spaced
+    # validation samples are evenly spaced
+    valid = in_order(every, [index * len(every) // 16 for index in range(16)], BATCH)
     channels, height, width = recording.batches[0][0].shape[1:]
 
     def theirs(lr: float = 1e-3, **changed: Any) -> Curves:
@@ -316,7 +322,7 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
     assert apart([epoch["valid_loss"] for epoch in found], published.valid) < TOLERANCE
     assert apart(recording.losses, theirs(lr=1.01e-3).steps) > 10 * TOLERANCE
     assert apart(recording.losses, theirs(betas=(0.9, 0.999)).steps) > 10 * TOLERANCE, (
-        "PyTorch's default betas must be visible"
+        "the test must detect PyTorch's default betas"
     )
 
 
@@ -324,7 +330,7 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
 
 
 def overlap(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the fraction of all splits of the runs whose halves differ at least as much as these two.
+    """Return the fraction of all divisions of the runs whose halves differ at least as much as the given halves.
 
     Curves are [runs, points]. The difference of two halves is the largest difference of their means over all points, in
     standard errors (Welch's t). If both halves have the same distribution, the fraction is uniform between 0 and 1 for
@@ -342,8 +348,9 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(np.array(every) >= distance(tuple(range(half))) * (1 - 1e-12)))
 
 
-#: Level of significance, set before the first result: loss curves of all epochs (training and validation, five seeds
-#: each) must not be among the 5 % most different splits; those of a program with half the rate must be.
+#: Level of significance, set before the first result. The loss curves of all epochs (training and validation, five
+#: seeds each) must not be among the 5 % most different divisions. The curves of a program with half the rate must be
+#: among them.
 LEVEL = 0.05
 
 
@@ -352,7 +359,7 @@ def curve(train: list[float], valid: list[float]) -> list[float]:
 
 
 def of_seeds(folder: Path, study: str, data: Path, **over: Any) -> np.ndarray:
-    """Return the curves of dlscale's trainings, a row for each seed."""
+    """Return the curves of dlscale's trainings, one row per seed."""
     every = [trained(folder / str(seed), study, data, seed=seed, batch_size=BATCH, **over) for seed in SEEDS]
     losses = ("train_loss", "valid_loss")
     return np.array([curve(*([epoch[name] for epoch in epochs] for name in losses)) for epochs in every])
@@ -363,7 +370,7 @@ def of_seeds(folder: Path, study: str, data: Path, **over: Any) -> np.ndarray:
 def test_curves_of_the_unet_overlap_with_the_published_programs(
     tmp_path: Path, cosmo_data: Path, symmetry: str
 ) -> None:
-    """The program is repaired, or has its published symmetries with all offsets, since the boxes are small."""
+    """The program is repaired, or has its published symmetries but all offsets, because the boxes are small."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 16, 4
     found = of_seeds(
         tmp_path,
@@ -395,7 +402,7 @@ def test_curves_of_the_unet_overlap_with_the_published_programs(
 
 @pytest.mark.slow
 def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, era5_data: Path) -> None:
-    steps, epochs = 9, 4  # 36 of 38 pairs: the program drops an incomplete batch
+    steps, epochs = 9, 4  # 36 of 38 pairs, because the program drops an incomplete batch
     found = of_seeds(
         tmp_path,
         "era5_vit",
@@ -421,9 +428,9 @@ def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, e
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray, other: np.ndarray) -> None:
-    """Compare dlscale's curves with the program's, and both with a program with another rate."""
+    """Assert that dlscale's curves overlap with the program's, but not with those of a program with another rate."""
     assert overlap(ours, theirs) > LEVEL, (ours.mean(axis=0), theirs.mean(axis=0))
-    assert overlap(ours, other) <= LEVEL, "the test does not detect the other program"
+    assert overlap(ours, other) <= LEVEL, "the test must detect the other program"
     assert overlap(theirs, other) <= LEVEL
 
 
@@ -438,18 +445,18 @@ def test_losses_by_hand() -> None:
     """The losses of two samples with two channels on two points are computed by hand."""
     y = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 0.0]]])
     p = torch.tensor([[[3.0, 1.0], [2.0, 2.0]], [[1.0, 2.0], [2.0, 3.0]]])
-    # Errors 0, 1, 2, -2 for a target of norm 5, and 0, 0, 0, 3 for one of norm 3.
+    # The errors are 0, 1, 2, -2 for a target of norm 5, and 0, 0, 0, 3 for a target of norm 3.
     assert relative_l2(p, y).tolist() == pytest.approx([3 / 5, 3 / 3])
     assert vit_loss(p, y).item() == pytest.approx(0.8)
     assert l1(p, y).tolist() == pytest.approx([5 / 4, 3 / 4])
     assert unet_loss(p, y).item() == pytest.approx(1.0)
-    p, y = torch.zeros(1, 2, 1), torch.tensor([[[math.log(3) / 14], [0.5]]])  # densities 1 and 3
+    p, y = torch.zeros(1, 2, 1), torch.tensor([[[math.log(3) / 14], [0.5]]])  # the densities are 1 and 3
     assert l1(p, y, 0.1).item() == pytest.approx((math.log(3) / 14 + 0.5) / 2 + 0.1 * 2)
     assert unet_loss(p, y, 0.1).item() == pytest.approx(l1(p, y, 0.1).item())
 
 
 def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
-    """On 9 rows from 90° to -90°, it is the mean of the samples' RMSE of standardised fields, by channel."""
+    """On 9 rows from 90° to -90°, the metric is the mean of the samples' RMSE of standardised fields, by channel."""
     folder = write_years(tmp_path / "raw", {"train": {2001: 6}, "valid": {2003: 9}}, 20, (9, 16))
     manifest = Manifest.read(make_dataset(tmp_path / "data", era5(folder)) / "manifest.json")
     assert manifest.extra["latitude"] == np.linspace(90, -90, 9).tolist()
@@ -464,10 +471,10 @@ def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
 
 
 def test_the_published_grid_has_other_latitudes_than_its_program_believes() -> None:
-    """The data lack the last of 361 rows, a pole; the program spreads 360 rows from pole to pole, dlscale does not.
+    """The data lack the last of 361 rows, a pole. The program still spreads its 360 rows from pole to pole.
 
-    This changes a weight by at most 0.014 of the mean weight. If errors are three times as large at one pole as at the
-    other, the RMSE changes by less than 0.3 %, so that values can be compared.
+    dlscale uses the rows' true latitudes. The weights differ by at most 0.014 of the mean weight. If errors are three
+    times as large at one pole as at the other, the RMSE differs by less than 0.3 %, so that values can be compared.
     """
     y, p = (fields(2, 1, 360, 32, seed=seed) for seed in (0, 1))
     error = (p - y) * (1 + 0.5 * torch.cos(torch.linspace(0, math.pi, 360)))[:, None]

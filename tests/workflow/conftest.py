@@ -1,4 +1,4 @@
-"""A tiny workflow of all studies and one outside the package, run once by the real Snakemake in a copy."""
+"""A tiny workflow of all shipped studies and an external study, run once by the real Snakemake in a copy."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from dlscale.studies.new_study import TEMPLATE
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 
-#: Code that runs inside Snakemake and the stages, so that tests can observe them.
+#: Folder of modules that run inside Snakemake and the stages, so that tests can observe both.
 INSIDE = Path(__file__).parent / "inside"
-#: Parts of the repository that a run of the workflow needs.
+#: Files and folders of the repository that a run of the workflow needs.
 TREE = ["Snakefile", "config.yaml", "README.md", "CITATION.cff", "rules", "profiles", "perlmutter", "workflow_scripts"]
-#: Names that would do harm, or fail, in an unquoted command; the file that they create must never appear.
+#: Results folder and title that would do harm, or fail, in an unquoted command. The file `pwned`, which the commands in
+#: these names create, must never appear.
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: Folder of a study outside the package (made by `dlscale new-study`), next to the copy of the repository.
+#: Folder of the external study (made by `dlscale new-study`), next to the copy of the repository.
 OUTSIDE = "a study's place"
 
-#: A few steps for each profiler; the record names a missing profiler.
+#: A few steps for each profiler; the record names the missing profilers.
 PROFILE = {"tools": ["torch", "nsys", "lines"], "skip": 1, "steps": 2}
 
-#: Configuration of all workflow tests: three plans of two studies with four runs (and one reused); a tuned run; a
-#: ladder of the study outside the package; and a plan, a dataset and a run of each other study.
+#: Configuration of all workflow tests: three plans of two studies with four runs and a reused run; a tuned run; a
+#: ladder of the external study; and a plan, a dataset and a run of each other study.
 CONFIG: dict[str, Any] = {
     "results": RESULTS,
     "targets": ["cosmo", "era5", "again", "tuned", "waves_ladder"],
@@ -88,7 +89,7 @@ CONFIG: dict[str, Any] = {
             },
             "runs": {"mine": {}},
         },
-        # The study ships this plan; here it is changed.
+        # The study ships this plan; the test changes it.
         "waves_ladder": {
             "study": "waves",
             "settings": {
@@ -102,7 +103,8 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}, "waves": f"../{OUTSIDE}/waves.py"},
     "report": {"title": TITLE},
 }
-for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}):  # same order in all processes
+# the same order in all processes
+for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}):
     CONFIG["targets"].append(_study)
     CONFIG["datasets"][_study] = TINY[_study]["dataset"]
     CONFIG["plans"][_study] = {
@@ -111,17 +113,17 @@ for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].va
         "settings": {**TINY[_study]["run"], "dataset": _study},
         "runs": {"tiny": {}},
     }
-#: One thread per job, so that two jobs at once, and other processes, disturb each other less.
+#: Options for one thread per job, so that two simultaneous jobs and other processes disturb each other less.
 THREADS = ["--set-threads", "train=1", "throughput=1", "tune=1"]
 COMMON = ["--configfile", "tiny.yaml", "--logger", "dlscale", "jobs", *THREADS]
-#: Plans with their own page; all are on the page of the targets.
+#: Plans with their own page; the page of the targets shows all plans.
 PAGED = ("cosmo", "era5", "again")
 TARGETS = ["all", *(f"plan_{plan}" for plan in PAGED)]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Job that Snakemake runs or would run; `str` gives its rule and wildcards."""
+    """A job that Snakemake runs or would run; `str` gives its rule and wildcards."""
 
     rule: str
     wildcards: dict[str, str]
@@ -144,20 +146,20 @@ class Outcome:
 
     @property
     def names(self) -> list[str]:
-        """Return the sorted names of the jobs, without aggregating target rules."""
+        """Return the sorted names of the jobs, without target rules, which only collect other jobs."""
         return sorted(str(job) for job in self.jobs if job.command)
 
 
 @dataclass
 class Tree:
-    """Copy of the repository with its own configuration."""
+    """A copy of the repository with its own configuration."""
 
     path: Path
     config: dict[str, Any]
     _dry_runs: subprocess.Popen[str] | None = None
 
     def write(self) -> None:
-        """Write the configuration."""
+        """Write the configuration file."""
         (self.path / "tiny.yaml").write_text(yaml.safe_dump(self.config, sort_keys=False))
         self.imports.mkdir(exist_ok=True)
 
@@ -178,7 +180,7 @@ class Tree:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return an environment in which `python -m dlscale` uses this Python and the tree's package."""
+        """Return an environment in which `python -m dlscale` runs this Python and the tree's package."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE", "PYTEST", "SLURM"))}
         return {
             **kept,
@@ -204,7 +206,7 @@ class Tree:
         )
 
     def snakemake(self, *arguments: str, timeout: float = 2 * PATIENCE) -> Outcome:
-        """Run Snakemake and wait for its end."""
+        """Run Snakemake, wait for its end, and return the outcome."""
         self.log.unlink(missing_ok=True)
         with self.start(*arguments) as process:
             try:
@@ -215,12 +217,13 @@ class Tree:
         return Outcome(process.returncode, output, self.jobs())
 
     def planned(self, *arguments: str, targets: Sequence[str] = TARGETS) -> Outcome:
-        """Return the jobs that would run."""
+        """Return the outcome of a dry run."""
         if self._dry_runs is None:
             self._dry_runs = subprocess.Popen(
                 [sys.executable, str(INSIDE / "dry_runs.py")],
                 cwd=self.path,
-                env={**self.environment, ASKED: str(self.path / "answer.json")},  # skip the preflight checks
+                # answer the preflight checks from a file
+                env={**self.environment, ASKED: str(self.path / "answer.json")},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -243,7 +246,7 @@ class Tree:
             self._dry_runs.communicate()
 
     def shell(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command like a user at a terminal."""
+        """Run a command like a user at a terminal; return the completed process."""
         return subprocess.run(
             ["bash", "-c", command],
             cwd=self.path,
@@ -269,7 +272,7 @@ class Tree:
 
 
 def copy_tree(path: Path) -> None:
-    """Copy the files that the workflow needs, without results and caches, and the study outside the package."""
+    """Copy the files that the workflow needs, and the external study, without results and caches."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(TEMPLATE, path.parent / OUTSIDE, ignore=ignored, dirs_exist_ok=True)
     path.mkdir(parents=True)
@@ -283,7 +286,7 @@ def copy_tree(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Tree]]:
-    """Return a function that copies the repository, with another tree's results if given."""
+    """Return a function that copies the repository, and also another tree's results if `like` is given."""
     trees = []
 
     def make(config: dict[str, Any] | None = None, like: Tree | None = None) -> Tree:
@@ -303,7 +306,7 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 @pytest.fixture(scope="session")
 def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, Outcome]:
-    """Run the tiny workflow once for all processes; return a copy that tests must not change."""
+    """Run the tiny workflow once for all processes; return its outcome and a copy that tests must not change."""
 
     def run(folder: Path) -> None:
         copy_tree(folder / "a repository")
@@ -320,5 +323,5 @@ def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def clone(finished: tuple[Tree, Outcome], make_tree: Callable[..., Tree]) -> Tree:
-    """Return a copy of the finished tree, with Snakemake's metadata, that a test may change."""
+    """Return a copy of the finished tree, including Snakemake's metadata, which a test may change."""
     return make_tree(like=finished[0])

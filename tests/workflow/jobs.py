@@ -26,8 +26,9 @@ def _data_jobs(name: str) -> dict[str, list[str]]:
     }
 
 
-#: Jobs of each dataset: `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader), again.faster (training only) and
-#: tuned.mine; `years` serves era5.vit. The study outside the package is not registered in the process of the tests.
+#: Jobs of each dataset, by stage. `boxes` serves cosmo.unet, cosmo.ceiling (synthetic loader), again.faster (training
+#: only) and tuned.mine; `years` serves era5.vit. The jobs of `waves` are listed literally, because the process of the
+#: tests does not register the external study.
 DATA = {
     **{name: _data_jobs(name) for name in CONFIG["datasets"] if name != "waves"},
     "waves": {
@@ -39,13 +40,14 @@ DATA = {
     },
 }
 ALL = tuple(DATA)
-#: Datasets that are preprocessed; others are used unchanged.
+#: Datasets that are preprocessed; the other datasets are used unchanged.
 PREPROCESSED = tuple(name for name in ALL if DATA[name]["preprocess"])
-#: By dataset: the study of its runs, and plan, run and stages of each run that is not reused from another plan.
+#: Study of each dataset's runs, and (plan, run, stages) of each of its runs. Runs that are reused from another plan are
+#: left out.
 STUDY: dict[str, str] = {}
 RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
 _USUAL = [stage for stage in RUN_STAGES if STAGES[stage].usual]
-#: Plans with trainings.
+#: Plans that train runs.
 TRAINING: set[str] = set()
 PLANS: dict[str, list[str]] = {name: [] for name in ALL}
 for _plan, _settings in CONFIG["plans"].items():
@@ -64,23 +66,23 @@ CONFIGURE = [f"configure_plan {plan}" for plan in CONFIG["plans"]]
 
 
 def tables(*plans: str) -> list[str]:
-    """Return the jobs that show the results of these plans."""
+    """Return the jobs that show the results of the given plans."""
     return [*(f"collect {plan}" for plan in plans), *pages(*plans), "report"]
 
 
 def pages(*plans: str) -> list[str]:
-    """Return the jobs that write the pages of these plans, if they have one."""
+    """Return the jobs that write the pages of the given plans; plans without a page are left out."""
     return [f"report_plan {plan}" for plan in plans if plan in PAGED]
 
 
 def stage(name: str, *datasets: str) -> list[str]:
-    """Return the jobs of a stage for all runs on these datasets, and the jobs that show its results."""
+    """Return the jobs of a stage for all runs on the given datasets, and the jobs that show the stage's results."""
     jobs = [(plan, f"{name} {plan} {run}") for data in datasets for plan, run, stages in RUNS[data] if name in stages]
     return [*(job for _, job in jobs), *tables(*{plan for plan, _ in jobs})]
 
 
 def trained(*datasets: str) -> list[str]:
-    """Return the trainings on these datasets, and the jobs that show their results, also in plans that reuse them."""
+    """Return the trainings on the given datasets and the jobs that show the results, also in plans that reuse runs."""
     return stage("train", *datasets) + tables(*(plan for name in datasets for plan in PLANS[name] if plan in TRAINING))
 
 
@@ -88,12 +90,12 @@ timed, tuned, profiled = (functools.partial(stage, name) for name in ("throughpu
 
 
 def runs(*datasets: str) -> list[str]:
-    """Return all jobs of runs on these datasets."""
+    """Return all jobs of the runs on the given datasets."""
     return trained(*datasets) + timed(*datasets) + profiled(*datasets) + tuned(*datasets)
 
 
 def since(first: str, *datasets: str) -> list[str]:
-    """Return all jobs of these datasets from a stage on."""
+    """Return all jobs of the given datasets from stage `first` on, including the jobs of their runs."""
     order = list(DATA["boxes"])
     return [job for name in datasets for key in order[order.index(first) :] for job in DATA[name][key]] + runs(
         *datasets
@@ -101,7 +103,7 @@ def since(first: str, *datasets: str) -> list[str]:
 
 
 def previews(*datasets: str) -> list[str]:
-    """Return the previews of these datasets, and the pages that show them."""
+    """Return the preview jobs of the given datasets, and the jobs of the pages that show the previews."""
     shown = pages(*(plan for name in datasets for plan in PLANS[name]))
     return [*(f"preview {name}" for name in datasets), *shown, "report"]
 

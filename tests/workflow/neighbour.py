@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def note_environment() -> None:
-    """Write this process's environment to a file of the working folder."""
+    """Write this process's environment to a file in the working folder."""
     Path(f"environment.{os.getpid()}.json").write_text(json.dumps(dict(os.environ)))

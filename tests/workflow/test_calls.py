@@ -1,4 +1,4 @@
-"""Whether a call of Snakemake writes results, by its parsed settings; such a call is refused during another one."""
+"""Detection from the parsed settings whether a Snakemake call writes; such a call is refused during another one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ rule all:
     shell: "touch {{output}}"
 """
 
-#: Program that runs the calls from its standard input, each in a fork, since importing Snakemake is slow.
+#: Program that runs each call from its standard input in a fork, because importing Snakemake is slow.
 CALLS = """
 import json, os, sys, tempfile
 import snakemake.cli
@@ -67,7 +67,7 @@ for words in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, int]]:
-    """Return status, output and the lock holder's process for each call, made while another process writes."""
+    """Return (status, output, process of the lock holder) for each call; another process writes during all calls."""
 
     def call(folder: Path) -> None:
         (folder / "new").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Only changes rerun jobs: an edit makes exactly the listed jobs run, and undoing it leaves none."""
+"""Reruns after edits: each edit reruns exactly the listed jobs, and undoing the edit leaves no job to run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.workflow.jobs import (
 
 PACKAGE = "workflow_scripts/dlscale"
 
-# ---- edits: each one changes a tree and returns a function that undoes it ---------------------------
+# ---- edits: each edit changes a tree and returns a function that undoes the change --------------------
 
 Undo = Callable[[], object]
 Edit = Callable[[Tree], Undo]
@@ -59,12 +59,12 @@ def changed(file: str, change: Callable[[str], str]) -> Edit:
 
 
 def append(file: str, text: str = "\n\nEDITED = True\n") -> Edit:
-    """Append a harmless statement."""
+    """Append a harmless statement to a file."""
     return changed(file, lambda before: before + text)
 
 
 def replace(file: str, old: str, new: str) -> Edit:
-    """Replace the first occurrence of a text."""
+    """Replace the first occurrence of a text in a file."""
 
     def change(before: str) -> str:
         assert old in before, f"{file} no longer contains {old!r}: adapt this row"
@@ -98,7 +98,7 @@ def touch(file: str) -> Edit:
 
 
 def delete(*files: str) -> Edit:
-    """Delete result files, like the purge of a scratch disk."""
+    """Delete result files, as the purge of a scratch disk does."""
 
     def edit(tree: Tree) -> Undo:
         moved = {tree.results / file: tree.path / "purged" / file for file in files}
@@ -111,7 +111,7 @@ def delete(*files: str) -> Edit:
 
 
 def configure(key: str, value: Any) -> Edit:
-    """Set a key of the configuration, written with dots; None removes it."""
+    """Set a key of the configuration, given as a dotted path; None removes the key."""
 
     def edit(tree: Tree) -> Undo:
         before = json.dumps(tree.config)
@@ -147,12 +147,12 @@ def both(*edits: Edit) -> Edit:
 
 
 def extended(module: str, record: str) -> Edit:
-    """Add a field to a record."""
+    """Add a field to a record class."""
     begin = f"\n\nclass {record}(Record):\n"
     return replace(f"{PACKAGE}/{module}", begin, f"{begin}    edited: int = 0\n")
 
 
-#: Modules of training that start it, log it or end it.
+#: Modules that start, log or end a training.
 AROUND = ("train", "logs")
 
 
@@ -162,7 +162,7 @@ def file_of(module: str) -> str:
 
 
 def reorder(tree: Tree) -> Undo:
-    """Reverse the keys of the configuration, except for runs and targets: their order has a meaning."""
+    """Reverse the order of the configuration's keys, except in runs and targets, because their order has a meaning."""
 
     def turned(value: Any, key: str = "") -> Any:
         if not isinstance(value, dict):
@@ -182,17 +182,17 @@ def reorder(tree: Tree) -> Undo:
 
 @dataclass(frozen=True)
 class Row:
-    """An edit, the jobs that it reruns, and further arguments of Snakemake."""
+    """An edit, the jobs that the edit reruns, and additional arguments of Snakemake."""
 
     name: str
     edit: Edit
     jobs: list[str]
     arguments: tuple[str, ...] = ()
-    slow: bool = False  #: Whether the row is slow, since other components have the same rows.
+    slow: bool = False  #: Whether the row runs only in the slow tests; other components have the same rows.
 
 
 def components() -> Iterator[Row]:
-    """Yield rows for the files of each study and its kind of dataset; a new study gets them by being registered."""
+    """Yield rows for the files of each study and its kind of dataset; registering a new study adds its rows."""
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         own = registry.studies()[study].file
         source, kind = own.read_text(), registry.study(study).dataset
@@ -215,17 +215,17 @@ def components() -> Iterator[Row]:
 
 
 def users(module: str) -> list[str]:
-    """Return the datasets of studies that import a dlscale module."""
+    """Return the datasets of the studies that import a dlscale module."""
     files = {name: registry.studies()[study].file for name, study in STUDY.items() if name != "waves"}
     return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
 
 
-#: Jobs that rerun if a run's training changes, but not the work of a step; plan `again` reuses the run.
+#: Jobs that rerun after a change of a run's training that keeps the work of a step. Plan `again` reuses the run.
 LEARNT = ["train cosmo unet", *tables("cosmo", "again")]
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
-    # A study outside the package, with a file each for its model and its data.
+    # An external study with separate files for its model and its data.
     Row("a study outside", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
     Row(
         "its data",
@@ -246,13 +246,13 @@ ROWS = [
     # Files that all studies share: all runs, including their measurements.
     Row("losses", append(f"{PACKAGE}/scores.py"), runs(*users("scores"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
-    # The sample stream chooses the days over which the mean of an hour is computed.
+    # The sample stream chooses the days for which the mean of each hour is computed.
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),
-    # Loaders: the runs that use them.
+    # Loaders affect only the runs that use them.
     Row(
         "torch loader",
         append(f"{PACKAGE}/data/loaders/torch_loader.py"),
-        # The run with the synthetic loader has a paired timing with a run that uses this loader.
+        # The run with the synthetic loader has a paired timing with a run that uses the torch loader.
         [job for job in runs(*ALL) if job != "train cosmo ceiling"],
     ),
     Row(
@@ -260,11 +260,12 @@ ROWS = [
         append(f"{PACKAGE}/data/loaders/synthetic_loader.py"),
         ["train cosmo ceiling", "throughput cosmo ceiling", *tables("cosmo")],
     ),
-    # Data: all later jobs of the dataset. Pieces are temporary, so that assembling reruns the jobs that make them.
+    # Code for data affects all later jobs of the dataset. Pieces are temporary files, so that assembling also reruns
+    # the jobs that make the pieces.
     Row("base of kinds", append(f"{PACKAGE}/data/kind.py"), since("preprocess", *ALL)),
     Row("preprocessing and assembling", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *PREPROCESSED)),
     Row("describing", append(f"{PACKAGE}/data/describe.py"), since("describe", *ALL)),
-    # Training and measuring are independent of each other, but both make steps.
+    # Training and measuring are independent of each other, but both execute steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),
     Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL), slow=True),
     Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL), slow=True),
@@ -273,12 +274,12 @@ ROWS = [
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/measure/profilers/trace.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/measure/tune.py"), tuned(*ALL)),
-    # Code around a stage does not affect its results; on pages, however, formatted numbers are a result.
+    # Code around a stage does not affect the stage's results. Exception: the formatted numbers on pages are results.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
     Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
     Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"]), slow=True),
-    # Code that watches a run does not affect it either; the code that reads telemetry affects the tables.
+    # Code that watches a run does not affect the run. Code that reads telemetry affects the tables.
     Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"]), slow=True),
@@ -307,17 +308,17 @@ ROWS = [
         runs(*ALL),
         slow=True,
     ),
-    # The table of stages: a stage's entry is part of the params of its jobs.
+    # A stage's entry in the table of stages is part of the params of the stage's jobs.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(
         "a stage more",
         replace(f"{PACKAGE}/core/stages.py", COLLECT, f'    "new": Stage("dlscale.new", "New.", "page"),\n{COLLECT}'),
         [],
     ),
-    # Records: the stages that write them, and the tables, which read all of them.
+    # A changed record affects the stages that write it, and the tables, because tables read all records.
     Row("tuning's record", extended("measure/tune_records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
-    # A picture is a result of the stage that draws it.
+    # A picture is a result of the stage that draws the picture.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
     # The report.
     Row("report page", append(f"{PACKAGE}/report/report.py"), REPORTS),
@@ -336,7 +337,7 @@ ROWS = [
         ["configure_plan era5", *tables("era5")],
     ),
     Row("table", append(f"{PACKAGE}/report/collect.py"), tables(*CONFIG["plans"])),
-    # Files that affect no result.
+    # These files affect no result.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/acquire.py", '"""', '"""Edited. '), []),
     Row("unused Zarr reader", append(f"{PACKAGE}/extensions/era5_vit/era5/zarr.py"), [], slow=True),
@@ -364,22 +365,22 @@ ROWS = [
         configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
         [],
     ),
-    # These two edits follow all others that change the configuration.
+    # The next two edits follow all other edits of the configuration.
     Row("order of keys", reorder, []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
-    # A rule's command: this is Snakemake's own code trigger.
+    # Snakemake's own code trigger detects a changed command of a rule.
     Row(
         "a rule's command",
         replace("rules/measure.smk", "{params.launch:q} throughput", "{params.launch:q} throughput --device cpu"),
         timed(*ALL),
     ),
-    # Configuration: the stages that use the key.
+    # A key of the configuration affects the stages that use the key.
     Row(
         "a study's learning rate",
         configure("studies.era5_vit.optimizer.lr", 2e-3),
         [*trained("years")],
     ),
-    # The training changes, but not the work of a step.
+    # These keys change the training, but not the work of a step.
     Row(
         "a seed, a schedule, betas",
         configure(
@@ -428,10 +429,11 @@ ROWS = [
         configure("plans.cosmo.runs.unet.samples", {"train": 8, "valid": 12}),
         [
             *("train cosmo unet", "throughput cosmo unet", "profile cosmo unet"),
-            *tables("cosmo", "again"),  # reuses this run
+            *tables("cosmo", "again"),  # plan `again` reuses this run
         ],
     ),
-    # The plan's other run has a paired timing with this one, which reruns only if this run's steps do other work.
+    # The plan's other run has a paired timing with this run. The timing reruns only if the steps of this run do other
+    # work.
     Row(
         "the first run's learning rate",
         configure("plans.cosmo.runs.unet.optimizer.lr", 5e-3),
@@ -496,11 +498,11 @@ ROWS = [
     ),
     Row(
         "one run less",
-        # includes its settings, which no other run uses
+        # also remove the plan's settings, which only this run uses
         both(configure("plans.again.settings", None), configure("plans.again.runs.faster", None)),
         ["configure_plan again", "collect again", "report_plan again", "report"],
     ),
-    # A purged disk: a missing file is made again if a job needs it, followed by all jobs that depend on it.
+    # On a purged disk, a missing file is made again if a job needs the file; all jobs that depend on the file follow.
     Row("raw file purged", delete("data/boxes/source/box000.h5"), []),
     Row("data file purged", delete("data/boxes/train/box000.h5"), []),
     Row(
@@ -539,17 +541,17 @@ ROWS = [
 ]
 
 
-#: Edits that rerun nothing; they are applied at once.
+#: Edits that rerun no job; the test applies all of them together.
 HARMLESS = [row for row in ROWS if not (row.jobs or row.arguments)]
 
 
 def test_what_decides_no_result_makes_nothing_run(finished: tuple[Tree, Outcome]) -> None:
-    """A job that would run shows that an edit is not harmless; its reason, or a test of each edit, shows which."""
+    """No harmless edit makes a job run. If a job would run, its reason, or a test of each edit, shows the edit."""
     tree, _ = finished
     undo = both(*(row.edit for row in HARMLESS))(tree)
     try:
         text = (tree.path / "tiny.yaml").read_text()
-        assert text.startswith("site:") and text.endswith("# Edited.\n"), "an edit has undone another one"
+        assert text.startswith("site:") and text.endswith("# Edited.\n"), "one of the edits has undone another edit"
         planned = tree.planned()
     finally:
         undo()
@@ -574,7 +576,7 @@ def test_exactly_what_changed_would_run(row: Row, finished: tuple[Tree, Outcome]
         undo()
     reasons = {str(job): job.reason for job in planned.jobs}
     assert planned.names == sorted(set(row.jobs)), reasons
-    # The next row, or the last test, checks that the edit was undone.
+    # The next row's test, or the last test, checks that the edit was undone.
 
 
 def test_what_was_put_back_leaves_nothing_to_do(finished: tuple[Tree, Outcome]) -> None:
@@ -584,7 +586,7 @@ def test_what_was_put_back_leaves_nothing_to_do(finished: tuple[Tree, Outcome]) 
 
 @pytest.mark.slow
 def test_what_would_run_does_run(clone: Tree) -> None:
-    """The jobs of the dry run are executed; then nothing is left to do; undoing the edit reruns the same jobs."""
+    """The jobs of the dry run are executed, then nothing is left to do. Undoing the edit reruns the same jobs."""
     undo = configure("plans.era5.settings.throughput.trials", 1)(clone)
     planned = clone.planned().names
     done = clone.snakemake("--cores", "2", "--", *TARGETS)
@@ -599,24 +601,24 @@ def test_what_would_run_does_run(clone: Tree) -> None:
 
 
 def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
-    """The table has all jobs of the workflow: a job that no row expects needs a row."""
+    """The rows cover all jobs of the workflow. If this test fails, add a row for the missing job."""
     assert finished[1].names == sorted(set(EVERYTHING))
 
 
-# ---- the fingerprint compared with the modules that stages of the finished workflow imported ----------
+# ---- fingerprints, compared with the modules that the stages of the finished workflow imported ---------
 
 
 def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage's fingerprint has all modules that it imported, and no others.
+    """A stage's fingerprint contains exactly the modules that the stage imported.
 
     Exceptions are guards, definitions that the stage does not use, modules of the command line, code that only fetches
-    a raw file, and parts of a study for other stages.
+    a raw file, and a study's parts for other stages.
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    # Settings import all kinds of dataset, including kinds outside the package.
+    # Settings import all kinds of dataset, including external kinds.
     kinds = [module for module in registry.kinds().values() if module != "waves_data"]
     own |= {
         "dlscale.datasets",
@@ -635,19 +637,20 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
         if name == "acquire":
             whole |= set(reachable(["dlscale.data.acquire", "dlscale.data.parts", "dlscale.core.progress"], whole=True))
             whole |= {"dlscale.data.acquire", "dlscale.core.settings"}
-        if name == "collect":  # writes the live page; the complete one is the report stage's
+        if name == "collect":  # `collect` writes the live page; the report stage writes the complete page
             whole |= set(reachable(["dlscale.report.report"], whole=True))
-        assert imported - own <= whole, f"{name}: imported, but not in its fingerprint"
+        assert imported - own <= whole, f"{name}: the stage imported modules that its fingerprint lacks"
         brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
-        assert expected - brought - own <= imported, f"{name}: in its fingerprint, but not needed"
+        assert expected - brought - own <= imported, f"{name}: the fingerprint has modules that the stage does not need"
         stages_seen.append(name)
-    # The container engine detects changes of an image; `test_sweep.py` has a sweep, `test_programs.py` programs.
+    # No job of these stages runs here: the container engine detects changes of an image, `test_sweep.py` tests sweeps,
+    # and `test_programs.py` tests programs.
     assert set(stages_seen) == set(STAGES) - {"image", "promote", "program", "checkout"}
     assert len(stages_seen) == len(finished[1].names)
 
 
 def entries(tree: Tree, arguments: list[str]) -> list[str]:
-    """Return the modules of a stage's fingerprint, given the stage's arguments."""
+    """Return the modules of a stage's fingerprint, given the stage's command-line arguments."""
     name = arguments[0]
     config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
     if name in RUN_STAGES:

@@ -1,4 +1,4 @@
-"""`dlscale crate`: the archive is valid, reproducible, and matches the results."""
+"""Test `dlscale crate`: the archive is valid, reproducible and equal to the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CITATION = {
     ],
 }
 
-#: All recommendations of the profiles that crates do not follow.
+#: All recommendations of the profiles that crates do not follow, with the reason.
 LACKING = {
     "The Application SHOULD have a url",  # this repository has none
     "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages
@@ -49,7 +49,7 @@ LACKING = {
 
 
 def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
-    """Pack a plan of the tree as a ZIP archive, with a citation next to it."""
+    """Pack a plan of the tree as a ZIP archive with the citation file next to the archive."""
     (citation := file.with_name("CITATION.cff")).write_text(yaml.safe_dump(CITATION))
     words = ["python", "-P", "-m", "dlscale", "crate", "--configfile", "tiny.yaml", plan, "--citation", str(citation)]
     return tree.shell(shlex.join([*words, "--zip", str(file), *more]))
@@ -57,13 +57,13 @@ def pack(tree: Tree, plan: str, file: Path, *more: str) -> Any:
 
 @pytest.fixture(scope="module")
 def crate(finished: tuple[Tree, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the unpacked crate of the plan cosmo."""
+    """Return the unpacked crate of the plan `cosmo`."""
     tree, folder = finished[0], tmp_path_factory.mktemp("crate")
     for file in (folder / "one.zip", folder / "other.zip"):
         done = pack(tree, "cosmo", file)
         assert done.returncode == 0, done.stderr
     assert (folder / "one.zip").read_bytes() == (folder / "other.zip").read_bytes(), (
-        "packing twice must give the same archive"
+        "packing the same plan twice must give the same archive"
     )
     with zipfile.ZipFile(folder / "one.zip") as archive:
         archive.extractall(folder / "crate")
@@ -75,7 +75,7 @@ def entities(crate: Path) -> dict[str, Any]:
 
 
 def test_a_validator_finds_what_the_profile_requires(crate: Path, tmp_path: Path) -> None:
-    """The file contains the terms of RO-Crate 1.1 (1.3, except for four terms), so that no network is needed."""
+    """The metadata contain the terms of RO-Crate 1.1 (of 1.3, except for four terms), so that no network is needed."""
     from rocrate import vocabs
     from rocrate_validator import models, services
 
@@ -143,7 +143,7 @@ def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, 
 
 
 def test_authors_and_licence_of_results_are_the_users(crate: Path) -> None:
-    """The workflow's own files keep their licence."""
+    """The results have the user's authors and licence; the workflow's own files keep their licence."""
     known = entities(crate)
     root, workflow = known["./"], known["Snakefile"]
     assert root["license"] == {"@id": "https://spdx.org/licenses/CC-BY-4.0"}
@@ -182,7 +182,7 @@ def test_its_data_are_described_by_croissant(crate: Path, finished: tuple[Tree, 
 
 @pytest.fixture
 def kept(finished: tuple[Tree, Outcome], tmp_path: Path) -> Path:
-    """Return a folder with a copy of the results of the plan mnist_cnn that a test may change."""
+    """Return a folder with a copy of the results of the plan mnist_cnn, which a test may change."""
     for place in ("plans/mnist_cnn", "data/mnist_cnn"):
         shutil.copytree(finished[0].results / place, tmp_path / "results" / place)
     return tmp_path / "results"
@@ -212,7 +212,7 @@ def test_what_is_large_is_named_by_its_digest_and_so_is_an_image(
 
 @pytest.mark.slow
 def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
-    """The workflow redacts logins, but records of stages that ran by hand may contain them."""
+    """A record with a login is refused. The workflow redacts logins, but stages that ran by hand may record them."""
     settings, file = kept / "plans/mnist_cnn/tiny/config.yaml", tmp_path / "crate.zip"
     settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
     refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")

@@ -1,4 +1,4 @@
-"""Guides of docs/, followed to the letter."""
+"""The guides of docs/, followed literally."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXTENSION = re.findall(
 @pytest.mark.slow
 @pytest.mark.long
 def test_an_external_extension(clone: Tree) -> None:
-    """The package of docs/adding.md adds a stage, a loader and a command; no other stage runs again."""
+    """The package in docs/adding.md adds a stage, a loader and a command; no other stage reruns."""
     files = dict(EXTENSION)
     entries = tomllib.loads(files.pop("pyproject.toml"))["project"]
-    path = clone.path / "workflow_scripts"  # on Python's path, like the folder of installed packages
-    files.pop("plans/counted.yaml")  # the tree of the tests has its own plan
+    path = clone.path / "workflow_scripts"  # this folder is on Python's path, like the folder of installed packages
+    files.pop("plans/counted.yaml")  # the test's tree has its own plan
     (path / "dlscale_sizes-0.1.dist-info").mkdir()
     (path / "dlscale_sizes-0.1.dist-info/METADATA").write_text(f"Name: {entries['name']}\nVersion: 0.1\n")
     (path / "dlscale_sizes-0.1.dist-info/entry_points.txt").write_text(
@@ -61,7 +61,7 @@ def test_an_external_extension(clone: Tree) -> None:
     assert losses[0] and losses[0] == losses[1]
     printed = clone.shell(f"python -m dlscale sizes-of counted.plain --configfile {clone.path / 'tiny.yaml'}")
     assert printed.stdout.split() == ["counted.plain", *map(str, sizes[0])], printed.stderr
-    # The stage depends on the code of the extension.
+    # The stage depends on the extension's code.
     module = path / "dlscale_sizes/stage.py"
     module.write_text(module.read_text().replace("epoch(0)", "epoch(1)"))
     again = clone.snakemake("--cores", "2", "--dry-run", "--", "plan_counted")
@@ -116,7 +116,7 @@ def open_source(dataset: Any, part: Part, paths: list[Path]) -> ArraySource:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_kind_of_dataset_inside(clone: Tree) -> None:
-    """Two modules in a folder of its own: the stages of data serve it, and nothing else runs again."""
+    """Two modules in a new folder suffice: the data stages use the new kind, and no other job reruns."""
     folder = clone.path / "workflow_scripts/dlscale/datasets/pulses"
     folder.mkdir()
     for name, text in {"__init__": "", "kind": KIND, "source": SOURCE}.items():
@@ -141,7 +141,7 @@ Edges = set[tuple[str, str]]
 
 
 def told(text: str) -> Edges:
-    """Return the edges of the page's table: from each rule that another one needs to that one."""
+    """Return the edges in the page's table, each as (needed rule, rule that needs it)."""
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|([^|]*)\|$", text, re.MULTILINE)
     return {(before, after) for after, needs in rows for before in re.findall(r"\w+", needs)}
 
@@ -153,7 +153,7 @@ def of_snakemake(text: str) -> Edges:
 
 @pytest.mark.slow
 def test_the_graph_of_rules(make_tree: Callable[..., Tree]) -> None:
-    """Without targets, and the rule that writes plans; of config.yaml's plans."""
+    """The documented edges equal Snakemake's, without targets and plan-writing rules, for config.yaml's plans."""
     done = make_tree().shell("snakemake --rulegraph mermaid-js")
     assert done.returncode == 0, done.stderr
     edges = of_snakemake(done.stdout)
@@ -179,7 +179,7 @@ def written(tree: Tree) -> Tree:
 
 @pytest.mark.slow
 def test_its_files_are_what_its_commands_name(make_tree: Callable[..., Tree]) -> None:
-    """Each `dlscale run` of the page as a dry run; its data are made before."""
+    """Each `dlscale run` on the page works as a dry run; the data are made first."""
     tree = written(make_tree())
     assert [name for name, _ in FILES] == ["mine.yaml", "fields.py", "own.yaml"]
     for command in [command for command in COMMANDS if command.startswith(("dlscale run", "dlscale why", "python "))]:
@@ -193,7 +193,7 @@ def test_its_files_are_what_its_commands_name(make_tree: Callable[..., Tree]) ->
 @pytest.mark.slow
 @pytest.mark.long
 def test_arrays_of_ones_own(make_tree: Callable[..., Tree]) -> None:
-    """Section 5, command by command."""
+    """The commands of section 5 work one after the other."""
     tree = written(make_tree())
     for command in [command for command in COMMANDS if "own.yaml" in command or "fields.py" in command]:
         done = tree.shell(command.replace("dlscale ", "python -P -m dlscale ", 1))

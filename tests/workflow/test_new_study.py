@@ -1,4 +1,4 @@
-"""`dlscale new-study` and the notebook that leads to it: every printed command is run as printed."""
+"""`dlscale new-study` and the notebook that leads to this command: every printed command runs as printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTEBOOK = ROOT / "docs/examples/from_notebook_to_report.ipynb"
 
 
 def call(tree: Tree, command: str) -> str:
-    """Run a command like a user, in the tree's own environment; return its output."""
+    """Run a command like a user, in the tree's environment; return the command's output."""
     shell, where = ["bash", "-c", command], {"cwd": tree.path, "env": tree.environment}
     done = subprocess.run(shell, capture_output=True, text=True, timeout=4 * PATIENCE, **where)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{command}\n{(done.stdout + done.stderr)[-5000:]}"
@@ -28,12 +28,12 @@ def call(tree: Tree, command: str) -> str:
 
 
 def told(text: str) -> list[str]:
-    """Return the next commands that `new-study` prints."""
+    """Return the commands that `new-study` prints as next steps."""
     return re.findall(r"^  (\S.*)$", text.partition("\nNext")[2], re.MULTILINE)
 
 
 def check_ladder(results: Path, name: str, page: Path) -> None:
-    """Check that a ladder has passed all stages, has learnt, and is on the page."""
+    """Check that a ladder has passed all stages, has learnt, and appears on the page."""
     plan = results / f"plans/{name}_ladder"
     table = pd.read_csv(plan / "summary.csv").set_index("run")
     assert {"baseline", "fused"} <= set(table.index)
@@ -45,7 +45,7 @@ def check_ladder(results: Path, name: str, page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..., Tree]) -> None:
-    """It runs unchanged; a second call does nothing; after a change of its network only trainings rerun."""
+    """A new study runs unchanged. A second call does nothing. A change of its network reruns only trainings."""
     tree = make_tree()
     tests, look, run = told(call(tree, "dlscale new-study gentle_slopes --images"))
     assert "7 passed" in call(tree, tests)
@@ -63,7 +63,7 @@ def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
-    """Like a shipped study it is in the schema, in the tests of all studies, and has its plans."""
+    """A new study in the package is in the schema and in the tests of all studies, and has its plans."""
     tree = make_tree()
     for name in ("pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tree.path)
@@ -80,7 +80,7 @@ def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:
-    """Outputs would depend on machine and date; the code must be valid Python."""
+    """The notebook has no outputs, because they would depend on machine and date, and its code is valid Python."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
@@ -92,7 +92,7 @@ def test_the_notebook_is_stored_without_outputs() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook(make_tree: Callable[..., Tree]) -> None:
-    """All cells run; the study's losses are similar to the plain PyTorch loop's."""
+    """All cells run, and the study's losses are similar to the losses of the plain PyTorch loop."""
     nbclient = pytest.importorskip("nbclient")
     tree = make_tree()
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -105,4 +105,6 @@ def test_the_notebook(make_tree: Callable[..., Tree]) -> None:
     shown = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     table = next(data["text/plain"] for data in shown if "the loop above" in data["text/plain"])
     losses = {run: float(loss) for run, loss in re.findall(r"^(.*\S) +([\d.e-]+)$", table, re.MULTILINE)}
-    assert 0.25 < losses["baseline"] / losses["the loop above"] < 4, "losses may differ, since seed and order differ"
+    assert 0.25 < losses["baseline"] / losses["the loop above"] < 4, (
+        "the losses must agree within a factor of 4; seed and order differ"
+    )

@@ -1,4 +1,4 @@
-"""The page at the end of a call, Snakemake's own report, and changed or missing data."""
+"""Pages named at the end of a call, Snakemake's own report, and changed or missing data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {"dataset": "squares", "batch_size": 8, "model": {"hidden": 8}, "load
 NAMED = {"study": "starter_cnn", "measure": ["train"]}
 PLAN = {**NAMED, "settings": {**SETTINGS, "training": {"epochs": 1}}}
 SOURCE = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "shares": {"train": 0.5, "valid": 0.5}}
-#: `results` is set in config.yaml; its targets own `index.html`.
+#: Configuration with `results` set, as in config.yaml, whose targets own the page `index.html`.
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["one", "other"],
@@ -45,7 +45,7 @@ def small(make_tree: Callable[..., Tree]) -> Tree:
 
 
 def shown(tree: Tree, done: Outcome) -> list[str]:
-    """Return the pages and pictures that a call prints at its end, relative to the results folder."""
+    """Return the pages and pictures that a call prints at its end; paths are relative to the results folder."""
     return [
         line.removeprefix(f"{tree.results.resolve()}/")
         for line in re.findall(r"^(?:Report|Preview): (.+)$", done.output, re.MULTILINE)
@@ -54,7 +54,7 @@ def shown(tree: Tree, done: Outcome) -> list[str]:
 
 @pytest.mark.slow
 def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
-    """This holds if no job ran, too; the page of config.yaml's targets stays unchanged."""
+    """The end of a call names its targets' pages, even if no job ran; the page of other targets is unchanged."""
     for targets, pages in (
         ([], [OWN]),
         (["plan_one", "plan_other"], ["plans/one/report.html", "plans/other/report.html"]),
@@ -70,7 +70,7 @@ def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
-    """Neither a part of it nor the old page remains; of its inputs only the table is newer."""
+    """After a failure neither a partial page nor the old page remains; only the page's table is newer than the page."""
     page, table, preview = (small.results / file for file in (OWN, "plans/one/summary.csv", "data/squares/preview.png"))
     made, drawn = preview.stat().st_mtime_ns, preview.read_bytes()
     table.write_text(table.read_text() + "\n")
@@ -90,7 +90,7 @@ def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
-    """It works for finished plans, whatever else is in the results; for unfinished ones there is one message."""
+    """Snakemake's report works for finished plans, whatever else is in the results. Unfinished plans give an error."""
     more = 'plans={"other": {"from": "one.a", "runs": {"new": {"seed": 5}}}}'
     (small.results / "plans/half/made").mkdir(parents=True, exist_ok=True)
     (small.results / "plans/half/made/prediction.png").write_bytes(b"")
@@ -108,7 +108,7 @@ def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_what_is_gone_is_told(small: Tree) -> None:
-    """The line names a missing file that a job makes again, or a missing folder or file that no job needs."""
+    """A line names each missing file that a job makes again, and each missing folder or file that no job needs."""
     run, stats = small.results / "plans/one/a", small.results / "data/squares/stats"
     for gone in (run / "tensorboard", stats):
         gone.rename(small.path / gone.name)
@@ -130,7 +130,7 @@ def test_what_is_gone_is_told(small: Tree) -> None:
     assert done.status == 0 and stats.is_dir() and (run / "tensorboard").is_dir(), done.output
 
 
-# ---- folders of images: changed files are packed again --------------------------------------------------
+# ---- folders of images: changed images are packed again ------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The shipped plans that profile two studies on GPUs, as shown by `snakemake -n --profile perlmutter`."""
+"""The shipped plans that profile two studies on GPUs, in the output of `snakemake -n --profile perlmutter`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlscale.data import parts
 from tests.workflow.conftest import Job, Outcome, Tree
 
 PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
-#: First and last rung of each ladder, and the last one on the four GPUs of a node.
+#: First and last rung of each ladder on one GPU, and the last rung on the four GPUs of a node.
 SINGLE = [f"{study}_ladder {run}" for study in ("cosmo", "era5") for run in ("baseline", "graphs")]
 FOUR = ["cosmo_profile four", "era5_profile four"]
 DATA = [
@@ -27,7 +27,7 @@ PODMAN_HPC = {"engine": "podman-hpc", "image": "localhost/dlscale:gpu", "modules
 
 @pytest.fixture(scope="module", params=[{}, PODMAN_HPC], ids=["shifter", "podman-hpc"])
 def shown(request: pytest.FixtureRequest, make_tree: Callable[..., Tree]) -> tuple[str, Outcome]:
-    """Return the engine, and the dry run's output with placeholders for the published data."""
+    """Return the engine and the outcome of a dry run, with placeholders for the published data."""
     tree = make_tree({"results": "results", "site": request.param})
     for name in DATA:
         (tree.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
 
 
 def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
-    """Both tools profile the last of four epochs; runs have the ladder's settings, except for the first rung."""
+    """Both tools profile the last of four epochs. Except for the first rung, runs have the settings of the ladder."""
     for name, job in profiles(shown[1]).items():
         words = shlex.split(job.command)
         run = json.loads(words[words.index("--config") + 1])
@@ -94,13 +94,13 @@ def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
         gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
         asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}
         assert asked == {"nodes": 1, "constraint": "gpu", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
-        # Only the speed of the first rungs is published; the time of later rungs is unknown before they are timed.
+        # The speed of a first rung is published. The time of a later rung is unknown until it is timed.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
 
 
 @pytest.mark.slow
 def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tree]) -> None:
-    """With placeholders for the data, no geometry exceeds a node and no setting is refused."""
+    """With placeholders for the data, each geometry fits on a node and each setting is accepted."""
     tree = make_tree({"results": "results"})
     configuration = resolve.load({"targets": ["cosmo_published"]})
     shipped = [name for study in resolve.study_files().values() for name in study.plans]
@@ -122,7 +122,8 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
     outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
     stages = ("train", "throughput", "profile", "tune")
     made = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in stages}
-    expected = {(run.plan, run.name) for run in runs if not run.rung}  # later rungs depend on results
+    # later rungs depend on results that do not exist yet
+    expected = {(run.plan, run.name) for run in runs if not run.rung}
     lacking = {
         (plan, run) for plan, left_out in configuration.skipped_runs.items() for run in left_out
     }  # on this machine

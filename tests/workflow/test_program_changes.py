@@ -1,4 +1,4 @@
-"""Only changes of an external program rerun it: an edit makes exactly the listed jobs run."""
+"""Reruns of external programs: an edit reruns exactly the listed jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def tree(make_tree: Callable[..., Tree]) -> Iterator[Tree]:
-    """Return a tree after a complete run of two programs: one in a folder, and one from a repository's revision."""
+    """Return a tree after a complete run of two programs: one from a folder, one from a repository's revision."""
     made = make_tree(CONFIG)
     write_program(made.path / "theirs")
     (made.path / "read.txt").write_text("what it reads\n")
@@ -53,7 +53,7 @@ def tree(make_tree: Callable[..., Tree]) -> Iterator[Tree]:
 
 
 def repository(name: str, revision: str | None = None) -> Edit:
-    """Set another repository, or its newest commit."""
+    """Set another repository; if given, also set `revision` to the commit that it names."""
 
     def edit(tree: Tree) -> Callable[[], object]:
         key = "plans.theirs.runs.pinned.program"
@@ -70,7 +70,7 @@ def repository(name: str, revision: str | None = None) -> Edit:
     ("edit", "jobs", "fetched"),
     [
         (append("theirs/train.py", "# edited\n"), HERE, False),
-        # Files of a dataset are identified by size and time: after touching one, its time is restored.
+        # Files of a dataset are identified by size and modification time, so that this edit also restores the time.
         (both(touch("read.txt"), append("read.txt", "more\n")), HERE + PINNED, False),
         (configure("plans.theirs.runs.here.program", {"values": {"seconds": 0.02}}), HERE, False),
         (configure("plans.theirs.settings.program.environment", {"A": "b"}), HERE + PINNED, False),

@@ -1,4 +1,4 @@
-"""External programs in plans with the real Snakemake: ladder, scaling, paired timing, tuning, and reruns."""
+"""External programs in plans with the real Snakemake: ladders, scaling, paired timing, tuning and reruns."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.conftest import TINY
 from tests.waiting import PATIENCE
 from tests.workflow.conftest import Outcome, Tree
 
-#: The shortest possible paired timing.
+#: Settings of the shortest possible paired timing.
 TIMED = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0.0, "beside": 2, "error": 0.2}
-#: Command with sleeping steps: their time hardly depends on the machine.
+#: Command whose steps sleep, so that their duration hardly depends on the machine.
 COMMAND = ["python", "theirs.py", "--batch-size", "{batch_size}", "--epochs", "{epochs}", "--sleep", "{sleep}"]
 PROGRAM: dict[str, Any] = {
     "command": [*COMMAND, "--out", "{out}", "--seed", "{seed}"],
@@ -96,7 +96,7 @@ def runs(tree: Tree, plan: str) -> dict[str, RunResult]:
 
 
 def check_environments(tree: Tree) -> None:
-    """Check that programs get the caller's variables unchanged, plus those listed in docs/any_program.md."""
+    """Check that programs get the caller's variables unchanged, plus the variables that docs/any_program.md lists."""
     found = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
     timed = [each for each in found if "DLSCALE_STEPS_EVERY" in each]
     assert len(found) - len(timed) == 4 and len(timed) >= 4, (
@@ -110,7 +110,7 @@ def check_environments(tree: Tree) -> None:
 
 
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
-    """A program and a user's rule import neighbouring modules, with the caller's `python`."""
+    """A program and a user's rule use the caller's `python` and can import modules next to them."""
     settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}
     settings |= {"throughput": {"trials": 2, "beside": 0}}
     plan = {"study": "program", "measure": ["throughput"], "settings": settings, "runs": {"one": {}}}
@@ -147,18 +147,18 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
     (file,) = tree.path.glob("own/environment.*.json")
     found = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("DLSCALE_")}
     changed = {name for name in {*found, *given, *ranks} if found.get(name) != {**given, **ranks}.get(name)}
-    assert changed <= {*CHANGED}, "only variables of Snakemake and its shell may differ"
+    assert changed <= {*CHANGED}, "only the variables of Snakemake and its shell may differ"
 
 
 @pytest.mark.slow
 def test_plans_of_programs(tree: Tree) -> None:
-    """Rates match the sleeps, speed-ups the paired timing, losses the log; then only changes rerun."""
+    """Rates match the sleeps, speed-ups the paired timing, and losses the log. Then only changes rerun jobs."""
     call(tree)
     check_environments(tree)
     ladder = runs(tree, "ladder")
     for run, sleep in ((ladder["slow"], 0.04), (ladder["fast"], 0.01)):
         assert run.throughput and run.throughput.full and run.throughput.outside
-        assert 0.4 < run.throughput.full.mean * sleep / 32 < 1, "the rate must be a little below that of the sleeps"
+        assert 0.4 < run.throughput.full.mean * sleep / 32 < 1, "the rate must be a little below the rate of the sleeps"
         assert run.throughput.outside.way == "seen" and run.throughput.batch_size == 32
         assert run.throughput.outside.gradient_bytes == 4 * (8 * 32 + 32 + 32 + 1)
         logged = [json.loads(line) for line in (run.folder / "out/log.jsonl").read_text().splitlines()]
@@ -189,7 +189,7 @@ def test_on_one_process_and_on_two(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_in_turns_with_a_study(tree: Tree) -> None:
-    """A program and a run of a study have a paired timing with each other, in either order."""
+    """A program and a study's run have a paired timing with each other, in either order."""
     call(tree, "plan_beside")
     found = runs(tree, "beside")
     ours = found["ours"].throughput
@@ -203,12 +203,12 @@ def test_in_turns_with_a_study(tree: Tree) -> None:
     theirs = runs(tree, "reversed")["theirs"].throughput
     assert theirs and theirs.beside
     one, other = (interval(each.beside.ratios)[0] for each in (ours, theirs) if each.beside)
-    assert abs(one + other) < 1, "the ratio must not depend on the order"
+    assert abs(one + other) < 1, "the ratio must not depend on the order of the runs"
 
 
 @pytest.mark.slow
 def test_tuning(tree: Tree) -> None:
-    """The shorter sleep wins, and the written plan is valid."""
+    """Tuning chooses the shorter sleep and writes a valid plan."""
     call(tree, "plan_tuned")
     tuning = runs(tree, "tuned")["base"].tuning
     assert tuning and tuning.changes == {"program.values.sleep": 0.005}
@@ -218,7 +218,7 @@ def test_tuning(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_failed_try_is_resumed(tree: Tree) -> None:
-    """The retry uses the program's own resume option; the result equals an uninterrupted run's."""
+    """A retry uses the program's own resume option and gives the result of an uninterrupted run."""
     program = {
         **PROGRAM,
         "command": [*PROGRAM["command"], "--fail-after", "2", "{resume}"],

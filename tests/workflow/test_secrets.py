@@ -1,4 +1,4 @@
-"""Logins and signed addresses of datasets: where they are visible during and after a plan's run."""
+"""Secrets of datasets (logins and signed addresses) and of programs: where they are visible during and after a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGIN = f"Basic {base64.b64encode(f'me:{PASSWORD}'.encode()).decode()}"
 
 
 class _Guarded(http.server.SimpleHTTPRequestHandler):
-    """Server that gives files only for the right password and the complete query."""
+    """Server that requires the right password and the complete query before it sends a file."""
 
     asked: list[str]
 
@@ -42,7 +42,7 @@ class _Guarded(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Return the address of a folder with digits, and the list of requested files."""
+    """Yield the address of a folder with digits, and the list of requested files."""
     rng, folder = np.random.default_rng(5), tmp_path / "served"
     folder.mkdir()
     files(folder, (rng.integers(0, 256, (48, 28, 28), dtype=np.uint8), rng.integers(0, 10, 48, dtype=np.uint8)))
@@ -56,14 +56,14 @@ def _with_secrets(text: bytes) -> bool:
 
 
 def _files_with_secrets(tree: Tree) -> list[Path]:
-    """Return the files that contain a secret, except the user's own."""
+    """Return the files that contain a secret, except the user's own configuration file."""
     found = [path for path in tree.path.rglob("*") if path.is_file() and _with_secrets(path.read_bytes())]
     return [path for path in found if path.name != "tiny.yaml"]
 
 
 @contextlib.contextmanager
 def _watched() -> Iterator[tuple[set[str], set[str]]]:
-    """Collect command lines of processes with a secret, in the command line itself or in their environment."""
+    """Collect the command lines with a secret, and the command lines of processes whose environment has a secret."""
     lines, environments, over = set[str](), set[str](), threading.Event()
 
     def watch() -> None:
@@ -84,7 +84,7 @@ def _watched() -> Iterator[tuple[set[str], set[str]]]:
         thread.join()
 
 
-@pytest.mark.slow  # test_config covers the parts
+@pytest.mark.slow  # test_config covers the parts of this test
 def test_secrets_reach_what_fetches_and_nothing_else(
     make_tree: Callable[..., Tree], guarded: tuple[str, list[str]]
 ) -> None:
@@ -118,8 +118,9 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     assert host in (tree.results / "report/p.html").read_text(), "the page must name the origin of the data"
     assert lines == set()
     assert environments, "no process with a secret was seen"
-    stages = {line for line in environments if line.startswith("python")}  # other shells begin with `env -u`
-    assert all(" dlscale acquire " in line for line in stages), "only `acquire` may have the secrets"
+    # the other processes are shells, which begin with `env -u`
+    stages = {line for line in environments if line.startswith("python")}
+    assert all(" dlscale acquire " in line for line in stages), "only `acquire` may get the secrets"
 
     tree.config = config("a-new-" + TOKEN)
     tree.write()
@@ -133,7 +134,7 @@ def test_secrets_reach_what_fetches_and_nothing_else(
     assert _files_with_secrets(tree) == []
 
 
-#: Program that trains only with its secrets.
+#: Program that trains only if it gets its secrets.
 NEEDY = """
 import os, sys
 token, at = sys.argv[2:]
@@ -145,7 +146,7 @@ print("val loss 0.25")
 """
 
 
-@pytest.mark.slow  # test_redact and test_config cover the parts
+@pytest.mark.slow  # test_redact and test_config cover the parts of this test
 def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree], tmp_path: Path) -> None:
     script = tmp_path / "needy.py"
     script.write_text(NEEDY.format(PASSWORD, TOKEN, OTHER))
@@ -170,7 +171,7 @@ def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree
     assert crate.returncode == 0, crate.stderr
     assert _files_with_secrets(tree) == [] and not _with_secrets(done.output.encode())
     assert lines and all(str(script) in line and "dlscale" not in line for line in lines), (
-        "only the program's own command line may have secrets"
+        "only the program's own command line may contain secrets"
     )
     stages = [line for line in environments if " -m dlscale " in line and line.split()[0].endswith("python")]
     wrong = [line for line in stages if " dlscale program " not in line and " dlscale throughput " not in line]

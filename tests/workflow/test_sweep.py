@@ -1,4 +1,4 @@
-"""Sweep, scaling and the plan written by tuning, with the real Snakemake: existing results are kept."""
+"""Sweeps, scaling and the plan that tuning writes, with the real Snakemake: existing results are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlscale.report.results import read_plan
 from dlscale.report.speedup import series
 from tests.workflow.conftest import Outcome, Tree
 
-#: Settings for a few batches of the tiny digits.
+#: Settings of a run on a few batches of tiny digits.
 SETTINGS: dict[str, Any] = {
     "dataset": "mnist_cnn",
     "model": {"widths": [4, 8], "hidden": 16},
@@ -33,7 +33,7 @@ SWEPT: dict[str, Any] = {
 
 
 def call(tree: Tree, dry: bool = False) -> list[str]:
-    """Run the sweep, or return the jobs that would run."""
+    """Run the sweep; return the jobs that ran, or with `dry` the jobs that would run."""
     if dry:
         return tree.planned(targets=["plan_swept"]).names
     outcome = tree.snakemake("--cores", "2", "--", "plan_swept")
@@ -43,7 +43,7 @@ def call(tree: Tree, dry: bool = False) -> list[str]:
 
 @pytest.mark.slow
 def test_halving(clone: Tree) -> None:
-    """One of two trials diverges and the other is promoted; then a third trial is added that is not promoted."""
+    """One of two trials diverges and the other is promoted. Then a third trial is added, which is not promoted."""
     clone.config["plans"]["swept"] = json.loads(json.dumps(SWEPT))
     clone.write()
     first = ["train swept lr-0p5-rung0", "train swept lr-1e30-rung0", "promote swept 1", "configure_plan swept"]
@@ -108,11 +108,11 @@ def test_weak_scaling(clone: Tree) -> None:
     assert "<h3>Scaling</h3>" in html and re.search(r"efficiency[^<]* on 2 devices", html)
 
 
-# ---- the plan written by tuning, run with the command in its file and on the page ------------------------
+# ---- the plan that tuning writes, run with the command that its file and the page show --------------------
 
 
 NEW = "tuned_mine_tuned"
-#: Jobs that the written plan still needs: a new measurement of one run, and one new run.
+#: Jobs that the written plan still needs: new measurements of one run, and all jobs of a new run.
 JOBS = [
     f"collect {NEW}",
     f"configure_plan {NEW}",
@@ -125,12 +125,12 @@ JOBS = [
 
 @pytest.mark.slow
 def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome], clone: Tree) -> None:
-    """The printed command works, although the folder's name needs quotes and only `tuned.yaml` has the plan."""
+    """The printed command works, although the folder's name needs quotes and only `tuned.yaml` contains the plan."""
     (job,) = [job for job in finished[1].jobs if job.rule == "tune"]
     words = shlex.split(job.command)
     given = {flag: words[words.index(flag) + 1] for flag in ("--call", "--run", "--out")}
     assert given["--call"] == "snakemake --configfile tiny.yaml"
-    # A real gain depends on the machine; here it is simulated.
+    # A real gain would depend on the machine, so that the test simulates the gain.
     folder = clone.results / "plans/tuned/mine"
     found = Tuning.read(folder / "tune.json")
     assert found.run == given["--run"] == "tuned.mine"
@@ -149,5 +149,5 @@ def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome
     assert done.returncode == 0, done.stdout + done.stderr
     assert Outcome(0, done.stdout, clone.jobs()).names == JOBS
 
-    # With the same files nothing else changes, in particular not the tuned run.
+    # With both configuration files, no other job is planned, in particular not the tuned run.
     assert clone.planned("--configfile", "tiny.yaml", file).names == []

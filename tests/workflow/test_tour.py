@@ -1,4 +1,4 @@
-"""A first-time user's tour of a fresh clone: `tour.sh` prints the output of each step and checks it."""
+"""A new user's tour of a fresh clone: `tour.sh` prints the output of each step and checks the output."""
 
 from __future__ import annotations
 

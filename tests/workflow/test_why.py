@@ -1,4 +1,4 @@
-"""`dlscale why`, the end of a dry run after real changes, and the output of a call, with the real workflow."""
+"""`dlscale why`, the end of a dry run after changes, and the output of a call, with the real workflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.workflow.test_changes import PACKAGE, append, configure, delete
 
 
 def why(output: str) -> list[str]:
-    """Return the lines at the end of a dry run."""
+    """Return the reasons at the end of a dry run, one per line."""
     found = re.search(r"\nWhy:\n((?:  .*\n?)*)", output)
     return [line.strip() for line in found[1].splitlines()] if found else []
 
@@ -30,7 +30,7 @@ def reasons(tree: Tree) -> list[str]:
 
 @pytest.mark.slow
 def test_what_changed_is_named(clone: Tree) -> None:
-    """Settings are named by key, sources by file, both on one line; deleted and never made results are listed."""
+    """Changed settings are named by key, changed sources by file; deleted results and results never made are listed."""
     kept = r"; to keep them: define a new run{} \(from: era5\.vit\)"
     model = f"{PACKAGE}/extensions/era5_vit/model.py"
     for edit, lines in (
@@ -60,7 +60,7 @@ def test_what_changed_is_named(clone: Tree) -> None:
 
 @pytest.mark.slow
 def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) -> None:
-    """Snakemake marks the outputs of a running job, and reruns it if the mark is found later."""
+    """Snakemake marks the outputs of a running job. If the mark is found later, the job reruns."""
     tree = make_tree()
     output = tree.results / "plans/era5/vit/throughput.json"
     output.parent.mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) ->
 
 @pytest.mark.slow
 def test_the_question(clone: Tree) -> None:
-    """The reasons are printed as text and as JSON."""
+    """`dlscale why` prints the reasons as text and as JSON."""
     configure("plans.era5.settings.training.epochs", 3)(clone)
     asked = "python -m dlscale why --configfile tiny.yaml"
     done = clone.shell(f"{asked} -- plan_era5")
@@ -85,7 +85,7 @@ def test_the_question(clone: Tree) -> None:
 
 @pytest.mark.slow
 def test_another_image_makes_all_again(clone: Tree) -> None:
-    """Results computed natively are computed again in a container, with the reason; fetched files stay."""
+    """After a change to a container, results computed natively are recomputed, with the reason; fetched files stay."""
     (clone.path / "image.sif").write_bytes(b"an image")
     configure("site", {"engine": "apptainer", "image": "image.sif"})(clone)
     done = clone.snakemake("--dry-run", "-p", "--", "plan_era5")
@@ -98,7 +98,7 @@ def test_another_image_makes_all_again(clone: Tree) -> None:
 
 @pytest.mark.slow
 def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree]) -> None:
-    """The arguments are a plan's name, a dotted key, files, and finally options of Snakemake."""
+    """`dlscale run` passes a plan's name, a dotted key, files and Snakemake's options on to Snakemake."""
     tree = make_tree()
     run = "python -m dlscale run --configfile tiny.yaml"
     typed = tree.shell(f"{run} era5 -n training.epochs=3")
@@ -107,7 +107,7 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
         "-- plan_era5"
     )
     assert typed.returncode == told.returncode == 0, typed
-    # Ignore the line about the profile, and free space, which other programs change.
+    # Ignore the line about the profile and the free space, because other programs change the free space.
     free = re.compile(r"^Using .*\n|space: \S+ .?B of", re.MULTILINE)
     assert free.sub("", typed.stderr) == free.sub("", told.stderr) and typed.stdout == told.stdout
     assert why(typed.stderr)[0].startswith("data years (") and typed.stderr.endswith("the time is not known\n")
@@ -115,7 +115,7 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
 
 
 def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
-    """The terminal shows progress and dlscale's messages; Snakemake's messages about jobs are in its log."""
+    """The terminal shows progress and dlscale's messages; Snakemake's log has its messages about jobs."""
     tree = make_tree()
     run = "python -m dlscale run --configfile tiny.yaml data_waves"
     done = tree.shell(run)
@@ -126,14 +126,14 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     assert not any(word in done.stderr for word in ("Job stats", "Finished jobid", "Select jobs", "Building DAG"))
     (log,) = (tree.path / ".snakemake/log").iterdir()
     assert "Finished jobid" in log.read_text()
-    tree.config["plans"]["era5"]["settings"]["seed"] = 4711  # simulates jobs that wait in a queue meanwhile
+    tree.config["plans"]["era5"]["settings"]["seed"] = 4711  # simulate a change while jobs wait in a queue
     tree.write()
     job = "snakemake --mode remote -n -p --cores 1 --configfile tiny.yaml -- plan_era5"
     told = tree.shell(f"DLSCALE_CALLED=$PWD/.snakemake/called.json {job}"), tree.shell(job)
     assert ["4711" in each.stdout + each.stderr for each in told] == [False, True], told
     again = tree.shell(run)
     assert again.returncode == 0 and "Nothing to be done" in again.stderr and lines[-1] in again.stderr
-    listed = tree.shell(f"{run} --cores 1 --summary")  # it makes nothing, and prints its own output
+    listed = tree.shell(f"{run} --cores 1 --summary")  # `--summary` makes no file and prints Snakemake's own output
     assert listed.returncode == 0 and listed.stdout.startswith("output_file\t"), listed
     told = tree.shell(f"{run} -p --forcerun preview")
     assert told.returncode == 0 and "Finished jobid" in told.stderr
@@ -149,7 +149,7 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
 
 @pytest.mark.slow
 def test_raw_files_that_are_replaced_are_seen(make_tree: Callable[..., Tree]) -> None:
-    """Older replacements count, too, also in a study's own kind; without a raw file its products stay."""
+    """A replaced raw file is detected even if it is older, also in a study's own kind. Without it, products stay."""
     array = {"channels": ["f"]}
     arrays = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "input": array, "target": array}
     starter = {"kind": "starter", "source": {**arrays, "shares": {"train": 0.5, "valid": 0.5}}}

@@ -1,4 +1,4 @@
-"""The tiny workflow from a user's view: its files, its output, and its behaviour after failures."""
+"""The tiny workflow from the user's view: files, output, and behaviour after failures."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ FILES = {
 
 
 def test_layout(finished: tuple[Tree, Outcome]) -> None:
-    """The files are documented in results/README.md, and no partial file is left."""
+    """results/README.md documents all files, and no partial file is left."""
     tree, outcome = finished
     files = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
     jobs = [job for job in outcome.jobs if job.command]
     expected = {file.format(**job.wildcards) for job in jobs for file in FILES[job.rule]}
-    # Only the folders of these files are documented.
+    # For these folders the documentation names only the folder, not the files.
     folders = ("logs/", "benchmarks/", "checkpoints/", *(f"data/{dataset}/stats/" for dataset in CONFIG["datasets"]))
     folders += ("report/figures/", *(f"plans/{plan}/figures/" for plan in CONFIG["plans"]))
     traces = {file for file in files if "/profile/" in file and ".rank0." in file}
     assert any("torch" in file for file in traces)
     left = {file for file in files - traces if not file.startswith(folders) and "/tensorboard/" not in file}
-    # The lock, and the lists of data files that this machine has verified: they are not results.
+    # The lock and the lists of verified data files belong to this machine and are not results.
     beside = {".lock", *(f"data/{dataset}/verified.json" for dataset in {*CONFIG["datasets"]} - {"imagenet_resnet50"})}
     assert left - beside == expected
     assert ".lock" in left and "data/boxes/verified.json" in left
@@ -129,21 +129,21 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
     for stage in ("train", "throughput"):
         met = Environment.read(tree.results / f"plans/cosmo/unet/telemetry/{stage}.json")
         assert met.python == platform.python_version() and met.versions["torch"] == torch.__version__
-    assert throughput["beside"] is None, "its plan has no paired timing"
+    assert throughput["beside"] is None, "a plan without a second throughput run has no paired timing"
 
 
 def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
-    """All telemetry rows have the use by other jobs of this call, so that they do not count as foreign programs."""
+    """All telemetry rows contain the CPU use of this call's other jobs, so that it does not count as foreign load."""
     tree, _ = finished
     files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
     assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
     assert (
         "BENCHMARK_INTERVAL_SHORT" in ScheduledPeriodicTimer._schedule.__code__.co_names
-    )  # rules/common.smk sets this variable
+    )  # the variable that rules/common.smk sets still exists in Snakemake
 
 
 def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
-    """Every job is counted once, with its total time and the time that its process took to start."""
+    """Every job is counted once, with its total time and the time that its process needed to start."""
     tree, outcome = finished
     pages = [
         "report/index.html",
@@ -159,7 +159,7 @@ def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> Non
 
 
 def test_hostile_names_are_names_only(finished: tuple[Tree, Outcome]) -> None:
-    """The results folder and the titles contain quotes, spaces and commands."""
+    """Quotes, spaces and commands in the results folder's name and in titles have no effect."""
     tree, _ = finished
     assert not [path for path in tree.path.rglob("*") if path.name.startswith("pwned")]
     for page in ("report/index.html", "plans/cosmo/report.html"):
@@ -176,7 +176,7 @@ def test_nothing_is_left_to_do(finished: tuple[Tree, Outcome]) -> None:
 
 @pytest.mark.slow
 def test_snakemakes_own_report(finished: tuple[Tree, Outcome]) -> None:
-    """It contains every page, table and picture that a rule declares, with its caption."""
+    """Snakemake's report contains every page, table and picture that a rule declares, with its caption."""
     tree, _ = finished
     outcome = tree.snakemake("--report", "own.html", "--", *TARGETS)
     page = tree.path / "own.html"
@@ -198,7 +198,7 @@ def test_snakemakes_own_report(finished: tuple[Tree, Outcome]) -> None:
 
 
 def by_hand(tree: Tree, outcome: Outcome, *names: str) -> None:
-    """Run the commands that Snakemake printed for these jobs."""
+    """Run the commands that Snakemake printed for the named jobs."""
     for name in names:
         (command,) = [job.command for job in outcome.jobs if str(job) == name]
         assert command in outcome.output
@@ -208,7 +208,7 @@ def by_hand(tree: Tree, outcome: Outcome, *names: str) -> None:
 
 @pytest.mark.slow
 def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
-    """Training with the printed command gives identical weights and metrics, except for times."""
+    """Training with the printed command gives identical weights, and identical metrics except for times."""
     folder = clone.results / "plans/era5/vit"
     same = [folder / name for name in ("model.pt", "config.yaml")]
     before, content = timeless(folder), [file.read_bytes() for file in same]
@@ -272,7 +272,7 @@ TRAINED = sorted(job.removeprefix("train ") for job in EVERYTHING if job.startsw
     ],
 )
 def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) -> None:
-    """A run that `use` names runs once, in its own plan; the page of targets shows all."""
+    """A run that `use` names runs once, in its own plan. The page of the targets shows all runs."""
     names = fresh.planned(targets=[target]).names
     assert of(names, "train") == runs
     assert [name for name in names if name.startswith("report")] == pages
@@ -280,7 +280,7 @@ def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) ->
 
 @pytest.mark.slow
 def test_plan_of_a_thousand_jobs(fresh: Tree, make_tree: Make) -> None:
-    """Three hundred runs have as many trainings and measurements, on one dataset that is made once."""
+    """Three hundred runs need as many trainings and measurements, but their dataset is made only once."""
     config = copy.deepcopy(CONFIG)
     config["plans"]["many"] = {
         "study": "cosmo_unet",
@@ -310,11 +310,11 @@ def directive(body: str, name: str) -> str:
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_is_thin_and_complete(rule: str) -> None:
     _, body = RULES[rule]
-    assert re.match(r'    """[A-Z].*\."""\n', body), "the rule needs a docstring of one line"
+    assert re.match(r'    """[A-Z].*\."""\n', body), "each rule needs a docstring of one line"
     for name in ("log", "benchmark", "message", "params", *(["output"] if rule != "image" else [])):
         assert directive(body, name), name
     shell = ast.literal_eval(f"({directive(body, 'shell')})")
-    # `launch` starts dlscale, in one or several processes.
+    # `launch` starts dlscale in one or more processes.
     stage = re.match(r"{params\.launch:q} ([a-z]+) ", shell)
     assert stage and stage[1] in STAGES
     assert not re.search(r"[;&|<>`$\\\n]", shell), "the shell must be a single command"
@@ -323,7 +323,7 @@ def test_rule_is_thin_and_complete(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rule_quotes_what_it_puts_into_a_shell(rule: str) -> None:
-    """Only numbers, and names with a harmless wildcard constraint, are unquoted."""
+    """Only numbers, and names whose wildcard constraint makes them harmless, are unquoted."""
     shell = ast.literal_eval(f"({directive(RULES[rule][1], 'shell')})")
     bare = {field for field in re.findall(r"{([^{}]*)}", shell) if not field.endswith(":q")}
     assert bare <= {"threads", "wildcards.split", "wildcards.part", "wildcards.piece"}
@@ -344,11 +344,11 @@ def test_no_lambda_in_the_rules() -> None:
         assert not re.search(r"\blambda\b", code), file
 
 
-# ---- when something goes wrong ----------------------------------------------------------------------
+# ---- failures ---------------------------------------------------------------------------------------
 
 
 def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
-    """The terminal shows its one-line error; it leaves no file; after a repair the same command continues."""
+    """The terminal shows the stage's one-line error and no file is left. After a repair the same command continues."""
     config = copy.deepcopy(CONFIG)
     names = ["a box $(touch pwned).h5", "another 'box'.h5"]
     source = {"kind": "files", "train": [f"raw/{names[0]}"], "valid": [f"raw/{names[1]}"]}
@@ -387,9 +387,9 @@ def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
 
 @pytest.mark.slow
 def test_interrupted_and_killed(clone: Tree) -> None:
-    """After Ctrl-C the same command continues. After SIGKILL, Snakemake first asks for `--unlock`, and then continues.
+    """After Ctrl-C the same command continues. After SIGKILL, Snakemake first asks for `--unlock` and then continues.
 
-    In between, no second process writes to a training that outlived Snakemake.
+    Meanwhile the training outlives Snakemake, and no second process writes to its files.
     """
     clone.config["plans"]["era5"]["settings"]["training"] = {"epochs": 40}
     clone.write()
@@ -405,7 +405,7 @@ def test_interrupted_and_killed(clone: Tree) -> None:
 
     process = clone.start(*call)
     until("the first checkpoint", steps)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert (run / "metrics.jsonl").exists() and not (run / "model.pt").exists(), output
@@ -413,11 +413,11 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     done = steps()
     process = clone.start(*call)
     until("a checkpoint after the interruption", lambda: steps() - done)
-    process.kill()  # only Snakemake: the training continues
+    process.kill()  # kill only Snakemake, so that the training continues
     process.wait()
     owner = int((checkpoints / ".lock").read_text().split()[1])
     try:
-        os.kill(owner, signal.SIGSTOP)  # so that it still exists during the next calls
+        os.kill(owner, signal.SIGSTOP)  # pause the training, so that it still exists during the next calls
         locked = clone.snakemake(*call)
         assert locked.status == 1 and "--unlock" in locked.output
         assert clone.snakemake("--unlock", *call).status == 0
@@ -434,14 +434,14 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     assert [line["epoch"] for line in lines] == list(range(1, 41))
     log = (clone.results / "logs/train/era5/vit.log").read_text()
     assert log.count(" started in ") >= 3 and "epoch 1 of 40" in log and "epoch 40 of 40" in log, (
-        "the log must have all tries"
+        "the log must contain all tries"
     )
     assert clone.planned(targets=call[3:]).names == []
 
 
 @pytest.mark.slow
 def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
-    """A second call is refused before it writes, from any folder; a dry run is allowed."""
+    """A second call from any folder is refused before it writes a file; a dry run is allowed."""
     tree = make_tree()
     with only_writer(tree.results):
         before = list(tree.results.rglob("*"))
@@ -454,7 +454,7 @@ def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
-    """The real run fails with the same message before its first job."""
+    """A dry run prints the message with which the real run would fail before its first job."""
     clone.config["plans"]["nodes"] = {
         "study": "mnist_cnn",
         "settings": {"dataset": "mnist_cnn", "model": {"widths": [4, 8], "hidden": 16}, "batch_size": 8},

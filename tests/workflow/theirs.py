@@ -1,4 +1,4 @@
-"""Typical training program without dlscale: it has its own options, log and checkpoint."""
+"""Typical training program without dlscale, with its own options, log and checkpoint."""
 
 import argparse
 import json

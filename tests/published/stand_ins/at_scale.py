@@ -1,4 +1,4 @@
-"""Stand-in for `train.py` of the Deep Learning at Scale tutorials: SC22, or SC23 if there is a ViT.yaml."""
+"""Stand-in for `train.py` of the Deep Learning at Scale tutorials: of SC23 if there is a ViT.yaml, else of SC22."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add(tag: str, value: float, step: int) -> None:
 
 
 def score(step: int) -> float:
-    """Validate and log the loss."""
+    """Validate; log and return the loss."""
     loss = tiny.validate(model, validation)
     add("Loss/valid", loss, step)
     if VIT:
@@ -51,7 +51,7 @@ def score(step: int) -> float:
     return loss
 
 
-if VIT:  # before the first step
+if VIT:  # validate before the first step
     first = tiny.validate(model, training)
     add("Loss/train", first, 0)
     tiny.note(0.0, first, score(0))

@@ -1,4 +1,4 @@
-"""Stand-in for `train_single_gpu.py` and `train_multi_gpu.py`: it prints tensors and resumes from a checkpoint."""
+"""Stand-in for `train_single_gpu.py` and `train_multi_gpu.py`, which prints tensors and resumes from a checkpoint."""
 
 from __future__ import annotations
 

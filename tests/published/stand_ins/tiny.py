@@ -1,4 +1,4 @@
-"""Common parts of the stand-ins for the published programs; they do not use dlscale."""
+"""Common code of the stand-ins for the published programs, without dlscale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batches = Iterable[list[torch.Tensor]]
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Samples that take a millisecond each to read."""
+    """Samples that each take a millisecond to read."""
 
     def __init__(self, count: int) -> None:
         self._rows = torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
@@ -40,7 +40,7 @@ def loader(count: int, local_batch_size: int) -> DataLoader[tuple[torch.Tensor, 
 
 
 def network() -> nn.Module:
-    """Return a network with equal weights in all processes, which average their gradients."""
+    """Return a network with equal weights in all processes; the processes average their gradients."""
     if RANKS > 1:
         torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     each: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[float, float]:
-    """Train for an epoch; return its mean loss and its seconds."""
+    """Train for an epoch; return the mean loss and the seconds."""
     losses, begin = list[float](), time.perf_counter()
     for step, (x, y) in enumerate(batches):
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def validate(model: nn.Module, batches: Batches) -> float:
 
 
 def note(rate: float, train: float, valid: float) -> None:
-    """Append an epoch's figures by the stand-in's own stopwatch to a file next to it."""
+    """Append an epoch's figures, by the stand-in's own stopwatch, to a file next to the stand-in."""
     if RANK == 0:
         with Path(__file__).with_name("stopwatch.jsonl").open("a") as file:
             file.write(json.dumps({"rate": rate, "train": train, "valid": valid}) + "\n")

@@ -1,7 +1,7 @@
 """Fast dry runs without repeated imports of Snakemake: the process forks for every line of standard input.
 
-A line is a JSON list of Snakemake's arguments; the reply is a line with [exit status, output]. Only the forked process
-imports the package `dlscale`, so that edits take effect.
+An input line is a JSON list of Snakemake's arguments. The reply is a JSON line with [exit status, output]. Only the
+forked process imports the package `dlscale`, so that edits of the package take effect.
 """
 
 import json
@@ -19,7 +19,7 @@ import snakemake.cli
 import snakemake.dag
 import yaml  # noqa: F401
 
-snakemake.cli.get_argument_parser()  # imports the plugins
+snakemake.cli.get_argument_parser()  # the parser imports the plugins
 
 
 def run(arguments: list[str], output: int) -> None:

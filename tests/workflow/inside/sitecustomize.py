@@ -1,6 +1,6 @@
-"""Python imports this module at its start: at its end, a stage writes the names of its imported modules.
+"""Write the names of a stage's imported modules when the stage ends; Python imports this file at its start.
 
-These are modules of dlscale and of the study outside the package.
+Only modules of dlscale and of the external study are written.
 """
 
 import atexit

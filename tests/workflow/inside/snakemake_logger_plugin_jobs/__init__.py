@@ -1,4 +1,4 @@
-"""Snakemake logger plugin for tests: it writes each job as a line of JSON to the file that $JOBS_LOG names."""
+"""Snakemake logger plugin for tests, which writes each job as a line of JSON to the file named by $JOBS_LOG."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 
 class LogHandler(LogHandlerBase):
-    """Handler that is used in addition to the usual text on the terminal."""
+    """Log handler that is added to the usual terminal output."""
 
     writes_to_stream = writes_to_file = needs_rulegraph = False
     has_filter = has_formatter = True
@@ -21,7 +21,7 @@ class LogHandler(LogHandlerBase):
                 "reason": record.reason,
                 "message": record.rule_msg,
                 "command": record.shellcmd,
-                # Sizes that are only known when a job starts are not numbers yet.
+                # Leave out sizes that are only known when the job starts: they are not numbers yet.
                 "resources": {key: value for key, value in record.resources.items() if isinstance(value, int | str)},
             }
             with open(os.environ["JOBS_LOG"], "a", encoding="utf-8") as file:
