@@ -187,7 +187,7 @@ def test_files_of_other_fields_are_refused(module: str, tmp_path: Path, capfd: p
         file.attrs["fields"] = ["image", "label"]
     products = ["--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats"]
     assert stage("describe", "--config", tmp_path / "config.yaml", *products) == 2
-    words = "valid/all.h5: holds the fields image, mask, label, scalars, weight, expected image, label, as in the other files"
+    words = "valid/all.h5: holds the fields image, mask, label, scalars, weight, expected image, label, as in the other"
     assert words in capfd.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Stage `throughput` of an external program: measure the speed alone, then by paired timing with the plan's first run."""
+"""Stage `throughput` of an external program: the speed alone, then paired timing with the plan's first run."""
 
 from __future__ import annotations
 
