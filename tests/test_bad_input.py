@@ -220,7 +220,7 @@ def test_pieces_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: C
     assert "downsample 9 is larger than the volume (8, 8, 8)" in text
     source = {"kind": "files", "paths": [str(path)], "fractions": {"train": 0.5, "valid": 0.1, "gap": 1}}
     text = refused(*preprocess(tmp_path, {"kind": "cosmo", "source": source}, path, part="valid/a"))
-    assert "split 'valid' is empty" in text and "gap 1" in text
+    assert "split 'valid' is empty" in text and "without its first 1 rows (the gap)" in text
 
 
 def test_names_that_are_not_there(tmp_path: Path, refused: Check, cosmo_data: Path) -> None:

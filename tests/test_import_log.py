@@ -153,7 +153,7 @@ def test_point_0_of_a_published_program_is_the_untrained_model(
 ) -> None:
     log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"Loss/val": 1.0}) for n in (0, 1)])
     assert bring(log, "--epoch-samples", 1000, study="imagenet_resnet50") == 0
-    assert "untrained model; if it belongs to the first epoch, add --counts epoch" in capfd.readouterr().out
+    assert "untrained model; if point 0 belongs to the first epoch, add --counts epoch" in capfd.readouterr().out
     found = Reference.read(results / "references/theirs/reference.json")
     assert points(found, "loss/valid", "samples") == [(0, 1.0), (1000, 1.0)]
 

@@ -481,7 +481,7 @@ def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
         slurm.check(perlmutter, Geometry(gpus_per_node=8))
     cpus = perlmutter.model_copy(update={"gpu_nodes": slurm.Nodes(cpus=64)})
     slurm.check(cpus, Geometry(gpus_per_node=2))
-    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes ask for 96 CPUs .* the 64 of this site"):
+    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes ask for 96 CPUs .* the 64 CPUs of this site"):
         slurm.check(cpus, Geometry(gpus_per_node=3))
 
 

@@ -237,7 +237,7 @@ def test_a_flipped_bit_ends_every_stage_that_reads_the_file(
     out = ["--out", tmp_path / "throughput.json", "--config", run / "config.yaml"] if kind == "throughput" else [run]
     capsys.readouterr()
     assert stage(kind, *out, "--manifest", manifest) == 2
-    assert f"{path}: damaged: the content has changed" in capsys.readouterr().err
+    assert f"{path}: damaged: the content changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", ["rows", "latitude", "mean"])
