@@ -87,7 +87,7 @@ def test_shapes(make: Callable[..., Flow]) -> None:
         "mesh": ["regular", "2", "gres:gpu:2"],
     }
     assert rows == {
-        f"{stage} shapes_{run}": [*asked, "gpu", "m0000_g", "COMPLETED"]
+        f"{stage} shapes_{run}": [*asked, "gpu&hbm40g", "m0000_g", "COMPLETED"]
         for stage in ("train", "throughput")
         for run, asked in shapes.items()
     }
@@ -188,7 +188,7 @@ def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluste
     marker = "began"
     script = f"test -e {marker} && exit 0; touch {marker}; trap '' TERM; for i in $(seq 600); do sleep 1; done"
     program = {"command": ["bash", "-c", script], "folder": "."}
-    flow = make(targets=["long"], plans__long__settings={"program": program})
+    flow = make(targets=["long"], plans__long__settings={"program": program, "throughput": {"batches": 10}})
     flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
     with flow.running("--retries=2") as process:
         flow.until("the program", (flow.path / marker).exists, process)
