@@ -568,19 +568,16 @@ class Cluster:
         """Wait until the job has one of the given states."""
         until(f"job {job} to be {' or '.join(states)}", lambda: self.state(job) in states)
 
-    def limit(self, qos: str, limit: str) -> None:
-        """Set a limit of a QOS, such as `MaxSubmitJobsPerUser=1`; -1 removes it."""
-        self.run("sacctmgr", "-i", "-Q", "modify", "qos", qos, "set", limit)
-        name, _, value = limit.partition("=")
-        shown = f"{name}={value if value != '-1' else 'N'}"
-        flags = "flags=qos"
-        until(
-            f"the limit {limit}",
-            lambda: (
-                f"QOS={qos}(" in (text := self.run("scontrol", "show", "assoc_mgr", flags).stdout)
-                and shown in text.partition(f"QOS={qos}(")[2].partition("\nQOS=")[0]
-            ),
-        )
+    def limit_jobs(self, qos: str, number: int) -> None:
+        """Set the number of jobs that a user may submit to a QOS; -1 removes the limit."""
+        self.run("sacctmgr", "-i", "-Q", "modify", "qos", qos, "set", f"MaxSubmitJobsPerUser={number}")
+
+        def shown() -> bool:
+            text = self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
+            own = text.partition(f"QOS={qos}(")[2].partition("\nQOS=")[0]
+            return (f"MaxSubmitJobsPU={number}" in own) is (number >= 0)
+
+        until("the limit on submitted jobs", shown)
 
     def stop_controller(self) -> None:
         """Stop `slurmctld`: nodes and jobs continue, and no command of Slurm gets a reply."""

@@ -247,11 +247,11 @@ def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cl
     flow.config["plans"]["long"]["runs"] = {"run": {}, "other": {"seed": 7}}
     if known:
         flow.config["site"]["scheduler"]["qos"] = {"shared": {"max_jobs": 1}}
-    cluster.limit("shared", "MaxSubmitJobsPerUser=1")
+    cluster.limit_jobs("shared", 1)
     try:
         assert flow.run("--retries=0") == 0, flow.output[-8000:]
     finally:
-        cluster.limit("shared", "MaxSubmitJobsPerUser=-1")
+        cluster.limit_jobs("shared", -1)
     assert [row[0] for row in flow.jobs("state")] == ["COMPLETED", "COMPLETED"]
     assert ("Slurm refuses a job of rule train (QOSMaxSubmit" in flow.output) is not known, flow.output[-8000:]
 
