@@ -569,13 +569,13 @@ class Cluster:
         until(f"job {job} to be {' or '.join(states)}", lambda: self.state(job) in states)
 
     def limit_jobs(self, qos: str, number: int) -> None:
-        """Set the number of jobs that a user may submit to a QOS; -1 removes the limit."""
-        self.run("sacctmgr", "-i", "-Q", "modify", "qos", qos, "set", f"MaxSubmitJobsPerUser={number}")
+        """Set the number of submitted jobs of a QOS; -1 removes the limit."""
+        self.run("sacctmgr", "-i", "-Q", "modify", "qos", qos, "set", f"GrpSubmitJobs={number}")
 
         def shown() -> bool:
             text = self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
             own = text.partition(f"QOS={qos}(")[2].partition("\nQOS=")[0]
-            return (f"MaxSubmitJobsPU={number}" in own) is (number >= 0)
+            return f"GrpSubmitJobs={number if number >= 0 else 'N'}(" in own
 
         until("the limit on submitted jobs", shown)
 

@@ -253,7 +253,7 @@ def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cl
     finally:
         cluster.limit_jobs("shared", -1)
     assert [row[0] for row in flow.jobs("state")] == ["COMPLETED", "COMPLETED"]
-    assert ("Slurm refuses a job of rule train (QOSMaxSubmit" in flow.output) is not known, flow.output[-8000:]
+    assert ("Slurm refuses a job of rule train (QOSGrpSubmit" in flow.output) is not known, flow.output[-8000:]
 
 
 @pytest.mark.slow
