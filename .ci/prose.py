@@ -1,7 +1,7 @@
 """Check the English of docstrings, comments and messages: `python .ci/prose.py [FILE ...]`.
 
-The rules are mechanical; CONTRIBUTING.md has the others. Words that are terms of the field in some files are in
-`ALLOWED`. Exits with 1 if a text breaks a rule.
+The script checks only mechanical rules; CONTRIBUTING.md lists how texts are written. `ALLOWED` has the exceptions. It
+exits with 1 if a text breaks a rule.
 """
 
 from __future__ import annotations

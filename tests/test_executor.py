@@ -139,6 +139,11 @@ def test_a_refused_submission_is_repeated_for_an_hour(
         lambda pause, function, arguments: pauses.append(pause) or timer,
     )
     refused = job(None)
+    monkeypatch.setattr(SlurmExecutor, "report_job_submission", lambda self, job: None)
+    executor.report_job_error(refused, "QOSMaxSubmitJobPerUserLimit")
+    slurm.clock += 3600
+    executor.report_job_submission(refused)
+    pauses.clear()  # a submission that succeeds ends the hour
     while not executor.ended:
         executor.report_job_error(refused, "QOSMaxSubmitJobPerUserLimit")
         slurm.clock += pauses[-1]

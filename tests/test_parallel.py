@@ -260,3 +260,9 @@ def test_weights_that_would_be_kept_where_they_are() -> None:
     strategy = Sharded(World(size=2), FSDP(kind="fsdp", cpu_offload=True))
     with pytest.raises(UserError, match=r"parallel.cpu_offload: .*CPU"):
         strategy.wrap(None, Sharding(), contextlib.nullcontext)
+
+
+def test_gloo_uses_the_interface_that_reaches_the_first_node() -> None:
+    """The interface has the local address of the route; an unknown host has none."""
+    assert rendezvous._interface_to("127.0.0.1") == "lo"
+    assert rendezvous._interface_to("no-such-host.invalid") is None

@@ -75,6 +75,11 @@ class Executor(SlurmExecutor):
                 continue
             self.report_job_error(job, msg=message)
 
+    def report_job_submission(self, job_info: SubmittedJobInfo) -> None:
+        """Report a job as submitted; its next refusal is repeated for `REFUSED_SECONDS` again."""
+        self._refused.pop(id(job_info.job), None)
+        super().report_job_submission(job_info)
+
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
         """Report a job as finished."""
         self._end(job_info)

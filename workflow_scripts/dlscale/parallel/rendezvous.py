@@ -140,7 +140,8 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         # By default, Gloo uses the address of this node's host name, which may be in another network.
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     if rank == 0 and geometry.nodes > 1:
-        logging.info("ranks meet at %s:%d; gloo uses %s", address, port, os.environ.get("GLOO_SOCKET_IFNAME"))
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "its default interface")
+        logging.info("ranks meet at %s:%d; gloo uses %s", address, port, interface)
     mine = _listen(address, port) if rank == 0 else None
     try:
         return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)

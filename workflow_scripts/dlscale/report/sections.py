@@ -123,7 +123,7 @@ def lead(card: View) -> str:
         said.append(f"“{swept['best']}” is the best of {swept['of']} trials.")
     elif found and found["efficiency"]:
         known = found["efficiency"]
-        said.append(f"Efficiency on {known['place']}: {known['ratio']} {known['interval_text']}.".replace(" .", "."))
+        said.append(f"Efficiency on {known['place']}: {known['ratio']} {known['interval_text']}".strip() + ".")
     elif found and not found["known"]:
         said.append("The fastest run is not known, because other programs or jobs disturbed the measurement.")
     elif found and found["gain"]:
