@@ -172,7 +172,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
     return Disturbance(
         "busy machine",
         _load(foreign, len(runs), "other programs", "was measured" if len(foreign) == 1 else "were measured"),
-        "These rates are too low, and speed-ups between these runs are unknown. Measure again on an idle machine"
+        "These rates are probably too low, and speed-ups between the runs are unknown. Measure again on an idle machine"
         + (f": {call} --force {shlex.join(files)}" if files else "."),
     )
 
@@ -594,8 +594,7 @@ def neighbour(evidence: Evidence) -> Finding | None:
         "busy machine",
         f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} cores busy while the run was "
         "measured.",
-        "Measure again on an idle machine, because these rates are "
-        + ("probably too low." if evidence.outside else "too low."),
+        "Measure again on an idle machine, because these rates are probably too low.",
         None,
     )
 
