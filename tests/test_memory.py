@@ -10,7 +10,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import closing
+import threading
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -312,6 +313,28 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
         for number, _ in enumerate(loader.epoch(0)):
             if not number:
                 os.kill(loader._loader._iterator._workers[0].pid, signal.SIGKILL)
+
+
+def test_a_worker_that_was_killed_with_a_lock_does_not_hang_the_end(tmp_path: Path, cosmo_data: Path) -> None:
+    """A worker takes this lock before each batch; PyTorch's shutdown then waited forever in `Event.set`."""
+    run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 2}, samples={"train": 400})
+    loader = open_session(run, cosmo_data / "manifest.json", World(), 1).loader("train")
+    next(iter(loader.epoch(0)))
+    iterator = loader._loader._iterator
+    workers = list(iterator._workers)
+    lock = iterator._workers_done_event._cond
+    assert lock.acquire(timeout=60)  # what a killed worker leaves behind
+    with suppress(RuntimeError):  # raised by PyTorch's handler of SIGCHLD, unless `join` is faster
+        os.kill(workers[0].pid, signal.SIGKILL)
+        workers[0].join(60)
+    ending = threading.Thread(target=loader.close, daemon=True)
+    ending.start()
+    ending.join(60)
+    left = [ending.is_alive(), *(worker.is_alive() for worker in workers)]
+    lock.release()
+    for worker in workers:
+        worker.kill()
+    assert left == [False, False, False]
 
 
 def test_other_errors_pass(tmp_path: Path, cosmo_data: Path) -> None:

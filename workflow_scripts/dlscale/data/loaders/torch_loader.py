@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -39,6 +41,7 @@ class TorchLoader(Loader):
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._keys: list[tuple[int, range]] = []  # keys of the epoch's batches
+        self._broken = False  # a worker died while it sent a batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = DataLoader(
             _Dataset(samples),
@@ -61,6 +64,7 @@ class TorchLoader(Loader):
                     batch = self._copied(x, y)
                 yield batch
         except (EOFError, ConnectionError) as error:  # the worker died before its batch was received
+            self._broken = True
             raise RuntimeError("DataLoader worker (pid unknown) exited unexpectedly") from error
 
     def _copied(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
@@ -76,9 +80,26 @@ class TorchLoader(Loader):
 
     def close(self) -> None:
         super().close()
-        iterator, self._loader._iterator = self._loader._iterator, None
+        iterator: Any = self._loader._iterator
+        self._loader._iterator = None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            if self._broken or not all(worker.is_alive() for worker in iterator._workers):
+                _kill_workers(iterator)
             iterator._shutdown_workers()
+
+
+def _kill_workers(iterator: Any) -> None:
+    """Kill the workers of a DataLoader's iterator, and leave only what `_shutdown_workers` can end without them.
+
+    If the system kills a worker while it holds the lock of an event or of a queue, nothing releases this lock, and
+    PyTorch's shutdown waits for it forever.
+    """
+    for worker in iterator._workers:
+        worker.kill()
+    iterator._workers_done_event = threading.Event()
+    if hasattr(iterator, "_pin_memory_thread"):  # a daemon thread, which may wait for that lock: do not join it
+        iterator._pin_memory_thread_done_event.set()
+        del iterator._pin_memory_thread
 
 
 build = TorchLoader
