@@ -65,7 +65,7 @@ def test_one_process_is_python_alone() -> None:
 @pytest.mark.slow
 def test_srun_is_told_the_whole_geometry() -> None:
     assert launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT) == [
-        *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=32", "--gpus-per-node=4"),
+        *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpu-bind=cores", "--cpus-per-task=32", "--gpus-per-node=4"),
         *("--kill-on-bad-exit=1", *PYTHON_HERE),
     ]
 
@@ -470,6 +470,9 @@ def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
 def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
     found = slurm.request(perlmutter, "data", None)
     assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found
+    # a project with GPU hours only: data jobs take a GPU with its fixed number of CPUs, and its account
+    data = slurm.request(perlmutter.model_copy(update={"cpu_nodes": perlmutter.gpu_nodes}), "data", None)
+    assert (data["gres"], data["cpus_per_task"], data["slurm_account"]) == ("gpu:1", 32, "m1234_g")
 
 
 def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:

@@ -46,7 +46,7 @@ def measured(
     io: float = 200.0, synthetic: float = 100.0, full: float = 99.0, used: Usage | None = None, **more: Any
 ) -> Throughput:
     return Throughput(
-        device=Device(kind=more.pop("device", "cuda")),
+        device=Device(kind=more.pop("device", "cuda"), network=more.pop("network", None)),
         batch_size=10,
         io=trials(io, used),
         synthetic=trials(synthetic, used),
@@ -125,6 +125,7 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
         "copies",
         0.2,
     ),
+    "network": (measured(network="Socket"), None, {}, "network", None),
     "neighbour": (measured(used=usage(1.0, 2.0)), None, {}, "neighbour", None),
     "throttled": (measured(), None, {}, "throttled", 0.3),
     "throttled by its power cap": (measured(), None, {}, "throttled", 0.2),
@@ -180,6 +181,13 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(usage(2.0), rank_cores=[1.0, 1.0], rank_waiting=[0.0, 0.5], waiting=0.25), ["straggler", "workers"]),
     (program(usage(2.0), rank_cores=[1.0, 0.9], rank_waiting=[0.1, 0.0]), []),
 ]
+
+
+@pytest.mark.parametrize("network", ["Socket", "AWS Libfabric", None])
+def test_tcp_between_nodes_is_named_before_the_averaging_that_it_slows(network: str | None) -> None:
+    slow = measured(nranks=4, alone=trials(150, ranks=(37,) * 4), network=network)
+    found = [each.cause for each in verdict(Evidence(SETTINGS, slow, None, None)).findings]
+    assert found == ["network"] * (network == "Socket") + ["communication"]
 
 
 def test_every_cause_has_a_case() -> None:

@@ -237,6 +237,11 @@ class Site(Lawful):
         description="Suffix of node names in the network between nodes, such as -hsn0. Ranks on several nodes connect "
         "to the first node, whose address is its name with this suffix.",
     )
+    fabric: Literal["slingshot", "infiniband", "ethernet"] | None = Field(
+        None,
+        description="Network between nodes. If it is not ethernet, a run on several nodes fails before its first step "
+        "when NCCL uses TCP.",
+    )
     environment: dict[Variable, Value | None] = Field(
         {},
         description="Environment variables of every stage. The value null unsets a variable that an image or module "

@@ -18,7 +18,7 @@ from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
-from dlscale.core.machine import HOST_SUFFIX, LOCAL_DISK, STEPS, WATCHDOG, command_output
+from dlscale.core.machine import FABRIC, HOST_SUFFIX, LOCAL_DISK, STEPS, WATCHDOG, command_output
 from dlscale.core.process import VARIABLES
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
@@ -194,6 +194,7 @@ def _stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> 
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
         environment |= {HOST_SUFFIX: site.host_suffix} if site.host_suffix and geometry.nodes > 1 else {}
+        environment |= {FABRIC: site.fabric} if site.fabric not in (None, "ethernet") and geometry.nodes > 1 else {}
         if site.local_disk and site.engine not in ("none", "shifter"):
             mounts[site.local_disk] = site.local_disk
     environment |= site.environment
@@ -225,6 +226,11 @@ def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
 
 def check(site: Site, geometry: Geometry, where: str = "") -> None:
     """Raise `UserError` for a geometry that the site cannot run; `where` is the prefix of the geometry's key."""
+    if geometry.nodes > 1 and site.engine == "podman-hpc" and site.fabric == "slingshot":
+        raise UserError(
+            f"{where}geometry.nodes: {geometry.nodes} nodes: containers of podman-hpc do not get the devices of "
+            "Slingshot (/dev/cxi*), so NCCL would use TCP. Use engine: shifter or none"
+        )
     if site.starter != "mpirun" and not site.rendezvous:  # sites with mpirun or a rendezvous have no scheduler
         slurm.check(site.scheduler, geometry, where)
 

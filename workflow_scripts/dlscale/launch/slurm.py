@@ -45,7 +45,7 @@ def request(
     Parameters
     ----------
     geometry
-        Geometry of the run; None for a stage on part of a CPU node.
+        Geometry of the run; None for a data stage, which takes part of a CPU node, or a GPU if these nodes have GPUs.
     minutes
         Estimated time limit; None for the site's limit. The QOS may raise the limit to its minimum, or cut the limit to
         its maximum.
@@ -57,6 +57,8 @@ def request(
     if geometry is None:
         qos = scheduler.data_qos
         wanted["cpus_per_task"] = min(scheduler.data_cpus, nodes.cpus)
+        if nodes.gpus:  # such nodes are given away by GPUs
+            wanted |= {"cpus_per_task": nodes.cpus // nodes.gpus, "gres": f"{nodes.gres}:1"}
     else:
         check(scheduler, geometry)
         qos = run_qos(scheduler, geometry)

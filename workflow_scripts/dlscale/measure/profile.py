@@ -110,7 +110,7 @@ def measure(
         logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
     seen, rows = _joined(settings, world.gather(found))
     record = Profile(
-        device=describe_device(world.device),
+        device=describe_device(world),
         nranks=session.devices,
         batch_size=session.run.batch_size,
         settings=settings.model_dump(),

@@ -134,7 +134,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
     return Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,
-        device=describe_device(world.device),
+        device=describe_device(world),
         settings=settings.model_dump(),
         compute=compute_digest(run.model_dump(mode="json")),
         compile=compiling,

@@ -9,11 +9,12 @@ from dlscale.core.text import number
 
 
 class Device(Record):
-    """Device of a process: its kind (`cpu` or `cuda`), its name, and the number of CPU threads."""
+    """Device of a process: its kind (`cpu` or `cuda`), its name, the CPU threads, and the network."""
 
     kind: str = ""
     name: str = ""
     threads: int | None = None
+    network: str | None = None  #: Network between nodes that NCCL uses, such as Socket (TCP); None if unknown.
 
 
 class LinkLevel(Record):

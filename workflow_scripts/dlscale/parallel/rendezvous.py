@@ -24,6 +24,7 @@ from dlscale.config.site import Limits
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
 from dlscale.core.machine import HOST_SUFFIX
 from dlscale.core.process import LOST, MEET, end, ranks
+from dlscale.parallel.network import check_network, nccl_log, read_network
 from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
 from dlscale.parallel.world import Mesh, World
@@ -50,22 +51,26 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.from_environment()
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        store=_meet(geometry, rank),
-        rank=rank,
-        world_size=size,
-        timeout=TIMEOUT,
-        device_id=own if kind == "cuda" else None,
-    )
+    several = kind == "cuda" and geometry.nodes > 1
+    with nccl_log() if several else contextlib.nullcontext() as log:
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            store=_meet(geometry, rank),
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=own if kind == "cuda" else None,  # NCCL connects here, and not in the first exchange
+        )
+        network = read_network(log.read_text(errors="replace")) if log else None
     failed = False
     try:
         with contextlib.closing(Watchdog(rank, size, geometry.gpus_per_node, limits)) as watchdog:
             try:
                 # NCCL exchanges only tensors on GPUs: values on the host need a gloo group.
                 control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
+                check_network(network)
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
-                yield World(rank, size, local_rank, own, control, mesh)
+                yield World(rank, size, local_rank, own, control, mesh, network)
                 # On several nodes rank 0 hosts the store that all ranks use, so rank 0 must leave last.
                 dist.barrier(group=control)
             except (Exception, SystemExit) as error:
@@ -224,11 +229,14 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def describe_device(device: torch.device) -> Device:
+def describe_device(world: World) -> Device:
     """Return the record of a process's device."""
+    device = world.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     with contextlib.suppress(OSError, StopIteration):
         if device.type != "cuda":
             lines = Path("/proc/cpuinfo").read_text().splitlines()
             name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return Device(kind=device.type, name=name or platform.machine(), threads=torch.get_num_threads())
+    return Device(
+        kind=device.type, name=name or platform.machine(), threads=torch.get_num_threads(), network=world.network
+    )

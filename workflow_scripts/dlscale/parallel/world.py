@@ -34,6 +34,7 @@ class World:
     device: torch.device = CPU  #: device of this process
     control: Any = None  #: process group that exchanges values on the host; None: the default group
     mesh: Mesh | None = None  #: ranks that share a model; None: every rank has a complete model
+    network: str | None = None  #: network between nodes that NCCL uses; None: unknown, or another backend
 
     @property
     def main(self) -> bool:

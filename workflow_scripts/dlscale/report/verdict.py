@@ -23,6 +23,7 @@ from dlscale.core.telemetry import Summary, summary
 from dlscale.core.text import many, number, percent, size
 from dlscale.measure.profilers import Activity, Profile
 from dlscale.measure.records import MODES, SAMPLE_RATE, Outside, Throughput, Trials, Usage
+from dlscale.parallel.network import TCP
 from dlscale.report.results import (
     MIN_FRACTION,
     MIN_SECONDS,
@@ -294,9 +295,9 @@ def verdict(evidence: Evidence) -> Verdict:
     """Judge a run by its measurements."""
     every = [finding for look in DETECTORS if (finding := look(evidence))]
     found = [finding for finding in every if finding.share is None or finding.share >= MIN_FRACTION]
-    # Other programs come first, because they make all other findings uncertain. Swapping comes second, because it looks
-    # like slow loading. Findings without a cost come last.
-    first = {"neighbour": 0, "swapping": 1}
+    # Other programs come first, because they make all other findings uncertain. TCP and swapping follow,
+    # because they look like slow exchanges and slow loading. Findings without a cost come last.
+    first = {"neighbour": 0, "network": 1, "swapping": 2}
     found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
     if bounding and bounding.what == UNKNOWN:  # findings based on these rates are unreliable
@@ -464,6 +465,19 @@ def communication(evidence: Evidence) -> Finding | None:
         "Use a larger batch on each device (batch_size). If memory is short, raise accumulation_steps, because "
         "gradients are averaged once per step. Try other bucket sizes (parallel: bucket_mb, first_bucket_mb).",
         share,
+    )
+
+
+def network(evidence: Evidence) -> Finding | None:
+    """Find TCP between nodes, which NCCL uses if it finds no plug-in for the site's network."""
+    if (evidence.throughput or Throughput()).device.network != TCP:
+        return None
+    return Finding(
+        "network",
+        "TCP between nodes",
+        f"NCCL exchanged gradients between nodes over TCP (network {TCP}).",
+        "If the nodes have a faster network, provide NCCL's plug-in for it, and declare the network (site.fabric).",
+        None,
     )
 
 
@@ -797,6 +811,7 @@ DETECTORS: tuple[Callable[[Evidence], Finding | None], ...] = (
     overlap,
     straggler,
     communication,
+    network,
     launches,
     sync,
     memory,

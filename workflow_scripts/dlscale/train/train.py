@@ -168,7 +168,7 @@ def _provenance(
 ) -> provenance.Provenance:
     return provenance.provenance(
         started=started,
-        device=describe_device(session.world.device),
+        device=describe_device(session.world),
         processes=session.world.size,
         devices=session.devices,
         cores=cores,
