@@ -77,10 +77,10 @@ $(VENV)/.installed: pyproject.toml $(LOCK)
 	@$(INSTALL) . $(quietly)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(LOCK) $(VENV)/.installed
-	$(say) 'Installing the development tools'
+$(VENV)/.installed-dev: pyproject.toml $(LOCK)
+	$(say) 'Installing dlscale and the development tools with $(if $(UV),uv,pip)'
 	@$(INSTALL) '.[dev]' $(quietly)
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 .PHONY: install install-dev
 install: $(VENV)/.installed  ## make the environment

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
 import h5py
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import xarray as xr
 
 from dlscale.core.settings import read_yaml
 from dlscale.data.manifest import Manifest
-from dlscale.extensions.era5_vit.era5 import kind
+from dlscale.extensions.era5_vit.era5 import kind, zarr
 from dlscale.extensions.era5_vit.era5.describe import CHANNELS
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.source import relative_humidity, saturation_pressure
@@ -179,3 +180,19 @@ def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callab
     assert len(source["sha256"]) == 4
     for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):
         assert hashlib.sha256(shared(f"data/mnist/{name}").read_bytes()).hexdigest() == source["sha256"][name]
+
+
+@pytest.mark.parametrize(
+    ("own", "anonymous"),
+    [({}, True), ({"endpoint_url": "https://x"}, True), ({"key": "a", "secret": "b"}, False), ({"anon": False}, False)],
+)
+def test_an_account_of_fsspecs_configuration_is_used(
+    own: dict[str, Any], anonymous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `anon`, s3fs would ignore key and secret."""
+    given: dict[str, Any] = {}
+    monkeypatch.setitem(fsspec.config.conf, "s3", own)
+    monkeypatch.setattr(zarr, "open_xarray", lambda *_, **options: given.update(options))
+    zarr._opened("s3://bucket/store.zarr", True, "")
+    assert given["storage_options"].pop("anon", False) == anonymous
+    assert given["storage_options"] == {key: value for key, value in own.items() if key != "anon"}

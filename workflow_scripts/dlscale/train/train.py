@@ -268,6 +268,8 @@ class Interruption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         request = REQUESTS[signal.Signals(number)]
+        with contextlib.suppress(OSError):  # not by `logging`, which may be writing a line now
+            os.write(2, f"received {signal.Signals(number).name}\n".encode())
         if number == signal.SIGINT:  # a second Ctrl-C ends the process without saving
             signal.signal(number, signal.default_int_handler)
         self._received = max(self._received, request)

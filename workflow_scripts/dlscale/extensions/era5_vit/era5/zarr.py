@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _LONGEST_WAIT_S = 30.0
-# Public archives are read without an account, unless fsspec's configuration names an account.
+# Public archives are read without an account, unless fsspec's configuration has an account.
 _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": "anon"}, "s3": {"anon": True}}
 
 
@@ -73,7 +73,9 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         import fsspec.config
 
         scheme = urlsplit(origin).scheme
-        options = {"storage_options": {**_PUBLIC.get(scheme, {}), **fsspec.config.conf.get(scheme, {})}}
+        own = fsspec.config.conf.get(scheme, {})
+        public = {} if own.keys() & {"key", "secret", "profile"} else _PUBLIC.get(scheme, {})
+        options = {"storage_options": {**public, **own}}
     try:
         with warnings.catch_warnings():  # for example a warning that metadata are not consolidated
             warnings.simplefilter("ignore")
