@@ -32,7 +32,7 @@ class Engine:
         return self.run(["podman", *map(str, words)], check, timeout)
 
     def build(self, folder: Path, tag: str, *words: str) -> str:
-        """Build the image `cpu` of the repository in `folder`."""
+        """Build an image of the repository in `folder`, by default `cpu`; `words` are further options of podman."""
         return self.run(["bash", str(SCRIPT), "build", str(folder), tag, *words], timeout=1800)
 
     def run(self, command: list[str], check: bool = True, timeout: float = 900) -> str:

@@ -3,7 +3,8 @@
 #
 #   engine.sh install                 install podman and its helpers, if they are missing
 #   engine.sh base                    make the base image from this machine's package sources
-#   engine.sh build FOLDER TAG [...]  build target `cpu` of FOLDER/docker/Dockerfile; further options are podman's
+#   engine.sh build FOLDER TAG [...]  build target `cpu` of FOLDER/docker/Dockerfile; further options are podman's, such
+#                                     as --target=gpu
 #   engine.sh env                     print variables to `eval` with which any podman sees these images
 #
 # Each may be repeated. State is in $DLSCALE_CONTAINERS (default: /var/tmp/dlscale-containers), unless
@@ -88,8 +89,8 @@ build() {
     done < <(pip_values extra-index-url; pip_values find-links)
     # The docker format keeps HEALTHCHECK. A missing image is an error at once, without a search over the network.
     podman build --format=docker --network=host --pull="$([ -n "${DLSCALE_BASE_IMAGE:-}" ] && echo missing || echo never)" \
-        --build-arg="BASE_IMAGE=$BASE" --build-arg=TORCH_INDEX= "${mounts[@]}" "$@" \
-        --target=cpu --file="$folder/docker/Dockerfile" --tag="$tag" "$folder"
+        --build-arg="BASE_IMAGE=$BASE" --build-arg="GPU_BASE_IMAGE=$BASE" --build-arg=TORCH_INDEX= "${mounts[@]}" \
+        --target=cpu "$@" --file="$folder/docker/Dockerfile" --tag="$tag" "$folder"
 }
 
 env() {

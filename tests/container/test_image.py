@@ -116,3 +116,43 @@ def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> 
     assert f"/dlscale in the container is {checkout}\n" in said
     assert not (checkout / ".venv").exists()
     assert container_engine("ps", "--all", "--quiet", "--filter=name=dlscale-demo") == ""
+
+
+@pytest.fixture(scope="module")
+def gpu_image(container_engine: Engine) -> str:
+    """Return the name of the image `gpu`, built without NVIDIA's registry.
+
+    The base image is that of `cpu`, PyTorch is the CPU build, and nsys is left out. All other steps, such as the
+    locked packages with their hashes, are those of the real image.
+    """
+    container_engine.build(ROOT, "localhost/dlscale:tests-gpu", "--target=gpu", "--build-arg=NSYS=")
+    return "localhost/dlscale:tests-gpu"
+
+
+@pytest.mark.long
+def test_the_gpu_image_imports_its_packages(container_engine: Engine, gpu_image: str) -> None:
+    config = json.loads(container_engine("image", "inspect", gpu_image))[0]["Config"]
+    assert config["User"] == "10001:10001" and not config.get("Entrypoint")
+    assert config["Labels"]["org.opencontainers.image.base.name"] == "nvidia/cuda (CUDA 12)"
+    mount = f"--volume={ROOT}/tests/container/inside.py:/tmp/inside.py:ro"
+    said = container_engine(*STRANGER, mount, gpu_image, "python", "/tmp/inside.py", "nvidia.dali", "h5py", "numba")
+    assert "ok: PyTorch " in said
+    listed = container_engine(*STRANGER, gpu_image, "pip", "list", "--format=freeze")
+    assert "nvidia-dali-cuda120==" in listed and "nvidia-dali-cuda130" not in listed
+
+
+@pytest.mark.long
+def test_two_processes_of_the_gpu_image_exchange_values(container_engine: Engine, gpu_image: str) -> None:
+    code = "import torch, torch.distributed as d; d.init_process_group('gloo'); x = torch.ones(1); d.all_reduce(x); "
+    words = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python", "python", "-c"]
+    said = container_engine(
+        *STRANGER, "--env=GLOO_SOCKET_IFNAME=lo", gpu_image, *words, code + "assert x == 2; print('both', flush=True)"
+    )
+    assert said.count("both") == 2
+
+
+@pytest.mark.long
+def test_the_gpu_image_runs_a_mounted_nsys(container_engine: Engine, gpu_image: str, real_nsys: Path) -> None:
+    root = real_nsys.parents[2]  # the folder that contains usr/bin/nsys
+    mounted = [f"--volume={root}:{root}:ro", f"--env=NSYS={real_nsys}"]
+    assert "NVIDIA Nsight Systems version" in container_engine(*STRANGER, *mounted, gpu_image, real_nsys, "--version")
