@@ -132,6 +132,32 @@ def test_accounts_are_those_of_the_jobs(
         assert (found.status, found.text) == ("ok", text)
 
 
+@pytest.mark.parametrize(
+    ("whole", "known", "status", "words"),
+    [
+        ("debug", None, "warn", ["QOS debug accepts 5 submitted jobs per user", "qos.debug.max_jobs: 5"]),
+        ("debug", 6, "warn", ["qos.debug.max_jobs: 5"]),
+        ("debug", 5, "ok", ["debug 5, premium 5"]),
+        ("regular", None, "ok", []),
+        (None, None, "ok", []),
+    ],
+)
+def test_the_site_knows_how_many_jobs_a_queue_accepts(
+    command: Callable[[str, str], None], whole: str | None, known: int | None, status: str, words: list[str]
+) -> None:
+    command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\npremium|5\\n'")
+    given = {
+        "cpu_nodes": {"cpus": 1},
+        "gpu_nodes": {"cpus": 1},
+        "whole_qos": whole,
+        "qos": {"debug": {"max_jobs": known}},
+    }
+    found = doctor.probe_job_limits(Scheduler.model_validate(given))
+    assert found.status == status and all(word in found.text + found.remedy for word in words)
+    command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")
+    assert doctor.probe_job_limits(Scheduler.model_validate(given)).status == "skip"
+
+
 NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2|256000+\ngpu,a100,hbm80g|128|gpu:a100:4|2|512000\ncpu|256|(null)|1|512000\n"
 
 

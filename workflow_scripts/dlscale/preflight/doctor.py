@@ -10,6 +10,7 @@ import argparse
 import functools
 import getpass
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
-from dlscale.config.site import Job, Nodes, Scheduler, Site
+from dlscale.config.site import Job, Nodes, Qos, Scheduler, Site
 from dlscale.core import registry
 from dlscale.core.machine import missing, too_old
 from dlscale.core.stages import RUN_STAGES
@@ -304,6 +305,24 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
     return Finding("account", "ok", ", ".join(sorted({name for name, _ in wanted})))
 
 
+def probe_job_limits(scheduler: Scheduler) -> Finding:
+    """Check that the site's settings know how many jobs a user may submit to each used QOS."""
+    try:
+        listed = command_output(["sacctmgr", "-nP", "show", "qos", "format=name,maxsubmitpu"])
+    except FailedError as error:
+        if "accounting_storage" not in str(error):
+            raise
+        return Finding("job limits", "skip", "this Slurm has no accounting database")
+    limits = {name: int(most) for name, _, most in (line.partition("|") for line in listed.split()) if most}
+    used = {scheduler.data_qos, scheduler.part_qos, scheduler.whole_qos}
+    for name in sorted(filter(None, used & limits.keys())):
+        if (scheduler.qos.get(name, Qos()).max_jobs or math.inf) > limits[name]:
+            text = f"QOS {name} accepts {many(limits[name], 'submitted job')} per user, and refuses further jobs"
+            remedy = f"set site.scheduler.qos.{name}.max_jobs: {limits[name]}, so that further jobs wait in Snakemake"
+            return Finding("job limits", "warn", text, remedy)
+    return Finding("job limits", "ok", ", ".join(f"{name} {most}" for name, most in limits.items()) or "none")
+
+
 def probe_nodes(kind: Nodes, most: int) -> Finding:
     """Check that Slurm has at least `most` nodes as in the site's settings; otherwise jobs would wait forever."""
     # Each group of nodes: features, CPUs, generic resources, number of nodes, memory (MB).
@@ -402,6 +421,7 @@ def check(
             ("MinJobAge", probe_queue),
             ("partition", functools.partial(probe_partition, scheduler)),
             ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
+            ("job limits", functools.partial(probe_job_limits, scheduler)),
             *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind, most in kinds),
         ]
     for name in dict.fromkeys([*(run.dataset for run in runs), *datasets]):
