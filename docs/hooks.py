@@ -108,6 +108,8 @@ SITES: list[tuple[str, str, str | dict[str, Any]]] = [
     ("perlmutter with podman.yaml", "perlmutter", "podman.yaml"),
     ("slurm", "slurm", {}),
     ("slurm with apptainer", "slurm", {"engine": "apptainer", "image": "/shared/dlscale.sif"}),
+    ("juwels", "juwels", {}),
+    ("leonardo", "leonardo", {}),
     ("docker", "docker", {"engine": "docker", "gpu": False}),
     ("docker with podman", "docker", {"engine": "podman", "gpu": False}),
 ]

@@ -24,7 +24,9 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core.errors import UserError
+from dlscale.core.machine import FABRIC, HOST_SUFFIX
 from dlscale.core.process import Image
+from dlscale.core.settings import read_yaml
 from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import PYTHON_HERE, ContainerMounts, check_names, launch, outside, packages, resolve
@@ -390,7 +392,7 @@ def test_what_a_site_cannot_be_is_refused(given: dict[str, Any], words: str) -> 
         config.load({"targets": ["cosmo_published"], "site": given})
 
 
-@pytest.mark.parametrize("name", ["docker", "slurm", "perlmutter"])
+@pytest.mark.parametrize("name", ["docker", "slurm", "perlmutter", "juwels", "leonardo"])
 def test_the_profiles_sites_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     loaded = config.load_files("config.yaml", site=name)
@@ -515,6 +517,36 @@ NODES = {"partition": "gpu", "cpus": 64, "memory_mb": 500_000, "gpus": 8}
 PLACED = slurm.Scheduler.model_validate(
     {"account": "m1", "cpu_nodes": {"cpus": 64, "memory_mb": 250_000}, "gpu_nodes": NODES}
 )
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "two_nodes", "data"),
+    [
+        (
+            "juwels",
+            "--partition=booster --nodes=1 --cpus-per-task=24 --gres=gpu:1 --time=1440",
+            "--partition=booster --nodes=2 --ntasks-per-node=4 --cpus-per-task=24 --gres=gpu:4 --time=1440",
+            "--partition=batch --nodes=1 --cpus-per-task=96 --time=240",
+        ),
+        (
+            "leonardo",
+            "--partition=boost_usr_prod --qos=normal --nodes=1 --cpus-per-task=8 --gres=gpu:1 --mem=123500 --time=1440",
+            "--partition=boost_usr_prod --qos=normal --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --gres=gpu:4 "
+            "--mem=494000 --time=1440",
+            "--partition=lrd_all_serial --nodes=1 --cpus-per-task=4 --mem=30800 --time=240",
+        ),
+    ],
+)
+def test_requests_of_profiles_that_were_never_tried(name: str, gpu: str, two_nodes: str, data: str) -> None:
+    """The expected options are those of users' job scripts for these machines."""
+    place = Site.model_validate(read_yaml(ROOT / f"profiles/{name}/site.yaml"))
+    assert place.scheduler
+    found = [slurm.words(slurm.request(place.scheduler, "train", each)) for each in (ONE, EIGHT)]
+    found.append(slurm.words(slurm.request(place.scheduler, "data", None)))
+    assert [words.replace(" --signal=USR2@120", "") for words in found] == [gpu, two_nodes, data]
+    inside = " ".join(launch(place, HERE, EIGHT))
+    assert inside.startswith("srun --nodes=2 --ntasks-per-node=4 --cpu-bind=cores ")
+    assert f"{FABRIC}=infiniband" in inside and (f"{HOST_SUFFIX}=i" in inside) == (name == "juwels")
 
 
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
