@@ -19,7 +19,7 @@ from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import dataset_type
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, load_run
-from dlscale.config.site import Scheduler
+from dlscale.config.site import Qos, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.settings import validate
 from dlscale.core.stage import training_work
@@ -394,6 +394,19 @@ def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> N
         if found and not cost._published(plan, run, found.run):
             unpriced.append(name)
     assert not unpriced
+
+
+@pytest.mark.parametrize(
+    ("full_charge_minutes", "charged"),
+    [(0, 0.25), (30, 0.5 + 0.5 * 0.25), (60, 1.0), (120, 1.0)],
+)
+def test_the_first_minutes_may_count_in_full(tmp_path: Path, full_charge_minutes: int, charged: float) -> None:
+    here = work(load(tmp_path, plans=ladder(geometry={"gpus_per_node": 4}, batch_size=96)), "cosmo_ladder.baseline")
+    measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # the training takes an hour
+    preempt = Qos(charge=0.25, full_charge_minutes=full_charge_minutes)
+    site = scheduler().model_copy(update={"whole_qos": "preempt", "qos": {"preempt": preempt}})
+    (row,) = cost.price([here], site, tmp_path)
+    assert (row.hours["node_hours"], row.hours["charged_hours"]) == (pytest.approx(1.0), pytest.approx(charged))
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:

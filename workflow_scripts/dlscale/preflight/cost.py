@@ -463,10 +463,12 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
         qos = asked.get("qos")
         rate = scheduler.qos.get(qos or "", Qos())
         full = min(rate.full_charge_minutes / 60 * work.jobs / hours, 1.0) if hours else 0.0
+        has_gpus = (scheduler.gpu_nodes if geometry else scheduler.cpu_nodes).gpus > 0
+        gpus = (geometry.world_size if geometry else 1) if has_gpus else 0
         node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
         priced: dict[Hours, float] = {
             "node_hours": node_hours,
-            "gpu_hours": hours * (geometry.world_size if geometry and scheduler.gpu_nodes.gpus else 0),
+            "gpu_hours": hours * gpus,
             "charged_hours": node_hours * (full + (1 - full) * rate.charge),
         }
         shown = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
