@@ -1489,12 +1489,13 @@ def test_provenance_is_told_and_axes_are_labelled(page: Page) -> None:
 chromium = shutil.which("chromium")
 
 
-@pytest.mark.skipif(not chromium, reason="chromium is not on PATH")
 def browsed(html: str, folder: Path, width: int, probe: str) -> dict[str, Any]:
     """Run a script in a page and return the object `found` that the script posts.
 
     The page is in a frame, because a headless window has a minimum width.
     """
+    if not chromium:
+        pytest.skip("chromium is not on PATH")
     digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     told = html.replace("script-src ", f"script-src 'sha256-{digest}' ")
     (folder / "page.html").write_text(told.replace("<body>", f"<body><script>{probe}</script>", 1))
