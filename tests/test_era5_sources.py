@@ -8,6 +8,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 from dlscale.core import urls
 from dlscale.core.errors import UserError
@@ -514,8 +516,11 @@ def test_a_missing_value_has_a_date_and_a_place(tmp_path: Path, downsample: int)
     write_grib(states.fillna(1e9), tmp_path / "grib", bitmapPresent=1, missingValue=1e9)
     unwritten = states.fillna(9.969209968386869e36)
     unwritten.to_netcdf(tmp_path / "unwritten", engine="h5netcdf", encoding={"t2m": {"_FillValue": None}})
+    never = states.fillna(-32767 * 0.003 + 280.0)  # the number that NetCDF's library leaves in unwritten integers
+    packing = {"dtype": "int16", "scale_factor": 0.003, "add_offset": 280.0, "_FillValue": None}
+    never.to_netcdf(tmp_path / "never", engine="h5netcdf", encoding={"t2m": packing})
     place = "52.5, longitude 10" if downsample == 1 else "50, longitude 10"
-    for file in [*files, tmp_path / "grib", tmp_path / "unwritten"]:
+    for file in [*files, tmp_path / "grib", tmp_path / "unwritten", tmp_path / "never"]:
         message = refused(file, downsample=downsample)
         assert f"channel 't2m' has no value at 2020-02-27 12:00 at latitude {place} (1 " in message
         shape = (16, 1, 3, 12)
@@ -571,6 +576,25 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
     assert source.fields[0].channels == tuple(CHANNELS)
     for position, channel in enumerate(CHANNELS):
         np.testing.assert_array_equal(fields(source)[:, position], plain[channel])
+
+
+@pytest.mark.parametrize("fill", [0.0, math.nan])
+def test_a_chunk_of_a_zarr_store_that_was_never_written_is_no_value(tmp_path: Path, fill: float) -> None:
+    """Zarr 3 would read it as the fill value, by default 0 K. A store with all chunks is read."""
+    states = atmosphere(names=("t2m",))
+    states.to_zarr(tmp_path / "store", zarr_format=3, consolidated=False, encoding={"t2m": {"chunks": (4, 5, 12)}})
+    group = zarr.open_group(tmp_path / "store", mode="r+")
+    values, attributes = group["t2m"][:], {key: value for key, value in group["t2m"].attrs.items() if key[0] != "_"}
+    dimensions = group["t2m"].metadata.dimension_names
+    del group["t2m"]
+    made = {"shape": values.shape, "chunks": (4, *values.shape[1:]), "dtype": "f4", "dimension_names": dimensions}
+    array = group.create_array("t2m", fill_value=fill, attributes=attributes, **made)
+    array[4:] = values[4:]
+    whole = days("2020-02-27", "2020-03-01", tmp_path / "store")
+    with pytest.raises(UserError, match=r"'t2m': 1 of 4 chunks were never written" if fill == 0 else "has no value at"):
+        acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
+    array[:4] = values[:4]
+    acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
 
 
 def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1072,6 +1072,15 @@ def pairs(): flows(lambda batch: {"x": torch.stack(batch), "y": 1})
 def time_major(): flows(lambda batch: torch.stack(batch, 1))
 def joined_graphs(): flows(lambda batch: (torch.cat(batch), torch.ones(2, 40)))
 def packed(): flows(nn.utils.rnn.pack_sequence)
+def drops_samples(): train(DataLoader(Rows(), batch_size=8, collate_fn=lambda rows: torch.stack(rows[::2])), adam)
+def drops_pairs(): train(DataLoader(Rows(), 8, collate_fn=lambda rows: (torch.stack(rows[1:]), [1] * 7)), adam, x=X)
+def rows_along_time(): train(DataLoader(Rows(), 8, collate_fn=lambda rows: torch.stack(rows, 1)), adam, x=X)
+def joined_rows(): train(DataLoader(Rows(), 8, collate_fn=torch.cat), adam, x=X)
+def sampler_of_batches():
+    class Lists(Dataset):
+        def __len__(self): return 480
+        def __getitem__(self, rows): return torch.randn(len(rows), 64)
+    train(DataLoader(Lists(), sampler=torch.utils.data.BatchSampler(range(480), 8, False)), adam, x=X)
 def last_is_smaller(): flows(torch.stack, 20, 20)
 def last_of_many_is_smaller(): flows(torch.stack, 84, 5)
 def one_batch_for_all():
@@ -1137,6 +1146,7 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
             skips_steps, shape_that_is_a_word, shape_that_is_a_number, shape_of_words, shape_that_fails,
             values_that_take_more, attributes_that_fail, truth_and_length_that_fail, mapping_that_fails,
             class_that_fails, nested, scalars, images, labelled, pairs, time_major, joined_graphs, packed,
+            drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
             last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times, kept_batches,
             two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
             replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
@@ -1198,6 +1208,11 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("time_major", None, 60),
         ("joined_graphs", None, 60),
         ("packed", None, 60),
+        ("drops_samples", None, 60),
+        ("drops_pairs", None, 60),
+        ("rows_along_time", 8, 60),
+        ("joined_rows", 8, 60),
+        ("sampler_of_batches", None, 60),
         ("last_is_smaller", None, 60),
         ("last_of_many_is_smaller", 8, 55),
         ("one_batch_for_all", None, 60),

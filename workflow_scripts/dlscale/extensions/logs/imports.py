@@ -9,6 +9,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second",
 #: Reasons for leaving out points of a log; they complete messages such as `3 points left out, REASON`.
 REPEATED = "of a step that is logged again later; the later point counts"
 RESTARTED = "of an earlier training, or another process, in the same folder; import that file separately"
-ABANDONED = "of an abandoned try: the program resumed from an earlier step (purge_step)"
+ABANDONED = "of an abandoned try: the program resumed from an earlier step"
 STEPLESS = "because all points have the same step; log values with a step: add_scalar(tag, value, global_step)"
 UNDATED = "with a negative step or an impossible time"
 NO_NUMBER = "that are not a number"
@@ -120,6 +121,41 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     return 0
 
 
+@dataclass
+class _Try:
+    """Points of a curve in the order of their steps, from one file."""
+
+    begin: float  #: Begin of the training, seconds since 1970-01-01 UTC, as far as the file has it.
+    points: dict[int, tuple[float, float]] = field(default_factory=dict)  #: Time and value, by step.
+
+    def drop(self, step: int) -> int:
+        """Drop the points from `step` on; return their number."""
+        void = [each for each in self.points if each >= step]
+        for each in void:
+            del self.points[each]
+        return len(void)
+
+
+def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tuple[float, float]], float]:
+    """Join the tries of a curve; return the points that count, and the begin of their training.
+
+    A try with several points is a new training if it begins at the first step, or earlier. Otherwise it is resumed if
+    all earlier points from its first step on are older than the try; else two processes wrote the curve together.
+    """
+    joined = _Try(tries[0].begin, dict(tries[0].points))
+    for each in tries[1:]:
+        first, (time, _) = next(iter(each.points.items()))
+        if joined.points and len(each.points) > 1 and first <= min(joined.points):
+            dropped[RESTARTED] += joined.drop(0)
+            joined.begin = math.inf
+        elif len(each.points) > 1 and all(at <= time for step, (at, _) in joined.points.items() if step >= first):
+            dropped[ABANDONED] += joined.drop(first)
+        joined.begin = min(joined.begin, each.begin)
+        dropped[REPEATED] += len(each.points.keys() & joined.points.keys())
+        joined.points.update(each.points)
+    return joined.points, joined.begin
+
+
 def read(
     files: Sequence[Path], tags: Mapping[str, str], percent: frozenset[str], epochs: bool = False
 ) -> tuple[dict[str, list[Point]], Dropped, bool]:
@@ -127,27 +163,24 @@ def read(
 
     `tags` maps the log's tags to dlscale's names. The time of a point is in seconds since the begin of training, which
     is the time of step 0, or the begin of the first file with a point. Values of tags in `percent` become fractions. If
-    a step is repeated, the later value counts. A file with at least two points of a curve, which starts again at the
-    curve's first step, replaces the curve's points in earlier files. A restart event of TensorBoard (`purge_step`)
-    drops earlier points from the event's step on. If `epochs` is true, epochs counted from 0 become epochs counted from
-    1, unless only validation has a point 0.
+    a step is repeated, the later value counts. A curve begins a new try in each file, and where its steps go back. A
+    new training replaces the earlier points; a resumed try replaces them from its first step on. A restart event of
+    TensorBoard (`purge_step`) drops earlier points from the event's step on. If `epochs` is true, epochs counted from 0
+    become epochs counted from 1, unless only validation has a point 0.
     """
-    found: dict[str, dict[int, tuple[float, float]]] = {}
+    tries = dict[str, list[_Try]]()
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
-    begins, count = dict[str, list[float]](), 0  # begin of each file with a point that counts, by tag
+    count = 0
     for file in files:
         begin = math.inf
-        new: dict[str, dict[int, tuple[float, float]]] = {}
+        current: dict[str, _Try] = {}
         for event in events(file.resolve()):
             dated = abs(event.wall_time) < FARTHEST and event.step >= 0
             begin = min(begin, event.wall_time) if dated else begin
             if is_restart(event):
-                for tag, points in [*found.items(), *new.items()]:
-                    void = [step for step in points if step >= event.step]
-                    dropped[tags[tag]][ABANDONED] += len(void)
-                    for step in void:
-                        del points[step]
+                for tag, its in tries.items():
+                    dropped[tags[tag]][ABANDONED] += sum(one.drop(event.step) for one in its)
             for value in event.summary.value:
                 number, tag = scalar(value), value.tag
                 if tag not in tags:
@@ -157,7 +190,11 @@ def read(
                 if number is None or not dated:
                     dropped[tags[tag]][NO_NUMBER if number is None else UNDATED] += 1
                     continue
-                points = new.setdefault(tag, {})
+                goes_on = current.get(tag)
+                if not goes_on or event.step < max(goes_on.points, default=0):
+                    current[tag] = _Try(event.wall_time if goes_on else begin)
+                    tries.setdefault(tag, []).append(current[tag])
+                points = current[tag].points
                 dropped[tags[tag]][REPEATED] += event.step in points
                 points[event.step] = event.wall_time, number / 100 if tag in percent else number
                 count += 1
@@ -165,16 +202,9 @@ def read(
                 raise UserError(
                     f"{files[0]}: the log has more than {MAX_LOG_POINTS} points. Name fewer tags: --tag 'THEIRS=OURS'"
                 )
-        for tag, points in new.items():
-            earlier = found.setdefault(tag, {})
-            # A single point is not a new training: another writer has logged it, for example in a final evaluation.
-            if earlier and len(points) > 1 and next(iter(points)) <= min(earlier):
-                dropped[tags[tag]][RESTARTED] += len(earlier)
-                earlier.clear()
-                begins[tag].clear()
-            begins.setdefault(tag, []).append(begin)
-            dropped[tags[tag]][REPEATED] += len(points.keys() & earlier.keys())
-            earlier.update(points)
+    found, begins = dict[str, dict[int, tuple[float, float]]](), dict[str, float]()
+    for tag, its in tries.items():
+        found[tag], begins[tag] = _joined([one for one in its if one.points] or its[:1], dropped[tags[tag]])
     if found and not any(found.values()):
         raise UserError(f"{files[-1]}: all points are {ABANDONED}, and did not log any point afterwards")
     if not found:
@@ -182,7 +212,7 @@ def read(
         below = "" if others else _below(files[0].parent)
         raise UserError(f"{files[0]}: the log does not have the tags {', '.join(tags)}; {there}{below}")
     found = {tag: points for tag, points in found.items() if points}
-    begun = min(itertools.chain.from_iterable(begins.values()))
+    begun = min(begins[tag] for tag in found)
     training = [tag for tag in found if not tags[tag].startswith(VALIDATION)]
     at_zero = [tag for tag, points in found.items() if 0 in points]
     from_zero = epochs and bool(at_zero) and all(tag in at_zero for tag in training)

@@ -574,7 +574,10 @@ def _pace_by(
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
         found = logs.logged(reading.log, start, run.begin + run.seconds)
-        compute_pace = partial(seen.pace_of_log, max(found, key=len, default=[]), reading.batch_size)
+        longest = max(found, key=len, default=[])
+        if wrong := processes and seen.log_counts_other(longest, processes[0]):
+            raise UserError(f"{reading.log}: {wrong}")
+        compute_pace = partial(seen.pace_of_log, longest, reading.batch_size)
         trainings = len([training for training in found if len(training) > 2])
     else:
         compute_pace = partial(seen.pace, processes, reading.batch_size)

@@ -46,6 +46,9 @@ PAUSE, PAUSE_SECONDS = 10.0, 1.0
 #: only steps that are PAUSE_IN_WAITS times as long as the usual wait are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
+#: Maximum relative difference between the steps of a log and those of a process, or the samples of its batches.
+MAX_LOG_DIFFERENCE = 0.2
+
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
 MAX_CLOCK_ERROR = 0.05
 
@@ -534,6 +537,29 @@ def _nearest(times: Sequence[float], time: float) -> int:
 def processes(folder: Path) -> list[str]:
     """Return the names HOST.PID of the processes that wrote into a folder of steps."""
     return [path.name.partition(".")[2] for way in WAYS for path in files(folder, way)]
+
+
+def log_counts_other(points: Sequence[tuple[float, float]], process: Process) -> str | None:
+    """Return the reason if a log's steps are not the steps of a training, but its epochs or its samples.
+
+    Steps of accumulated batches are accepted, as are the steps of each of several optimisers. A log with more steps
+    than a process is accepted, because the hook does not see the steps of compiled optimisers.
+    """
+    if len(points) < 3:
+        return None
+    (begin, first), (end, last) = points[1], points[-1]
+    made = bisect.bisect_right(process.steps, end) - bisect.bisect_right(process.steps, begin)
+    training = _training(process)
+    batches = [each for each in process.batches if begin < each[0] <= end and each[1] in training]
+    logged, samples = last - first, sum(each[3] for each in batches)
+    many_samples = samples > 2 * len(batches) and abs(logged - samples) <= MAX_LOG_DIFFERENCE * samples
+    few = logged < (1 - MAX_LOG_DIFFERENCE) * made / max(len(process.optimizers), 1) - 2
+    if not (few or many_samples):
+        return None
+    other = "samples" if many_samples else "epochs"
+    return (
+        f"the logged step grows by {logged:,.0f} while the training makes {made:,} steps, so it seems to count {other}"
+    )
 
 
 def pace_of_log(

@@ -228,6 +228,29 @@ def samples_of(batch: Any, size: int) -> int:
         return 0
 
 
+def is_short(batch: Any, size: int) -> bool:
+    """Return whether all arrays and lists in a loader's batch are shorter than its `size`, in samples.
+
+    Then the loader's `collate_fn` dropped samples. A batch with an axis of this size, such as time-major arrays, is not
+    short.
+    """
+    try:
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+        inside = list(itertools.islice(parts, MAX_PARTS))
+        whole, shapes = _shape(batch), [shape for shape in map(_shape, inside) if shape]
+        shapes += [whole] if whole and hasattr(batch, "shape") else []
+        return bool(shapes) and size not in whole and all(shape[0] < size and size not in shape for shape in shapes)
+    except Exception:
+        return False
+
+
+def _shape(part: Any) -> tuple[int, ...]:
+    shape = getattr(part, "shape", None)
+    if isinstance(shape, tuple):
+        return tuple(map(int, shape))
+    return (len(part),) if isinstance(part, (list, tuple)) else ()
+
+
 def _length(part: Any) -> int:
     try:
         shape = getattr(part, "shape", None)

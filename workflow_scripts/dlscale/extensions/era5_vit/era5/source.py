@@ -193,6 +193,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
         # Transpose after reading, because a lazy transposition makes the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
+        read = _without_default_fill(read, values)
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
     chunk = values.encoding.get("preferred_chunks", {})
@@ -210,6 +211,19 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         2 * stored.itemsize + 2 * values.dtype.itemsize + 4,
         chunk.get(axes["level"].dims[0], 1) if "level" in axes else 1,
     )
+
+
+def _without_default_fill(read: np.ndarray, variable: xr.Variable) -> np.ndarray:
+    """Replace values that were never written by NaN.
+
+    NetCDF fills integers by default with a number that xarray does not mask unless the file repeats it in `_FillValue`.
+    """
+    encoding = variable.encoding
+    fill = DEFAULT_FILL.get(np.dtype(encoding.get("dtype", variable.dtype)).str[1:])
+    if fill is None or {"_FillValue", "missing_value"} & encoding.keys():
+        return read
+    stored = np.rint((read.astype(np.float64) - encoding.get("add_offset", 0.0)) / encoding.get("scale_factor", 1.0))
+    return np.where(stored == fill, np.nan, read)
 
 
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -396,6 +410,9 @@ def _humidity(t: Variable, q: Variable) -> Variable:
 
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
+
+#: NetCDF's default fill values of integers, by type and bytes.
+DEFAULT_FILL = {"i2": -32767, "i4": -2147483647, "u2": 65535, "u4": 4294967295}
 
 #: Maximum valid value; larger values mark missing data (3.4e38 in GRIB, 9.97e36 in NetCDF).
 LARGEST = 1e30

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import tenacity
 
 from dlscale.core import urls
@@ -18,7 +19,7 @@ from dlscale.data.kind import RawFile
 from dlscale.data.store import MEMORY
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.simulator import create_series
-from dlscale.extensions.era5_vit.era5.source import Era5Source, gridded, open_xarray, wanted_names
+from dlscale.extensions.era5_vit.era5.source import Era5Source, base, gridded, open_xarray, wanted_names
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -49,6 +50,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     )
     with contextlib.closing(_opened(raw.origin, remote, advice)) as store:
         variables, names = gridded(store, raw.origin, wanted_names(dataset))
+        if not remote:
+            _check_chunks(raw.origin, [name for name in names if base(name) in wanted_names(dataset)])
         source = Era5Source(dataset, variables, names, raw.period, raw.name, advice)
         with atomic_write(out) as temporary, DeferredErrorFile(temporary) as file_, h5netcdf.File(file_, "w") as file:
             field = source.fields[0]
@@ -86,3 +89,25 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
             f"{origin}: the Zarr store cannot be opened ({text}); expected the folder or address of a Zarr group; "
             f"{advice}"
         ) from error
+
+
+def _check_chunks(folder: str, names: Sequence[str]) -> None:
+    """Refuse arrays of which a chunk was never written, and would be read as a number.
+
+    In Zarr 3 the fill value is 0 by default, and does not mark missing values. Only folders are checked, because
+    listing the chunks of a remote store takes too long.
+    """
+    import zarr
+
+    group = zarr.open_group(folder, mode="r")
+    for name in names:
+        array = group[name]
+        if array.metadata.zarr_format == 2 or getattr(array, "shards", None) or "_FillValue" in array.attrs:
+            continue  # version 2 marks missing values by the fill value; chunks within shards cannot be counted
+        lacks = array.nchunks - array.nchunks_initialized
+        if lacks and np.isfinite(array.fill_value):
+            raise UserError(
+                f"{folder}: '{name}': {lacks} of {array.nchunks} chunks were never written, and would be read as "
+                f"{array.fill_value:g}, probably because the writer ended early. Write the array again. If all values "
+                "of these chunks are meant to be this number, write the chunks, too (write_empty_chunks)"
+            )

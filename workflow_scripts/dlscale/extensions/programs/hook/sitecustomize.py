@@ -136,6 +136,7 @@ class Watcher:
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
+        is_short = self._timed.is_short
         original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset
         log, note, numbers = self._log, self._log.batch, itertools.count()
 
@@ -172,7 +173,11 @@ class Watcher:
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
-                samples = drawn.pop(0) if drawn else samples_of(batch, own.get("_dlscale_size", 0))
+                if drawn:
+                    samples = drawn.pop(0)
+                    samples = 0 if samples > 1 and is_short(batch, samples) else samples
+                else:
+                    samples = samples_of(batch, own.get("_dlscale_size", 0))
                 note(own["_dlscale_number"], wait, samples)
             except Exception as error:
                 log.stop(error)
@@ -182,9 +187,14 @@ class Watcher:
 
 
 def length(index: Any) -> int:
-    """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown."""
+    """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown.
+
+    It is unknown if an index is itself a list of samples, as from a `BatchSampler` that is the loader's `sampler`.
+    """
     try:
-        return len(index)
+        first = next(iter(index), None)
+        several = isinstance(first, (list, set, range, slice)) or bool(getattr(first, "shape", ()))
+        return 0 if several else len(index)
     except Exception:
         return 0
 
