@@ -157,6 +157,14 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda folder: folder.rename(folder.with_name("fox")),
         "differ in their classes: .*valid has no bee; .*train has no fox",
     ),
+    "a class in two Unicode forms": (
+        "valid/bee",
+        lambda folder: [
+            folder.rename(folder.with_name("ka\u0308se")),
+            (folder.parents[1] / "train/bee").rename(folder.parents[1] / "train/k\u00e4se"),
+        ],
+        "differ in their classes: .*these names look equal, but one is in another Unicode form",
+    ),
     "a class in one split": (
         "valid/bee",
         shutil.rmtree,

@@ -225,5 +225,14 @@ def test_labels_of_qmnist_are_named(tmp_path: Path) -> None:
         UserError, match=r"IDX file of 32-bit integers with 2 axes, expected .* with 1 axes. QMNIST's extended"
     ):
         read_idx(labels, 1)
+    (colour := tmp_path / "colour.idx").write_bytes(struct.pack(">HBBIIII", 0, 8, 4, 1, 2, 2, 3) + bytes(12))
+    with pytest.raises(UserError, match=r"expected 00000803\); colour images are not supported"):
+        read_idx(colour, 3)
+    for length, cause in ((3, "may be truncated"), (9, "is longer than its header states")):
+        (torn := tmp_path / "torn.idx").write_bytes(struct.pack(">HBBIII", 0, 8, 3, 1, 2, 2) + bytes(length))
+        with pytest.raises(
+            UserError, match=rf"{length} values, expected shape \(1, 2, 2\), .* {cause}: fetch it again"
+        ):
+            read_idx(torn, 3)
     with pytest.raises(UserError, match="a folder; expected an IDX file"):
         read_idx(tmp_path, 1)

@@ -1372,7 +1372,8 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         (["--", "python", "-c", "import shutil; shutil.rmtree('results')"], "the program removed the results folder"),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-I", "-c", "1"], "no Python process loaded dlscale's hook"),
-        (["--", "python", "-c", "1"], "Steps of PyTorch's optimisers are seen"),
+        (["--", "python", "-c", "1"], "no process with dlscale's hook imported PyTorch's optimisers"),
+        (["--", "python", "-c", "import torch.optim"], "only steps of PyTorch's optimisers are seen"),
         (
             ["--", "python", "-c", "import dlscale\nfor _ in dlscale.timed(range(3)): pass"],
             "the program made 3 steps, too few",
@@ -1749,3 +1750,27 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
         elif causes:
             alarms.append((name, causes))
     assert right >= 4 * len(wrong) and not alarms, (wrong, alarms)
+
+
+@pytest.mark.parametrize(
+    ("counted", "counts"),
+    [
+        ("step", None),
+        ("micro-batch", None),
+        ("each of two optimisers", None),
+        ("epoch", "epochs"),
+        ("sample", "samples"),
+    ],
+)
+def test_a_log_counts_the_steps_of_the_training(counted: str, counts: str | None) -> None:
+    """The step of a log may count something else than steps, and would give a wrong rate."""
+    made = [float(number) for number in range(1, 201)]  # a step per second, of two batches of 16 samples
+    batches = [(second - part, "0", 0.0, 16) for second in made for part in (0.9, 0.4)]
+    one = (1.0, 200.0)
+    process = steps.Process(
+        0, steps=made, batches=batches, optimizers={"1": one, "2": one} if "two" in counted else {"1": one}
+    )
+    factor = {"step": 1, "batch": 2, "each of two optimisers": 2, "epoch": 0.02, "sample": 32}[counted]
+    points = [(second + 0.1, factor * second) for second in made[4::5]]
+    wrong = steps.log_counts_other(points, process)
+    assert wrong is None if counts is None else wrong and wrong.endswith(f"so it seems to count {counts}")

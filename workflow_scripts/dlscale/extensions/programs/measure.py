@@ -100,7 +100,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
         if nothing:
             remove(folder)
-        _complain(error, "" if nothing else f"; the run's record is kept in {folder}")
+        _complain(error, "" if nothing or not folder.exists() else f"; the run's record is kept in {folder}")
     if (folder / "throughput.json").is_file():
         try:
             say(f"Page: {_page(plan)}")

@@ -624,13 +624,16 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
             f"the program ran as another user (uid {users}), so its steps could not be written to {folder.parent}. "
             "Run `dlscale measure` as that user"
         )
-    hidden = not (folder / "hook").exists()
-    why = (
-        "no Python process loaded dlscale's hook, which is on PYTHONPATH. A script that sets PYTHONPATH, `python -I`, "
-        "`-E`, `-S`, `env -i` and containers remove it: set PYTHONPATH before `dlscale measure` instead"
-        if hidden
-        else "only steps of PyTorch's optimisers are seen, and no compiled steps"
+    hidden = not (folder / "pytorch").exists()
+    lost = (
+        "which is on PYTHONPATH. A script or launcher that sets PYTHONPATH, `python -I`, `-E`, `-S`, `env -i` and "
+        "containers remove it: set PYTHONPATH before `dlscale measure` instead"
     )
+    why = "only steps of PyTorch's optimisers are seen, and no compiled steps"
+    if not (folder / "hook").exists():
+        why = f"no Python process loaded dlscale's hook, {lost}"
+    elif hidden:
+        why = f"no process with dlscale's hook imported PyTorch's optimisers. A PyTorch program lacks the hook, {lost}"
     quick = "" if hidden else ". A process that ends by `os._exit` or a signal within a second writes no steps"
     return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
 

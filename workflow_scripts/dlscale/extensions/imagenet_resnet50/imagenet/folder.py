@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,9 @@ def check_classes(train: str, valid: str) -> list[str]:
     if classes != other:
         missing = {valid: set(classes) - set(other), train: set(other) - set(classes)}
         lacks = [f"{folder} has no {', '.join(sorted(names)[:5])}" for folder, names in missing.items() if names]
+        alike = {unicodedata.normalize("NFC", name) for name in classes}
+        if alike == {unicodedata.normalize("NFC", name) for name in other}:
+            lacks.append("these names look equal, but one is in another Unicode form (as on macOS): rename the folders")
         raise UserError(
             f"{train} and {valid} differ in their classes: {'; '.join(lacks)}; give each class a folder with images "
             "in both splits, or remove its folder from the other split"

@@ -49,15 +49,16 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
             "QMNIST's extended labels have this form: extract their first column, the digit, as bytes"
         )
     if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
+        cause = "colour images are not supported" if data[3:4] == b"\4" else "images and labels may be swapped"
         raise UserError(
             f"{path}: not an IDX file of unsigned bytes with {ndim} axes (it begins with {data[:4].hex()}, expected "
-            f"{bytes([0, 0, 8, ndim]).hex()}); images and labels may be swapped"
+            f"{bytes([0, 0, 8, ndim]).hex()}); {cause}"
         )
-    shape = struct.unpack_from(f">{ndim}I", data, 4)
-    if not all(shape) or len(data) - 4 - 4 * ndim != math.prod(shape):
+    shape, count = struct.unpack_from(f">{ndim}I", data, 4), len(data) - 4 - 4 * ndim
+    if not all(shape) or count != math.prod(shape):
+        cause = "may be truncated" if count <= math.prod(shape) else "is longer than its header states"
         raise UserError(
-            f"{path}: {len(data) - 4 - 4 * ndim} values, expected shape {shape}, at least one value; the file may be "
-            "truncated: fetch it again"
+            f"{path}: {count} values, expected shape {shape}, at least one value; the file {cause}: fetch it again"
         )
     return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
 

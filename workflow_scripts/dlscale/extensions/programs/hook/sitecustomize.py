@@ -70,6 +70,8 @@ class Watcher:
         return spec
 
     def _optimizers(self, module: Any) -> None:
+        with contextlib.suppress(OSError):
+            Path(STEPS, "pytorch").touch()
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
