@@ -211,7 +211,7 @@ def _normalised(share: Share) -> Any:
 
 
 def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> None:
-    """Two ranks agree with one process in values, gradients and running statistics.
+    """Two ranks compute the same values, gradients and running statistics as one process.
 
     The slices of the ranks have different sizes, and one slice is empty.
     """

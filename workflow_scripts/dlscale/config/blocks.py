@@ -245,7 +245,7 @@ class Range(Lawful):
 
 
 class Sweep(Lawful):
-    """Block that generates the trials of a sweep, runs that differ in some settings."""
+    """Block that generates the trials of a sweep: runs that differ in some settings."""
 
     method: Literal["grid", "random", "halving"] = Field(
         "grid",

@@ -456,7 +456,7 @@ class Tune(Strict):
     def _known(cls, kinds: list[str]) -> list[str]:
         known = set(loader_classes()) - {"synthetic"}  # synthetic loads no data, so it would always win
         if wrong := [kind for kind in kinds if kind not in known]:
-            raise ValueError(unknown("loader with data", wrong[0], known))
+            raise ValueError(unknown("loader that reads data", wrong[0], known))
         return kinds
 
 

@@ -223,7 +223,7 @@ class Site(Lawful):
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
         None,
-        description="Requirements (`needs` of runs) that the image or the node of the containers meets. Absent: the "
+        description="With containers: requirements (`needs` of runs) that the image or its node meets. Absent: the "
         "requirements that this machine meets.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(

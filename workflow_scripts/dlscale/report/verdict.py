@@ -164,7 +164,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
     if not foreign:
         return Disturbance(
             "own jobs ran alongside",
-            _load(busy, len(runs), "other jobs of the same call", "trained"),
+            _load(busy, len(runs), "other jobs of the same Snakemake call", "trained"),
             "Runs with the setting `threads` train at the same time, so their speeds are lower than on an idle "
             "machine. To measure speed, add `throughput` to the plan's `measure`, because the stage `throughput` runs "
             "alone.",
@@ -180,7 +180,8 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
 
 def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
     ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
-    which = "; ".join(run.called for run in runs) if len(runs) <= 3 else f"{len(runs)} of {of} runs"
+    names = "; ".join(run.called for run in runs)
+    which = f"{len(runs)} of {of} runs" if len(runs) > 3 else f"run{'s' * (len(runs) > 1)} {names}"
     return f"{programs} used {' to '.join(ends)} of the cores while {which} {did}"
 
 
