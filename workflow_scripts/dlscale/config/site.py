@@ -287,7 +287,7 @@ class Site(Lawful):
         ),
         (
             lambda its: its.rendezvous and its.starter != "torchrun",
-            "rendezvous: only for starter torchrun, but starter is {its.starter}; remove it or change starter",
+            "rendezvous: only for starter torchrun, but starter is {its.starter}; remove rendezvous or change starter",
         ),
         (
             lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),

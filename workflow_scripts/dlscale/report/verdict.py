@@ -102,8 +102,8 @@ def bound(throughput: Throughput | None) -> Bound | None:
     ):
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s, which is more than noise explains"
         advice = (
-            "Training cannot be faster than the slower of loading and computing. The machine was disturbed, so all "
-            "three rates are unreliable. Measure again."
+            "Training cannot be faster than the slower of loading and computing. The machine was probably disturbed, "
+            "so all three rates are unreliable. Measure again."
         )
     elif share > 1:
         reaches = (
@@ -872,12 +872,12 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
         faster = _faster_loader(evidence).strip()
         return faster or "The fastest loader is in use. Store less data, or use more nodes.", DIRECT if faster else ""
     if not (rungs := _rungs(evidence)):
-        return "All settings of the ladder are in use. Try a larger batch, or more devices.", ""
+        return "No further setting is suggested. Try a larger batch, or more devices.", ""
     return f"{', '.join(rungs)}.", rungs[0]
 
 
 def _rungs(evidence: Evidence) -> list[str]:
-    """Return the settings of the ladder, as YAML, that a run could use but does not use."""
+    """Return the most useful settings of the ladder, as YAML, that a run could use but does not use."""
     strategy, captures = evidence.setting("parallel.kind"), evidence.setting("compile.mode", "none")
     lacks = {
         "precision: bf16": "16" not in str(evidence.setting("precision", "")),

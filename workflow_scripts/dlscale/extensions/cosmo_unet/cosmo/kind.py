@@ -116,8 +116,8 @@ class CropSamples(Strict):
         description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
         "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
         "reflections, as in "
-        "the published program; published_dali: the last two axes reversed or not, as in its DALI loader; vectors do "
-        "not turn.",
+        "the published program; published_dali: the last two axes reversed or not, as in that program's DALI "
+        "loader; vectors do not turn.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(
