@@ -76,7 +76,7 @@ class RunResult:
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Epochs of a training or a program's log; empty without both.
-    throughput: Throughput | None = None  #: Record of throughput, with the peaks that all runs of the plan share.
+    throughput: Throughput | None = None  #: Record of throughput, with the peaks of `with_shared_peaks`.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
@@ -150,9 +150,8 @@ class RunResult:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
-        if (
-            made and made.started and made.finished and made.resumed_from_step is None
-        ):  # of a resumed run they are those of the last try
+        # The times of a resumed run are those of its last try.
+        if made and made.started and made.finished and made.resumed_from_step is None:
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
         training, validation = (
             sum(getattr(each, f"{part}_seconds") for each in self.epochs) for part in ("epoch", "valid")

@@ -145,7 +145,7 @@ class Group:
     """Runs that do the same work (`dlscale.config.compute`)."""
 
     runs: list[RunResult]
-    speed: float  #: Mean samples/s.
+    speed: float  #: Mean rate, in the unit of the runs.
     gain: SpeedUp | None  #: Speed-up over the plan's first run; None for the group of that run.
 
 

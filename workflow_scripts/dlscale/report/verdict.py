@@ -154,8 +154,8 @@ class Disturbance:
 def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturbance | None:
     """Describe the load that disturbed runs; None on a quiet machine.
 
-    If other programs disturbed throughput measurements of a study, the advice ends with the command that repeats these
-    measurements. `call` is the shell command that starts the workflow.
+    If other programs disturbed throughput measurements of a study, the advice ends with a command that repeats these
+    measurements; `call` is its beginning.
     """
     busy = {run: run.foreign_cpu_fraction for run in runs if run.foreign_cpu_fraction}
     foreign = {run: run.foreign_load for run in runs if run.foreign_load}

@@ -106,7 +106,7 @@ class Call:
         ]
         return cost.in_all([(seconds, cost.share(threads, cores)) for seconds, threads in taken])
 
-    # ---- whether it would start ----------------------------------------------------------------------
+    # ---- whether the workflow would start ----------------------------------------------------------------------
 
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
         """Raise `UserError` for jobs that cannot start on this site.

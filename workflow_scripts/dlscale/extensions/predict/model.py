@@ -96,7 +96,7 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        On a level of n units, a ring takes 2 (n - 1) (alpha + beta size / n). On the highest level a double binary tree
+        Among n units, a ring takes 2 (n - 1) (alpha + beta size / n). On the highest level a double binary tree
         (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001) replaces the ring if the tree is faster; a
         tree takes 2 ceil(log2 n) alpha + 2 beta size.
         """
@@ -105,7 +105,7 @@ class Machine:
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes the same time.
 
-        On a level of n units, a ring takes (n - 1) (alpha + beta size / n).
+        Among n units, a ring takes (n - 1) (alpha + beta size / n).
         """
         return self._time(size, ranks, stride, sweeps=1)
 
