@@ -453,10 +453,7 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
 
 
 def test_data_of_a_study_from_outside_stand_on_their_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Datasets of an external study depend only on their own module.
-
-    They depend neither on the model nor on modules that the model imports.
-    """
+    """Datasets of an external study depend on its data module, but not on its model or on `dlscale.studies`."""
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.syspath_prepend(TEMPLATE)
     registry.add("waves", TEMPLATE / "waves.py")

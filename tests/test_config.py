@@ -1139,7 +1139,7 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
         ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
         (
             {"repeat": 2, "kind": "convergence", "runs": {}, "convergence": {"batch_sizes": [64]}},
-            "repeat: a plan of kind convergence cannot use it; list the seeds in convergence.seeds",
+            "repeat: a plan of kind convergence cannot have this key; list the seeds in convergence.seeds",
         ),
     ],
 )

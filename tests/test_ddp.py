@@ -211,7 +211,7 @@ def _normalised(share: Share) -> Any:
 
 
 def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> None:
-    """Two ranks agree with one process in values, gradients and running statistics.
+    """Two ranks compute the same values, gradients and running statistics as one process.
 
     The slices of the ranks have different sizes, and one slice is empty.
     """
@@ -296,10 +296,7 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 
 @pytest.mark.slow
 def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
-    """On a CPU, data parallelism in one process gives exactly the numbers of plain training.
-
-    The reason is that a CPU is a single device, which needs no copies.
-    """
+    """On a CPU, a single device without copies, DataParallel gives exactly the numbers of plain training."""
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
         make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)
         assert train(tmp_path / name, era5_data / "manifest.json") == 0

@@ -109,7 +109,7 @@ class Case:
 
 FSDP: dict[str, Any] = {"kind": "fsdp"}
 BF16 = {"over": {"precision": "bf16"}, "tolerance": 0.05}
-#: Settings that combine several features.
+#: Settings that combine several features ("many settings" in names of cases).
 MANY = {
     "accumulation_steps": 2,
     "optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3, "clip_norm": 0.05, "fused": True},
@@ -171,12 +171,12 @@ STRATEGIES: dict[str, Case] = {
     "4 dp tp, in parts": Case(4, {"tp": 2}, over={"accumulation_steps": 2}),
     "4 dp tp, scaled loss": Case(4, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "4 dp tp, bf16 hook": Case(4, {"tp": 2}, {"compression": "bf16"}, tolerance=0.02),
-    "4 fsdp, all at once": Case(4, parallel=FSDP, over={**MANY, "precision": "fp16"}, tolerance=0.02),
-    "4 dp tp, sharded, other order, all at once": Case(
+    "4 fsdp, many settings": Case(4, parallel=FSDP, over={**MANY, "precision": "fp16"}, tolerance=0.02),
+    "4 dp tp, sharded, other order, many settings": Case(
         4, {"tp": 2, "order": "dp-tp-cp"}, FSDP, {**MANY, "precision": "fp16"}, tolerance=0.02
     ),
     "4 dp tp, fp16 master weights": Case(4, {"tp": 2}, over={**MANY, "precision": "fp16_master"}, tolerance=0.02),
-    "4 ddp, all at once, fp16 hook": Case(4, parallel={"compression": "fp16"}, over=MANY, tolerance=0.01),
+    "4 ddp, many settings, fp16 hook": Case(4, parallel={"compression": "fp16"}, over=MANY, tolerance=0.01),
     # Cases for eight processes.
     "8 dp cp, sharded in groups, recomputed": Case(
         8, {"cp": 2}, {**FSDP, "shard": 2}, {**MANY, "activation_checkpointing": True}, "uneven"

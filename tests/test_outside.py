@@ -550,7 +550,7 @@ def test_times_of_another_kind_are_refused(tmp_path: Path, in_india: None, times
 @pytest.mark.parametrize("how", ["appended", "anew", "copied"])
 @pytest.mark.parametrize("slower", [3.1, 0.5])
 def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form: str, how: str, slower: float) -> None:
-    """Earlier runs do not count if a program appends to its log, rewrites the log, or replaces it by a longer copy."""
+    """Steps of earlier runs do not count, whether a program appends to its log, rewrites or replaces the log."""
     log, earlier = tmp_path / "log.jsonl", BEGIN - 86400
     moved = earlier - BEGIN if "since" not in form else 0.0
     write_log(log, [TIMES[form](BEGIN + moved + slower * tick) for tick in TICKS])

@@ -15,7 +15,7 @@ def test_an_even_drift_falls_out() -> None:
     found = overhead([0.1] * 4, [0.165] * 4, [0.12] * 4)
     assert found.ratio == pytest.approx(1.5)
     assert found.noise == pytest.approx(1.5 * 0.01 / 0.11), (
-        "the noise must be half the difference between the plain windows"
+        "the noise must be the ratio × half the relative difference of the windows without the profiler"
     )
 
 

@@ -433,11 +433,11 @@ def test_the_card_hears_of_a_neighbour(results: Results) -> None:
     found = disturbance(plan.runs)
     again = shlex.join(["snakemake", "--force", *(str(run.folder / "throughput.json") for run in plan.runs[:2])])
     assert found and found.tag == "busy machine" and found.advice.endswith(f": {again}")
-    assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while a; b were measured"
+    assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while runs a; b were measured"
     assert disturbance(plan.runs[2:]) is None
     page = Page(results.report()).text
     assert (
-        "Other programs used 45 % to 60 % of the cores while a; b were measured. These rates are probably too low"
+        "Other programs used 45 % to 60 % of the cores while runs a; b were measured. These rates are probably too low"
         in page
     )
     assert sections.line(plan).endswith(f"; busy machine: {found.summary}")
@@ -460,15 +460,15 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
     assert re.match(r"quiet: b is fastest, 4.00× .* as fast as a, 200 samples/s$", sections.line(quiet))
     assert sections.line(busy) == (
         "busy: 200 samples/s (b), the fastest run is not known; "
-        "busy machine: other programs used 60\u00a0% of the cores while b was measured"
+        "busy machine: other programs used 60\u00a0% of the cores while run b was measured"
     )
     page = Page(results.report()).text
-    assert "The fastest run is not known: busy machine." in page and page.count("run b over a") == 1
+    assert "The fastest run is not known, because other programs" in page and page.count("run b over a") == 1
 
 
 @pytest.mark.slow
 def test_a_training_has_neighbours_too(results: Results) -> None:
-    """During a training, other processes used half of the busy cores: foreign programs, or jobs of the same call."""
+    """During a training, other programs or other jobs of the same call used half of the busy cores."""
     for name, used, others, call in (
         ("busy", 0.97, 0.5, None),
         ("mixed", 0.97, 0.5, 0.2),
@@ -484,10 +484,12 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     plan = read_plan(results.plan("p", {name: name for name in names}, measure=("train",)))
     found = disturbance(plan.runs)
     assert found and found.tag == "busy machine" and found.advice.endswith("Measure again on an idle machine.")
-    assert found.summary == "other programs used 30\u00a0% to 50\u00a0% of the cores while busy; mixed were measured"
+    assert found.summary == (
+        "other programs used 30\u00a0% to 50\u00a0% of the cores while runs busy; mixed were measured"
+    )
     own = disturbance(plan.runs[2:])
     assert own and own.tag == "own jobs ran alongside" and "add `throughput`" in own.advice
-    assert own.summary == "other jobs of the same call used 50\u00a0% of the cores while own trained"
+    assert own.summary == "other jobs of the same Snakemake call used 50\u00a0% of the cores while run own trained"
     assert disturbance(plan.runs[3:]) is None
     assert ">own jobs ran alongside<" not in results.report() and ">busy machine<" in results.report()
 
@@ -541,7 +543,7 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     )
     a, b = results.collect(path)
     assert (a["valid_loss"], a["valid_loss_std"]) == ("nan", "") and float(b["valid_loss_std"]) == 0, (
-        "one repetition of run a diverged"
+        "the loss of run 'a' must be nan, because one of its repetitions diverged"
     )
 
 
@@ -872,16 +874,16 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
         "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
-        "7.50× ± 0.64 Speed-up of run bf16 over baseline. Measured separately, the rate of training is 180 "
+        "7.50× ± 0.64 Speed-up of run bf16 over baseline. The rate of training of bf16, measured separately, is 180 "
         "samples/s, loading and",
         "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # what bounds it
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00
-        "published at full size: 8.8 samples/s on A100 40 GB (baseline; S2)",
-        "published at full size: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
+        "published for the full-size model and data: 8.8 samples/s on A100 40 GB (baseline; S2)",
+        "published for the full-size model and data: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
         "Example CPU, 2 threads",
     ):
         assert " ".join(answer.split()) in page.text, answer
-    assert page.text.count("published at full size: ") == 2  # the figure of the first run and of the fastest run
+    assert page.text.count("published for the full-size model") == 2, "of the first run and of the fastest run"
     assert sections.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
         "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
         "(workers · 4 workers)"
@@ -895,7 +897,7 @@ def test_a_published_figure_of_another_size_stands_in_the_table_alone(ladder: Re
         figure["like"], figure["runs"] = figure["runs"], []
     path.write_text(yaml.safe_dump(record))
     shown = Page(ladder.report()).text
-    assert "published at full size" not in shown and "64.07.27×, fast, A100 40 GB, S2" in shown
+    assert "published for the full-size model" not in shown and "64.07.27×, fast, A100 40 GB, S2" in shown
 
 
 def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:

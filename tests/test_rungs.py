@@ -139,9 +139,9 @@ class Rung:
     plain: dict[str, Any] = field(default_factory=dict)
 
 
-# Float32 rungs sum in another order: a few hundred roundings of 2^-24 each. In bf16 (8 bits), each of about ten
-# operations rounds by up to 0.4 %; in fp16 (11 bits), by up to 0.05 %. Gradients have twice as many roundings, and the
-# sign of the L1 loss may flip for p - t near zero.
+# Float32 rungs sum in another order: a few hundred roundings of 2^-24 each. In bf16 (8 significant bits), each of about
+# ten operations rounds by up to 0.4 %; in fp16 (11 significant bits), by up to 0.05 %. Gradients have twice as many
+# roundings, and the sign of the L1 loss may flip for p - t near zero.
 BF16: dict[str, Any] = {"value": 0.02, "gradient": 0.12}
 FP16: dict[str, Any] = {"value": 0.004, "gradient": 0.06}
 ADAM = {"kind": "adam", "lr": 1e-2, "weight_decay": 0.1}
@@ -317,7 +317,7 @@ def test_what_has_which_format(
 
 
 def test_master_weights_take_updates_that_rounding_would_lose() -> None:
-    """Master weights keep small updates: in bf16 (8 bits) 1 + 1e-3 is 1, but a hundred such updates are 0.1."""
+    """Master weights keep small updates: bf16 (8 significant bits) rounds 1 - 1e-3 to 1, a hundred updates give 0.9."""
 
     def trained(precision: str) -> torch.Tensor:
         run = settings("era5_vit", precision=precision, optimizer={"lr": 1e-3, "momentum": 0.0})

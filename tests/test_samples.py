@@ -427,7 +427,10 @@ def informed(manifest: Manifest, split: str = "train", seed: int = 0, **settings
 def test_inputs_hold_earlier_states_and_the_time(
     series: Manifest, split: str, history: list[int], clock: list[str]
 ) -> None:
-    """Pairs equal the files; the first validation pairs use the file before, the first training pairs are omitted."""
+    """Each pair has the values in the files; pairs without a complete history are omitted.
+
+    The history of the first validation pairs is in the last training file.
+    """
     samples = informed(series, split, dt=2, history=history, clock=clock)
     back, mean, scale = max(history, default=0), np.array([5, -3])[:, None, None], np.array([2, 4])[:, None, None]
     raw = [content(series, file, "fields").astype(np.float64) for file in series.files(split)]

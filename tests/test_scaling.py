@@ -147,7 +147,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({"scaling": {**SCALING, "variants": {"a": 3}}}, "scaling.variants", "a: expected settings"),
         ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling generates this run; write {use:"),
         ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "leave train out"),
-        ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "set gpus_per_node"),
+        ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "change gpus_per_node"),
         ({"scaling": {**SCALING, "devices": [10**9]}}, "scaling.devices.0", "less than or equal to 1000000"),
         (
             {"scaling": {**SCALING, "batch_sizes": [10**30]}},
@@ -300,7 +300,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert len(view.tables[0].rows) == 3  # twin runs have no rows
     said = scaling.glance(weak)
     assert said and said.replace("\u00a0", " ") == (
-        "efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step"
+        "efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication costs 20 % ± 4 % of a step"
     )
 
 
@@ -401,11 +401,11 @@ def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -
 def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
     """The efficiency on 8 devices is 80 %. A twin run without gradient averaging shows 20 % communication."""
     assert sections.line(weak).replace("\u00a0", " ") == (
-        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication takes 20 % ± 4 % of a step, "
+        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication costs 20 % ± 4 % of a step, "
         "576 samples/s"
     )
     found = sections.fastest_bound(weak, "snakemake")
-    assert found and found["bound"].what == "communication" and "20\u00a0% ± 4\u00a0% of a step" in found["bound"].why
+    assert found and found["bound"].what == "communication" and "20\u00a0% ± 4\u00a0% shorter" in found["bound"].why
     assert found["run"] == "b16_ddp_8 · b16 ddp 8"
 
 

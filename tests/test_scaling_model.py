@@ -565,7 +565,7 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
     for line in lines[:2]:
         line["made_with"] = {"commit": "another"}
     assert rates("EPOCH") == [100] and rates("VALIDATION")
-    # A diverged run has no validation time.
+    # A diverged epoch is not validated, so its `valid_seconds` must be ignored.
     lines[3] |= {"train_loss": None, "valid_loss": None, "valid_seconds": 1e-6}
     assert not rates("VALIDATION")
     # Without measured throughput, the device's name comes from the training's record.

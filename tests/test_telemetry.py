@@ -269,7 +269,7 @@ def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
     plan = PlanRecord(plan="p", study="mnist_cnn", measure=["train"], runs=[reference], published=figures)
     view = profiles.efficiency(PlanResult(plan, [published_job()]))
     assert view and view.notes[0].startswith(
-        "Published values for the same runs at full size: job: CPU efficiency 94.64 % ("
+        "Published values for the full-size model and data: job: CPU efficiency 94.64 % ("
     )
     headings = [heading for heading, _ in view.tables[0].columns]
     cells = dict(zip(headings, (cell.text for cell in view.tables[0].rows[0]), strict=True))

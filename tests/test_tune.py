@@ -222,8 +222,8 @@ def test_another_loader_is_taken_with_the_copy_of_the_data_that_it_was_measured_
 
 def test_a_mistake_in_the_space_is_one_message(tmp_path: Path) -> None:
     for settings, message in (
-        ({"loaders": ["dirct"]}, "no loader with data is called 'dirct' (did you mean 'direct'?)"),
-        ({"loaders": ["synthetic"]}, "no loader with data is called 'synthetic'"),
+        ({"loaders": ["dirct"]}, "no loader that reads data is called 'dirct' (did you mean 'direct'?)"),
+        ({"loaders": ["synthetic"]}, "no loader that reads data is called 'synthetic'"),
         ({"workers": [-1]}, "tune.workers.0"),
     ):
         with pytest.raises(UserError) as raised:

@@ -377,7 +377,7 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
         "precision: bf16, compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
-    assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("All settings of the ladder are in use.")
+    assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("No further setting is suggested.")
     refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
     assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "precision: bf16."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))

@@ -31,8 +31,7 @@ CONFIG: dict[str, Any] = {
 def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tmp_path: Path) -> None:
     """Every stage runs in a container, even the stages of an external study.
 
-    A new image reruns exactly the jobs that use the image. An image with the same content, or the restored old image,
-    reruns no job.
+    A new image reruns the jobs of all stages. If the name refers to the old image again, no job runs.
     """
     copy_tree(tmp_path / "w")
     # A results folder outside the tree, with a blank in its name, must also be visible in the containers.

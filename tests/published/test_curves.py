@@ -195,9 +195,9 @@ def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> 
 def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
     """With the published context parallelism on two devices, only the last norm's gradient is incomplete.
 
-    Each device updates the last normalisation differently; all other gradients differ only by the program's eps. With
-    summed gradients and one device's eps, all values agree with one device. `tests/test_mesh.py` compares dlscale with
-    one device.
+    The published program does not sum this gradient over devices. All other gradients differ from those of one device
+    only by eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction equal those of
+    one device. `tests/test_mesh.py` compares dlscale with one device.
     """
     torch.manual_seed(0)
     model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()

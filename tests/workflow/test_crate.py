@@ -34,7 +34,7 @@ CITATION = {
     ],
 }
 
-#: All recommendations of the profiles that crates do not follow, with the reason.
+#: All recommendations of the profiles that crates do not follow; comments have the reasons.
 LACKING = {
     "The Application SHOULD have a url",  # this repository has none
     "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages

@@ -42,7 +42,7 @@ class Scaling(Lawful):
         {"ddp": {}, "no_sync": {"parallel": {"sync": False}}},
         min_length=1,
         description="Additional settings by name of the variant; each variant runs on all numbers of devices. A "
-        "variant with parallel.sync: false has no communication, which shows the cost of communication; this variant "
+        "variant with parallel.sync: false does not average gradients, which shows the cost of averaging; this variant "
         "is skipped on one device.",
     )
 
@@ -245,7 +245,7 @@ class Range(Lawful):
 
 
 class Sweep(Lawful):
-    """Block that generates the trials of a sweep, runs that differ in some settings."""
+    """Block that generates the trials of a sweep: runs that differ in some settings."""
 
     method: Literal["grid", "random", "halving"] = Field(
         "grid",
@@ -304,7 +304,7 @@ class Sweep(Lawful):
         ),
         (
             lambda its: its.method == "random" and its.trials is None,
-            "trials: method random needs the number of trials to draw; set it, or use method grid",
+            "trials: method random needs the number of trials to draw; set trials, or use method grid",
         ),
         (
             lambda its: its.trials is not None and its.trials > its.count,

@@ -43,7 +43,7 @@ MADE = ("gpus", "local_batch_size", *LATER)
 #: Patterns of the rate in the output of published programs, samples/s over all processes, by name.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
-#: Minimum number of steps for a program's rate: two warm-up steps, whose neighbours may be discarded, and the rest.
+#: Minimum number of steps for a program's rate: two warm-up steps, and three steps of which some may be discarded.
 MIN_STEPS = 5
 
 #: Pattern of dlscale's names for the values that a program logs.

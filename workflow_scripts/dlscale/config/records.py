@@ -81,13 +81,13 @@ PUBLISHED_KINDS = {
     "valid_loss": "validation loss",
     "time": "time",
     "validation_time": "time of a validation",
-    "validation_speed": "samples a second of validation",
+    "validation_speed": "samples/s of validation",
     "memory": "memory of a GPU",
-    "steps_per_second": "steps a second",
+    "steps_per_second": "steps/s",
     "parameters": "parameters",
     "scaling_efficiency": "scaling efficiency",
-    "communication": "share of communication",
-    "collectives": "collectives a step",
+    "communication": "communication (fraction of a step)",
+    "collectives": "collectives per step",
 }
 
 

@@ -58,7 +58,9 @@ Tool: Any = one_of(["torch", *registry.profilers(), "lines"])
 
 class _Optimizer(Lawful):
     kind: str
-    lr: PositiveFloat = Field(2e-4, description="Learning rate at the schedule's base_batch_size.")
+    lr: PositiveFloat = Field(
+        2e-4, description="Learning rate after warm-up; with schedule.scaling, the rate at base_batch_size."
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0,
         description="Factor of the weight decay: each gradient is increased by weight_decay x weights. With adamw, the "
@@ -79,7 +81,7 @@ class Adam(_Optimizer):
         (0.9, 0.999),
         description="Decay factors of two running means: mean of the gradients, mean of squared gradients.",
     )
-    eps: PositiveFloat = Field(1e-8, description="Added to the denominator.")
+    eps: PositiveFloat = Field(1e-8, description="Number that is added to the denominator of an update.")
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
@@ -361,7 +363,7 @@ class Geometry(Lawful):
         (
             lambda its: its.world_size % its.model_size,
             "tp {its.tp} x cp {its.cp} = {its.model_size} devices share a model, and nodes x gpus_per_node = "
-            "{its.world_size} does not divide by that; set gpus_per_node to a multiple, or lower tp or cp",
+            "{its.world_size} is not a multiple of that number; change gpus_per_node, tp or cp",
         ),
     )
 
@@ -411,8 +413,8 @@ class Profile(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: len({*its.tools}) < len(its.tools), "tools {its.tools}: one stands twice: each is used once"),
-        (lambda its: len({*its.ranks}) < len(its.ranks), "ranks {its.ranks}: one stands twice: each is profiled once"),
+        (lambda its: len({*its.tools}) < len(its.tools), "tools {its.tools}: a tool is listed twice; remove one"),
+        (lambda its: len({*its.ranks}) < len(its.ranks), "ranks {its.ranks}: a rank is listed twice; remove one"),
     )
 
 
@@ -456,7 +458,7 @@ class Tune(Strict):
     def _known(cls, kinds: list[str]) -> list[str]:
         known = set(loader_classes()) - {"synthetic"}  # synthetic loads no data, so it would always win
         if wrong := [kind for kind in kinds if kind not in known]:
-            raise ValueError(unknown("loader with data", wrong[0], known))
+            raise ValueError(unknown("loader that reads data", wrong[0], known))
         return kinds
 
 

@@ -223,7 +223,7 @@ class Site(Lawful):
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
         None,
-        description="Requirements (`needs` of runs) that the image or the node of the containers meets. Absent: the "
+        description="With containers: requirements (`needs` of runs) that the image or its node meets. Absent: the "
         "requirements that this machine meets.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
@@ -287,7 +287,7 @@ class Site(Lawful):
         ),
         (
             lambda its: its.rendezvous and its.starter != "torchrun",
-            "rendezvous: only for starter torchrun, but starter is {its.starter}; remove it or change starter",
+            "rendezvous: only for starter torchrun, but starter is {its.starter}; remove rendezvous or change starter",
         ),
         (
             lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),

@@ -167,11 +167,11 @@ class Plan(Lawful):
         ),
         (
             lambda its: its.repeat > 1 and its.kind == "convergence",
-            "repeat: a plan of kind convergence cannot use it; list the seeds in convergence.seeds",
+            "repeat: a plan of kind convergence cannot have this key; list the seeds in convergence.seeds",
         ),
         (
             lambda its: its.repeat > 1 and its.kind == "sweep",
-            "repeat: a plan of kind sweep cannot use it; list the seeds under seed in sweep.over",
+            "repeat: a plan of kind sweep cannot have this key; list the seeds under seed in sweep.over",
         ),
         (
             lambda its: its.repeat > 1 and "train" not in its.measure,

@@ -41,7 +41,7 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 #: Environment variable with the suffix of node names in the network between nodes (`host_suffix` of a site).
 HOST_SUFFIX = "DLSCALE_HOST_SUFFIX"
-#: Environment variable with the network between nodes (`fabric` of a site), if the site declares one that is not TCP.
+#: Environment variable with the network between nodes (`fabric` of a site), if the site declares it and not ethernet.
 FABRIC = "DLSCALE_FABRIC"
 
 #: Environment variable with the folder for the steps of an external program; `dlscale.extensions.programs.timed`

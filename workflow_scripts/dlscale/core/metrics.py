@@ -27,7 +27,9 @@ class Metric(Record):
     naive: str | None = None  #: Name of the metric that scores the best baseline without learning; None without it.
     answer: str = ""  #: Description of the best baseline without learning.
     rival: str = ""  #: Name of the baseline that this metric scores, if the study has several baselines.
-    derived: bool = False  #: Whether other metrics give this metric (a skill does); the page only shows those metrics.
+    derived: bool = (
+        False  #: Whether the metric follows from other metrics, as a skill does, which the page shows instead.
+    )
 
     @property
     def kind(self) -> str:

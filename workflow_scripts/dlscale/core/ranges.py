@@ -28,7 +28,7 @@ SAVING = "checkpoint"
 
 FIRST = 16  #: Number of first ranges that count as opening, because devices, libraries and files are then set up.
 
-#: Function that returns the context of a range with this name.
+#: Function that returns the context of a range, given the range's name.
 Marker = Callable[[str], AbstractContextManager[object]]
 
 _OFF = contextlib.nullcontext()

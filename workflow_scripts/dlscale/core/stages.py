@@ -201,7 +201,7 @@ STAGES: dict[str, Stage] = {
             option("--run", "name of the tuned run, on which the plan in tuned.yaml is based", metavar="PLAN.RUN"),
             option(
                 "--call",
-                "shell command of the workflow; tune appends files and shows the command with tuned.yaml",
+                "shell command that starts the workflow, for the command in tuned.yaml",
                 False,
                 default="snakemake --configfile",
                 metavar="WORDS",
@@ -251,7 +251,7 @@ STAGES: dict[str, Stage] = {
             path("--references", "reference.json files", required=False, nargs="*", default=[]),
             option(
                 "--call",
-                "shell command of the workflow, which the page shows for runs that should be measured again",
+                "shell command that starts the workflow, for commands on the page",
                 False,
                 default="snakemake",
                 metavar="WORDS",

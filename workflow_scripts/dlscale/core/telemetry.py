@@ -61,7 +61,7 @@ class Sample:
     cpu_call: float | None = None
     rss_bytes: float | None = None  #: Memory of the run's processes; shared memory counts once per process.
     read_bytes_per_second: float | None = None  #: Bytes requested by read calls of the run, without mapped files.
-    reads_per_second: float | None = None  #: Number of these read calls per second.
+    reads_per_second: float | None = None  #: Read calls of the run per second.
     disk_read_bytes_per_second: float | None = None  #: Bytes fetched from disks for the run, mapped files included.
     write_bytes_per_second: float | None = None
     #: Energy since sampling began, J, if the run uses no GPUs: energy of the node (Cray), or energy of the processors

@@ -213,7 +213,7 @@ class Paired(Strict, Generic[Both]):
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")
     test: Both | None = Field(None, description="Files of the test part.")
-    all: Both | None = Field(None, description="Files that `shares` divides among the parts.")
+    all: Both | None = Field(None, description="Files, each of which `shares` divides into the parts.")
     shares: Shares | None = Field(None, description="Fraction of `all` that each part gets.")
     sha256: dict[str, Sha256] = Field(
         {}, description="Expected digests of fetched files, by file name (the part of the URL after the last '/')."

@@ -152,7 +152,7 @@ class Manifest(Record):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a manifest that `write` wrote; a later change of the file, such as of a number, is a `UserError`."""
+        """Read a manifest that `write` wrote; raise `UserError` if the file was changed later."""
         manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
         if manifest.own != manifest._sealed().own:
             raise UserError(

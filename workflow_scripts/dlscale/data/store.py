@@ -96,7 +96,7 @@ class Field:
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """Open an HDF5 file for reading.
 
-    A file that is missing or damaged, or that links to other files, is a `UserError`.
+    Raise `UserError` for a file that is missing or damaged, or that links to other files.
     """
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; expected a file, name the files in it")
@@ -204,7 +204,7 @@ def _is_written(values: h5py.Dataset) -> bool:
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
-    """Return the numeric dataset `name`; any other type or shape is a `UserError`.
+    """Return the numeric dataset `name`; raise `UserError` for any other type or shape.
 
     With `ndim`, the values must be floats with `ndim` axes. With `channels`, the first axis must have this length.
     """

@@ -188,7 +188,7 @@ def _meet(geometry: Geometry) -> list[str]:
 
 
 def _stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
-    """Return the site with the environment of its stages, and with mounts of folders that this environment names."""
+    """Return the site with the environment of its stages, and with mounts of `local_disk` and `packages`."""
     environment, mounts = dict[str, str | None](), dict[str, str]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}

@@ -57,7 +57,7 @@ def request(
     if geometry is None:
         qos = scheduler.data_qos
         wanted["cpus_per_task"] = min(scheduler.data_cpus, nodes.cpus)
-        if nodes.gpus:  # such nodes are given away by GPUs
+        if nodes.gpus:  # a job on nodes with GPUs must request a GPU
             wanted |= {"cpus_per_task": nodes.cpus // nodes.gpus, "gres": f"{nodes.gres}:1"}
     else:
         check(scheduler, geometry)

@@ -82,7 +82,7 @@ class Meter:
         self._begin, self._start = time.time(), time.perf_counter()
 
     def usage(self, world: World) -> Usage:
-        """Return the resource use on rank 0's node since the counter's creation; all ranks must call it."""
+        """Return the resource use on rank 0's node since the counter's creation; call on all ranks."""
         from dlscale.measure.records import Usage
 
         seconds = time.perf_counter() - self._start

@@ -73,7 +73,7 @@ def write(record: Profile, rows: list[TopEntry], folder: Path) -> None:
 def measure(
     settings: Settings, session: Session, folder: Path, found: dict[str, Found] | None = None
 ) -> tuple[Profile, list[TopEntry]]:
-    """Profile steps of a session; all ranks must call it.
+    """Profile steps of a session; call on all ranks.
 
     Parameters
     ----------

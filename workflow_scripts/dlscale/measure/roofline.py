@@ -153,7 +153,7 @@ AHEAD = 0.25
 
 
 def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
-    """Return work and time of a step's operators, means over `STEPS` steps on one batch; all ranks must call it.
+    """Return work and time of a step's operators, means over `STEPS` steps on one batch; call on all ranks.
 
     The list is empty if Python does not call the operators one by one (compiled steps, CUDA graphs), with strategies
     other than DDP, and if several devices share a model.

@@ -177,7 +177,8 @@ def trials(
         rates, times, own = list[float](), list[float](), list[float]()
         for number in range(settings.trials):
             count, alone, seconds = trial()
-            rates.append(sum(world.gather(count if world.lead else 0)) / seconds)  # ranks of one model count once
+            # Ranks that share a model (tp, cp) have the same samples, so only the first of them counts samples.
+            rates.append(sum(world.gather(count if world.lead else 0)) / seconds)
             times.append(seconds)
             own.append(count / alone)
             progress.update(settings.warmup + number + 1)

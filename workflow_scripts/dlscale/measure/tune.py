@@ -280,7 +280,8 @@ class _Trials:
                 done += steps
                 synchronize(world.device)
                 (elapsed,) = world.max(time.perf_counter() - start)
-        return sum(world.gather(sum(counts) if world.lead else 0)) / elapsed  # ranks of one model count once
+        # Ranks that share a model (tp, cp) have the same samples, so only the first of them counts samples.
+        return sum(world.gather(sum(counts) if world.lead else 0)) / elapsed
 
 
 # ---- output ----------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     except dist.DistError as error:
         raise PeerLost(
             f"not all of the run's {geometry.world_size} processes connected to {address}:{port} ({brief(error)}). "
-            "Start the same command on all nodes of the run, and let them reach the first one. This process ends"
+            "Start the same command on all nodes, and check that they can reach the first node. This process ends"
         ) from error
 
 

@@ -51,8 +51,8 @@ class Link(NamedTuple):
     """Pair of ranks (lower rank first), and the times of messages between them."""
 
     ranks: tuple[int, int]
-    alpha: float  #: s
-    beta: float  #: s/byte
+    alpha: float  #: latency, s
+    beta: float  #: time per byte, s
 
 
 class BadResult(NamedTuple):

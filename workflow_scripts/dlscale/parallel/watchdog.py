@@ -198,9 +198,9 @@ class Watchdog:
                 logging.info("watchdog: no answer: %s", brief(error))
 
     def _judge(self) -> None:
-        """End this process if a heartbeat contains a verdict.
+        """End this process if the heartbeat of rank 0 or 1 contains a verdict.
 
-        Otherwise rank 0 or 1 judges, and puts its verdict into its next heartbeat.
+        Otherwise rank 0 judges all ranks, rank 1 judges rank 0, each in its next heartbeat.
         """
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
             # Rank 0 may host the store, and ends later, so that the other ranks can read the verdict in the store.

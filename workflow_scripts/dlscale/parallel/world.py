@@ -149,7 +149,7 @@ class Mesh:
         self.model: DeviceMesh | None = self.devices[several[0]] if several else None
         if len(several) > 1:  # one collective over both axes; `DeviceMesh[several]` would need two collectives
             self.model = DeviceMesh(kind, shared.sort().values, mesh_dim_names=("dp", "model"))["model"]
-        self.places: list[int] = shared[0].argsort().argsort().tolist()  # these positions are equal for all models
+        self.places: list[int] = shared[0].argsort().argsort().tolist()  # equal for all models
 
     def rank(self, axis: str) -> int:
         """Return this rank's position along an axis."""

@@ -300,8 +300,8 @@ def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, f
 class Expected:
     """Time of jobs on this machine, s."""
 
-    seconds: float = 0.0  #: Expected time; for jobs that never ran on this machine, only their fixed seconds.
-    untimed: int = 0  #: Number of jobs that never ran on this machine.
+    seconds: float = 0.0  #: Expected time; of jobs whose time is unknown, only the fixed seconds.
+    untimed: int = 0  #: Number of jobs whose time is unknown.
     busy: float = 0.0  #: Additional seconds of paired timing on a busy machine.
 
     def __str__(self) -> str:
@@ -316,9 +316,9 @@ class Expected:
 
 
 def seconds_here(stage: str, work: Work | None, results: Path, benchmark: Path | None = None) -> Expected:
-    """Return the time of a job on this machine, from its measured rate or the file of its last `benchmark`.
+    """Return the time of a job on this machine, from a measured rate, settings or the file of its last `benchmark`.
 
-    Without both, return the job's fixed seconds, and count the job as never timed.
+    If the time is unknown, return the job's fixed seconds, and count the job as never timed.
     """
     known, busy = Estimate(), 0.0
     if work:

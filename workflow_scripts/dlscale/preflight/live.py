@@ -31,7 +31,7 @@ class Job:
     log: str
     benchmark: str
     seconds: float  #: Expected duration.
-    timed: bool  #: False if the job never ran on this machine; then `seconds` is a lower bound.
+    timed: bool  #: Whether the duration is known (`cost.seconds_here`); if not, `seconds` is a lower bound.
     share: float  #: Fraction of the machine that the job uses.
 
 

@@ -334,7 +334,7 @@ def main(words: Sequence[str]) -> int:
             "Snakefile: no such file here. Run this command in the repository, or in a folder of `dlscale init`"
         )
     _, asked, over = configured(call)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale ignores these signals, and Snakemake would inherit this
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Snakemake would inherit that dlscale ignores these signals
         signal.signal(number, signal.SIG_DFL)
     words = command(call, [target.name for target in asked], over)
     sys.stdout.flush()

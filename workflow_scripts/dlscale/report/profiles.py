@@ -353,7 +353,7 @@ def efficiency(plan: PlanResult) -> Section | None:
     return Section(
         "Job efficiency",
         tables=[table(columns, caption, f"Job efficiency of {plan.title}")],
-        notes=[f"Published values for the same runs at full size: {' · '.join(known)}"] if known else [],
+        notes=[f"Published values for the full-size model and data: {' · '.join(known)}"] if known else [],
     )
 
 

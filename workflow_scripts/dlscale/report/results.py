@@ -75,8 +75,8 @@ class RunResult:
     owner: str  #: `PLAN/RUN` of the folder. PLAN is another plan if this plan names the run with `use`.
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
-    epochs: list[Epoch] = field(default_factory=list)  #: Epochs of the training; empty if the run was not trained.
-    throughput: Throughput | None = None  #: Record of throughput, with the peaks that all runs of the plan share.
+    epochs: list[Epoch] = field(default_factory=list)  #: Epochs of a training or a program's log; empty without both.
+    throughput: Throughput | None = None  #: Record of throughput, with the peaks of `with_shared_peaks`.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
@@ -150,9 +150,8 @@ class RunResult:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
-        if (
-            made and made.started and made.finished and made.resumed_from_step is None
-        ):  # of a resumed run they are those of the last try
+        # The times of a resumed run are those of its last try.
+        if made and made.started and made.finished and made.resumed_from_step is None:
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
         training, validation = (
             sum(getattr(each, f"{part}_seconds") for each in self.epochs) for part in ("epoch", "valid")
@@ -247,7 +246,7 @@ class RunResult:
 
     @cached_property
     def foreign_load(self) -> float:
-        """`foreign_cpu_fraction` without the load of jobs of the same call."""
+        """`foreign_cpu_fraction` without the load of other jobs of the same Snakemake call."""
         return foreign_cpu_fraction(self.throughput, self.telemetry.get("train", []), own_jobs=False)
 
 
@@ -472,8 +471,7 @@ def foreign_cpu_fraction(
     """Return the fraction of the cores that other programs kept busy while a run was timed, or else trained.
 
     The fraction is 0 if it is within the error of the measurement, and for a training also if enough cores were idle.
-    For a training, jobs of the same call count only with `own_jobs`. Stages that time a run have the machine for
-    themselves.
+    For a training, other jobs of the same Snakemake call count only with `own_jobs`.
     """
     if throughput:
         return _beside_trials([trials.usage for mode in MODES if (trials := throughput.mode(mode)) and trials.usage])
@@ -598,7 +596,7 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
 
 
 def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
-    """Return the runs of a plan, each with the greatest peaks that any run measured on the same device.
+    """Return runs with the greatest peaks that any run measured on the same device (FLOP/s: in the same precision).
 
     On a busy machine, measured peaks may differ by a factor of two or more. MFU and MBU relative to different peaks
     would contradict the speeds.

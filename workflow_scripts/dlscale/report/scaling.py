@@ -75,7 +75,7 @@ class Headline:
 
     @property
     def communication(self) -> Ratio | None:
-        """Fraction of a FULL step spent on communication; None if it is within noise, small or unknown."""
+        """Fraction of a FULL step that communication costs; None if it is within noise, small or unknown."""
         found = self.point.communication("FULL") if self.is_known else None
         return found if found and found.value >= MIN_FRACTION and found.value > found.noise else None
 
@@ -97,7 +97,7 @@ def glance(plan: PlanResult) -> str | None:
         return f"the efficiency on {found.place} is not known: {found.interval_text}"
     told = f"efficiency {found.ratio} {found.interval_text} on {found.place}"
     if share := found.communication:
-        return f"{told}; communication takes {percent(share.value)} {share.interval_text} of a step"
+        return f"{told}; communication costs {percent(share.value)} {share.interval_text} of a step"
     return f"{told}; communication is within noise" if found.point.communication("FULL") else told
 
 
@@ -122,8 +122,8 @@ def section(plan: PlanResult) -> Section | None:
         "Scaling",
         f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. The ideal is the rate on the fewest devices, "
         "scaled to the number of devices. Efficiency is the measured rate divided by the ideal. Communication is the "
-        "fraction of a step spent averaging gradients: 1 − time without averaging / time with averaging. ± is a 95 % "
-        "interval over the trials. For a ratio of two runs, ± is at least 5 %.",
+        "fraction by which a step is shorter without averaging gradients. ± is a 95 % interval over the trials. For a "
+        "ratio of two runs, ± is at least 5 %.",
         [*_charts(plan.name, several), *_energies(plan, several)] if several else [],
         [_table(plan, [point for each in found for point in each.points])] if found else [],
         notes,
@@ -252,7 +252,7 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
     caption = (
         "One row per number of devices. Small figures are the ideal rate, the 95 % interval (±), and published "
-        "figures for the full size."
+        "figures for the full-size model and data."
     )
     return table(columns, caption, f"Scaling of {plan.title}")
 
@@ -406,7 +406,7 @@ def parallelism(plan: PlanResult) -> Section | None:
         column("FULL", "MFU", lambda run: run.throughput and run.throughput.mfu(), percent),
         ("FULL", "published", [_published(published.speeds_of(speeds, plan.name, run.name)) for run in runs]),
     ]
-    caption = "Standard deviations are over the trials. Published figures are for the full size."
+    caption = "Standard deviations are over the trials. Published figures are for the full-size model and data."
     return Section(
         "Parallelism",
         "tp is the number of devices that share each layer, cp the number of devices that share the tokens of a "

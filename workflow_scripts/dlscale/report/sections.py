@@ -222,7 +222,6 @@ def speed(plan: PlanResult) -> View | None:
         "what": "loading and computing together" if fastest.runs[0].throughput else "median over epochs",
         "fastest": _label(fastest),
         "alone": len(groups) == 1,
-        "pooled": any(len(group.runs) > 1 for group in groups),
         "speed": fastest.speed,
         "range": (min(rates), max(rates)) if len(rates) > 1 else None,
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
@@ -275,8 +274,8 @@ def fastest_bound(plan: PlanResult, call: str) -> View | None:
         return None
     if scaled and judged.bound and (lost := scaled.communication):
         why = (
-            f"Averaging gradients takes {text.percent(lost.value)} {lost.interval_text} of a step, compared with the "
-            "same run without averaging."
+            f"Without averaging gradients, a step of the same run is {text.percent(lost.value)} {lost.interval_text} "
+            "shorter."
         )
         judged = replace(judged, bound=replace(judged.bound, what="communication", key="both", why=why))
     means = {mode: trials.mean for mode in MODES if (trials := run.trials(mode))}
@@ -405,7 +404,7 @@ def runs_table(plan: PlanResult) -> Table:
         ),
         ("Verdict", "MFU", column("mfu", text.percent)),
         ("Verdict", "MBU", column("mbu", text.percent, _of_bytes)),
-        ("Verdict", "published, full size", column("published_samples_per_second", note=_of_published)),
+        ("Verdict", "published, full-size model", column("published_samples_per_second", note=_of_published)),
         ("Verdict", "bound by", lambda run, row: cell(each.what if (each := bound(run.throughput)) else None)),
         (
             "Verdict",

@@ -145,7 +145,7 @@ class Group:
     """Runs that do the same work (`dlscale.config.compute`)."""
 
     runs: list[RunResult]
-    speed: float  #: Mean samples/s.
+    speed: float  #: Mean rate, in the unit of the runs.
     gain: SpeedUp | None  #: Speed-up over the plan's first run; None for the group of that run.
 
 
@@ -294,13 +294,13 @@ class Point:
         return Ratio(value, value * between(base, own).error if self.run is not self.base else 0.0)
 
     def communication(self, mode: str) -> Ratio | None:
-        """Return the fraction of a step spent on communication: 1 - step time of the twin / step time of the run."""
+        """Return the fraction of a step that communication costs: 1 - step time of the twin / step time of the run."""
         twin = self.twin if self.twin and self.twin.unit == self.run.unit else None
         return _share(self.run.trials(mode), twin.trials(mode) if twin else None, MIN_LOG_DIFFERENCE)
 
     @property
     def alone(self) -> Ratio | None:
-        """Fraction of a SYNTHETIC step spent on communication, from steps with and without gradient averaging."""
+        """Fraction of a SYNTHETIC step that communication costs, from steps with and without gradient averaging."""
         return _share(self.run.trials("SYNTHETIC"), self.run.trials("alone"), 0.0)
 
 

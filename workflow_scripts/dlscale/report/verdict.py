@@ -102,8 +102,8 @@ def bound(throughput: Throughput | None) -> Bound | None:
     ):
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s, which is more than noise explains"
         advice = (
-            "Training cannot be faster than the slower of loading and computing. The machine was disturbed, so all "
-            "three rates are unreliable. Measure again."
+            "Training cannot be faster than the slower of loading and computing. The machine was probably disturbed, "
+            "so all three rates are unreliable. Measure again."
         )
     elif share > 1:
         reaches = (
@@ -154,8 +154,8 @@ class Disturbance:
 def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturbance | None:
     """Describe the load that disturbed runs; None on a quiet machine.
 
-    If other programs disturbed throughput measurements of a study, the advice ends with the command that repeats these
-    measurements. `call` is the shell command that starts the workflow.
+    If other programs disturbed throughput measurements of a study, the advice ends with a command that repeats these
+    measurements; `call` is its beginning.
     """
     busy = {run: run.foreign_cpu_fraction for run in runs if run.foreign_cpu_fraction}
     foreign = {run: run.foreign_load for run in runs if run.foreign_load}
@@ -164,7 +164,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
     if not foreign:
         return Disturbance(
             "own jobs ran alongside",
-            _load(busy, len(runs), "other jobs of the same call", "trained"),
+            _load(busy, len(runs), "other jobs of the same Snakemake call", "trained"),
             "Runs with the setting `threads` train at the same time, so their speeds are lower than on an idle "
             "machine. To measure speed, add `throughput` to the plan's `measure`, because the stage `throughput` runs "
             "alone.",
@@ -180,7 +180,8 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
 
 def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
     ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
-    which = "; ".join(run.called for run in runs) if len(runs) <= 3 else f"{len(runs)} of {of} runs"
+    names = "; ".join(run.called for run in runs)
+    which = f"{len(runs)} of {of} runs" if len(runs) > 3 else f"run{'s' * (len(runs) > 1)} {names}"
     return f"{programs} used {' to '.join(ends)} of the cores while {which} {did}"
 
 
@@ -871,12 +872,12 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
         faster = _faster_loader(evidence).strip()
         return faster or "The fastest loader is in use. Store less data, or use more nodes.", DIRECT if faster else ""
     if not (rungs := _rungs(evidence)):
-        return "All settings of the ladder are in use. Try a larger batch, or more devices.", ""
+        return "No further setting is suggested. Try a larger batch, or more devices.", ""
     return f"{', '.join(rungs)}.", rungs[0]
 
 
 def _rungs(evidence: Evidence) -> list[str]:
-    """Return the settings of the ladder, as YAML, that a run could use but does not use."""
+    """Return the most useful settings of the ladder, as YAML, that a run could use but does not use."""
     strategy, captures = evidence.setting("parallel.kind"), evidence.setting("compile.mode", "none")
     lacks = {
         "precision: bf16": "16" not in str(evidence.setting("precision", "")),

@@ -106,7 +106,7 @@ class Call:
         ]
         return cost.in_all([(seconds, cost.share(threads, cores)) for seconds, threads in taken])
 
-    # ---- whether it would start ----------------------------------------------------------------------
+    # ---- whether the workflow would start ----------------------------------------------------------------------
 
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
         """Raise `UserError` for jobs that cannot start on this site.
@@ -214,7 +214,7 @@ class Call:
         best_first = [(plan, run) for plan in plans for run in [*filter(None, [plan.best]), *plan.runs]]
         if seen := [f"{plan.name}.{run.name}" for plan, run in best_first if run.throughput or run.profile]:
             call = shlex.join(["dlscale", "explain", seen[0], *self.context.own_settings])
-            self.tell(f"Next: {call}  # what holds it back, what to try")
+            self.tell(f"Next: {call}  # what limits the run, and what to try next")
 
 
 def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:

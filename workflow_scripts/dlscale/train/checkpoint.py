@@ -280,7 +280,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors with names that begin with `prefix`, gathered on the host.
 
-    A damaged checkpoint is a `UserError`.
+    Raise `UserError` for a damaged checkpoint.
     """
     _check(path, list(CheckpointRecord.read(path / "checkpoint.json").files.items()))
     there = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata

@@ -19,7 +19,7 @@ from dlscale.studies.base import PublishedLog
 if TYPE_CHECKING:
     import numpy as np
 
-#: Prefix of the tag of a study's picture after each epoch.
+#: Prefix of the TensorBoard tag of a study's picture, which is drawn after some epochs.
 PICTURE = "Visualization, "
 
 

@@ -214,7 +214,7 @@ class Trainer:
         sums.finish()
         requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
-        self._naive_answers([requests])  # computed now, because validation times must not include them
+        self._naive_answers([requests])  # before `start`, because the time of validation must not include baselines
         start = time.perf_counter()
         valid_loss, metrics = math.nan, dict[str, float]()
         if self._finite(epoch, "training", train_loss):

@@ -38,14 +38,14 @@ class ViTSettings(Strict):
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
-        description="Constant inputs: degrees, and the mean state over the training times, which "
-        "distinguishes land from sea. Each is standardised.",
+        description="Constant inputs, each standardised: latitude and longitude in degrees; mean: the mean state over "
+        "the training times, which distinguishes land from sea.",
     )
 
     @model_validator(mode="after")
     def _heads(self) -> ViTSettings:
         if self.embed_dim % self.heads:
-            raise Refused(f"embed_dim {self.embed_dim} does not divide by heads {self.heads}")
+            raise Refused(f"embed_dim {self.embed_dim} is not a multiple of heads {self.heads}")
         return self
 
     @property

@@ -96,22 +96,24 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        A ring takes 2 (n - 1) (alpha + size / n beta) on each level. On the highest level a double binary tree
+        Among n units, a ring takes 2 (n - 1) (alpha + beta size / n). On the highest level a double binary tree
         (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001) replaces the ring if the tree is faster; a
-        tree takes 2 ceil(log2 n) alpha + 2 size beta.
+        tree takes 2 ceil(log2 n) alpha + 2 beta size.
         """
         return self._time(size, ranks, stride, sweeps=2)
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes the same time.
 
-        A ring takes (n - 1) (alpha + size / n beta) on each level.
+        Among n units, a ring takes (n - 1) (alpha + beta size / n).
         """
         return self._time(size, ranks, stride, sweeps=1)
 
     def _time(self, size: float, ranks: int, stride: int, sweeps: int) -> float:
         if ranks <= 1 or size <= 0:
             return 0.0
+        # The latencies of levels add. Transfers overlap, so only the slowest level's transfer counts. Above a level of
+        # n units, a device has 1 / n of the bytes.
         members = self.members(ranks, stride)
         top = max((place for place, count in enumerate(members) if count > 1), default=0)
         latency = slowest = 0.0

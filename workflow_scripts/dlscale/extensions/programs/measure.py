@@ -157,7 +157,7 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     assert full and outside
     centre, reach = interval(full.trial_throughput)
     said = f"{number(centre)} {throughput.unit}"
-    said += f" ± {number(reach, 2)}" if reach < centre else " (too few steps for a 95 % interval)"
+    said += f" ± {number(reach, 2)}" if reach < centre else " (too few or too noisy values for a 95 % interval)"
     batch = f" of {many(throughput.batch_size, 'sample')}" if throughput.batch_size else ""
     ranks = f", {throughput.nranks} processes" if throughput.nranks > 1 else ""
     count = many(outside.steps, "rate" if outside.way == "rate" else "step")

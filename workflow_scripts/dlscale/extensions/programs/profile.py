@@ -242,8 +242,8 @@ def read_stacks(path: Path) -> list[Stack]:
 def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int, int]:
     """Return the ranks of the training processes, by process id.
 
-    Training processes are the sampled processes of this machine with steps. If no sampled process made steps, the
-    outermost sampled processes count.
+    A training process is a sampled process of this machine that made steps. If none made steps, the topmost
+    sampled process of each tree counts.
     """
     here = {stack.processes[-1] for stack in stacks}
     known = {each.pid: each.rank for each in processes if each.host == os.uname().nodename and each.pid in here}

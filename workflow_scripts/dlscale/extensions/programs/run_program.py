@@ -34,7 +34,7 @@ class RunProgram:
         self.run, self.out, self.steps = run, out, steps
         for folder in (out, steps):
             make_folder(folder)
-        # Records contain the command as the configuration has it, without secrets.
+        # Records contain the command as written in the configuration, without secrets.
         self.words = program.Words(run.program, str(out.absolute()), resumed).command
         whole = type(run.program).model_validate(restore(run.program.model_dump()))
         words = program.Words(whole, str(out.absolute()), resumed)
@@ -99,10 +99,10 @@ class RunProgram:
             logging.warning(
                 "%d trainings ran one after the other; the rate is measured in the longest", found.outside.trainings
             )
-        # Some processes use several devices, or were not seen.
+        # Some processes use several devices, or their steps were not detected.
         if found.full and 0 < len(found.full.rank_throughput) < devices:
             logging.warning(
-                "the run has %d devices, but only %d processes with steps were seen",
+                "the run has %d devices, but only %d processes made steps",
                 devices,
                 len(found.full.rank_throughput),
             )

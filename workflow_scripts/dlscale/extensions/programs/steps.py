@@ -105,7 +105,7 @@ class Pace:
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
-    """Return the most reliable way that detected steps in `folder`, and the processes with steps, sorted by rank.
+    """Return the most reliable way that detected steps in `folder`, and the processes that made steps, by rank.
 
     Processes that did not run at the same time as the process with the longest training are left out.
     """

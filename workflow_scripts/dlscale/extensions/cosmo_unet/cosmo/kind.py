@@ -60,7 +60,7 @@ class CosmoFiles(Strict):
     train: list[Path] = Field([], description="Files of the training part.")
     valid: list[Path] = Field([], description="Files of the validation part.")
     test: list[Path] = Field([], description="Files of the test part.")
-    paths: list[Path] = Field([], description="Files that `fractions` divides among the parts.")
+    paths: list[Path] = Field([], description="Files, each of which `fractions` divides into the parts.")
     fractions: Fractions | None = Field(None, description="Fraction of each file in `paths` for each part.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
@@ -116,12 +116,12 @@ class CropSamples(Strict):
         description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
         "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
         "reflections, as in "
-        "the published program; published_dali: the last two axes reversed or not, as in its DALI loader; vectors do "
-        "not turn.",
+        "the published program; published_dali: the last two axes reversed or not, as in that program's DALI "
+        "loader; vectors do not turn.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(
-        8192, description="Number of fixed validation crops (fewer if the volumes contain fewer)."
+        8192, description="Number of fixed validation crops, and of test crops (fewer if the volumes contain fewer)."
     )
 
 

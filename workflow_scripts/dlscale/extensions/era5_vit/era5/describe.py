@@ -153,7 +153,7 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
     for path, file, hours in files:
         if hours is not None:
             steps = np.diff(hours.astype(np.float64))
-            # Also false for NaN.
+            # The comparison is false for NaN, so NaN is refused, too.
             if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
                     f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "

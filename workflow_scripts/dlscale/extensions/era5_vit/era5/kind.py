@@ -150,13 +150,14 @@ class PairSamples(Strict):
         [], description="Further inputs: sine and cosine of the hour of the day (UTC), or of the day of the year."
     )
     train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
-    valid: PositiveInt | None = Field(None, description="Largest number of validation samples; all if absent.")
+    valid: PositiveInt | None = Field(
+        None, description="Largest number of validation samples, and of test samples; all if absent."
+    )
     subset: Literal["spread", "first"] = Field(
         "spread",
-        description="Choice of these pairs. spread: in training a new random choice in each epoch, otherwise evenly "
-        "spaced pairs. first: the first pairs in time, the same in each epoch, as the published `limit_nsamples`; "
-        "training "
-        "visits them in random order.",
+        description="Choice of the pairs if `train` or `valid` limits their number. spread: in training a new random "
+        "choice in each epoch, otherwise evenly spaced pairs. first: the first pairs in time, the same in each epoch, "
+        "as the published `limit_nsamples`; training visits these pairs in random order.",
     )
 
     def channels(self, states: int) -> int:

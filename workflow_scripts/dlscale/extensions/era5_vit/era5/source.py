@@ -241,7 +241,7 @@ def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[n
             )
     south_first = bool(latitude[0] < latitude[-1])
     latitude = latitude[::-1] if south_first else latitude
-    # Also false for NaN.
+    # Comparisons are false for NaN, so NaN is refused, too.
     if not ((np.diff(latitude) < 0).all() and (np.diff(longitude) > 0).all() and abs(latitude).max() < 90.001):
         raise UserError(f"{where}: latitudes or longitudes are not in order, or beyond the poles; {GRID}")
     return latitude, longitude, south_first
@@ -321,9 +321,11 @@ def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
 def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
     """Describe the GRIB messages of a channel on a grid as a variable."""
     first, where = stream[entries[0][1]], f"{path}: '{channel}'"
-    kind = first["gridType"]
-    if kind not in ("regular_ll", "regular_gg") or any(first.get(key) for key in SCANNING):
-        raise UserError(f"{where} is on a grid of type {kind}, or not along parallels from west to east; {GRID}")
+    kind, order = first["gridType"], [key for key in SCANNING if first.get(key)]
+    if kind not in ("regular_ll", "regular_gg"):
+        raise UserError(f"{where} is on a grid of type {kind}; {GRID}")
+    if order:
+        raise UserError(f"{where} is not stored along parallels from west to east ({order[0]} is set); {GRID}")
     latitude, longitude = (np.array(first[key], ndmin=1) for key in ("distinctLatitudes", "distinctLongitudes"))
     latitude, longitude, south_first = _regular(latitude, longitude, where)
 
@@ -535,7 +537,7 @@ class Era5Source(Source):
                     self._downsample,
                     (2, 3),
                 )
-        if not (out.max() < LARGEST and out.min() > -LARGEST):  # also false for NaN
+        if not (out.max() < LARGEST and out.min() > -LARGEST):  # comparisons are false for NaN
             self._refuse_missing(out, start)
         return {"fields": out}
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _LONGEST_WAIT_S = 30.0
-# Public archives are read without an account, unless fsspec's configuration has an account.
+# Stores at these addresses are read without an account, unless fsspec's configuration has an account.
 _PUBLIC: dict[str, dict[str, Any]] = {"gs": {"token": "anon"}, "gcs": {"token": "anon"}, "s3": {"anon": True}}
 
 

@@ -88,7 +88,7 @@ class ImageSamples(Strict):
     )
     train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples, evenly spaced; all if absent."
+        None, description="Largest number of validation samples, and of test samples, evenly spaced; all if absent."
     )
 
     @model_validator(mode="after")
