@@ -109,6 +109,7 @@ def check_environments(tree: Tree) -> None:
         assert each == {**tree.environment, "PYTHONPATH": f"{hook}{os.pathsep}{tree.environment['PYTHONPATH']}"}
 
 
+@pytest.mark.slow
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
     """A program and a user's rule use the caller's `python` and can import modules next to them."""
     settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}

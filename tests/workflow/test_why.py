@@ -114,6 +114,7 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
     assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
 
 
+@pytest.mark.slow
 def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
     """The terminal shows progress and dlscale's messages; Snakemake's log has its messages about jobs."""
     tree = make_tree()
