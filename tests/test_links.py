@@ -246,7 +246,7 @@ def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
     assert len(messages) == 1, "all processes must report the same message"
     (message,) = messages
     assert message is not None and case.said in message, message
-    assert f"nid{case.culprit // case.per_node}" in message.split("leave ")[1].split(" out (under Slurm: --exclude=")[0]
+    assert f"nid{case.culprit // case.per_node}" in message.split(": exclude ")[1].split(" (Slurm: --exclude=")[0]
     assert "expected" in message and "selftest: false" in message
     if case.geometry:
         assert "over each group of dp" in message, "the message must name the first of the two axes"

@@ -55,7 +55,7 @@ def test_an_external_extension(clone: Tree) -> None:
     sizes = [json.loads((folder / "sizes.json").read_text())["sizes"] for folder in folders]
     assert sizes == [[run["batch_size"]] * 3] * 2
     losses = [
-        [json.loads(line)["loss/train"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        [json.loads(line)["train_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in folders
     ]
     assert losses[0] and losses[0] == losses[1]
