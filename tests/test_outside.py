@@ -1606,6 +1606,10 @@ def test_a_program_without_a_step_is_warned_of_while_it_runs(
             "uses Keras or TensorFlow: time its steps with a callback",
         ),
         ({}, "ends by `os._exit` or a signal within a second"),
+        (
+            {"pytorch": False},
+            "no process with dlscale's hook imported PyTorch's optimisers. A PyTorch program lacks the",
+        ),
         ({"full": True}, "is full: no step could be written"),
     ],
 )
@@ -1613,6 +1617,9 @@ def test_each_reason_for_no_step_has_its_own_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "hook").touch()
+    change = {**change}
+    if change.pop("pytorch", True):
+        (tmp_path / "pytorch").touch()
     if change.pop("full", False):
         monkeypatch.setattr(running, "MIN_FREE_BYTES", 1 << 62)
     ended = replace(running.Outcome(0, 1.7e9, 30.0, None, None, [], {}), **change)
@@ -1756,7 +1763,7 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
     ("counted", "counts"),
     [
         ("step", None),
-        ("micro-batch", None),
+        ("batch", None),
         ("each of two optimisers", None),
         ("epoch", "epochs"),
         ("sample", "samples"),
