@@ -101,7 +101,7 @@ def _check_chunks(folder: str, names: Sequence[str]) -> None:
 
     group = zarr.open_group(folder, mode="r")
     for name in names:
-        array = group[name]
+        array: Any = group[name]
         if array.metadata.zarr_format == 2 or getattr(array, "shards", None) or "_FillValue" in array.attrs:
             continue  # version 2 marks missing values by the fill value; chunks within shards cannot be counted
         lacks = array.nchunks - array.nchunks_initialized
