@@ -1081,6 +1081,12 @@ def sampler_of_batches():
         def __len__(self): return 480
         def __getitem__(self, rows): return torch.randn(len(rows), 64)
     train(DataLoader(Lists(), sampler=torch.utils.data.BatchSampler(range(480), 8, False)), adam, x=X)
+def sampler_of_iterators():
+    class Iterators:
+        def __iter__(self): return (iter(range(n, n + 8)) for n in range(0, 480, 8))
+    for x in DataLoader(Rows(lambda i: torch.full((64,), float(i))), batch_sampler=Iterators()):
+        assert len(x) == 8
+        train([x], adam)
 def last_is_smaller(): flows(torch.stack, 20, 20)
 def last_of_many_is_smaller(): flows(torch.stack, 84, 5)
 def one_batch_for_all():
@@ -1147,7 +1153,8 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
             values_that_take_more, attributes_that_fail, truth_and_length_that_fail, mapping_that_fails,
             class_that_fails, nested, scalars, images, labelled, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
-            last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times, kept_batches,
+            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times,
+            kept_batches,
             two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
             replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -1213,6 +1220,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("rows_along_time", 8, 60),
         ("joined_rows", 8, 60),
         ("sampler_of_batches", None, 60),
+        ("sampler_of_iterators", None, 60),
         ("last_is_smaller", None, 60),
         ("last_of_many_is_smaller", 8, 55),
         ("one_batch_for_all", None, 60),

@@ -194,9 +194,10 @@ def length(index: Any) -> int:
     It is unknown if an index is itself a list of samples, as from a `BatchSampler` that is the loader's `sampler`.
     """
     try:
+        number = len(index)  # first, because an iterator has no length, and must not lose an item here
         first = next(iter(index), None)
         several = isinstance(first, (list, set, range, slice)) or bool(getattr(first, "shape", ()))
-        return 0 if several else len(index)
+        return 0 if several else number
     except Exception:
         return 0
 
