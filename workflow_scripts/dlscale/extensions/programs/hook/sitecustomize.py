@@ -177,7 +177,8 @@ class Watcher:
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
                     samples = drawn.pop(0)
-                    samples = 0 if samples > 1 and is_short(batch, samples) else samples
+                    if samples > 1 and not samples_of(batch, samples) and is_short(batch, samples):
+                        samples = 0
                 else:
                     samples = samples_of(batch, own.get("_dlscale_size", 0))
                 note(own["_dlscale_number"], wait, samples)
