@@ -408,12 +408,12 @@ SAME: Callable[[xr.Dataset], xr.Dataset] = lambda states: states  # noqa: E731
 BOTH = {"channels": ("t2m", "u10")}
 MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str]]] = {
     "missing": (lambda folder: [folder / "none.nc"], {}, ["none.nc: no such file"]),
-    "folder": (lambda folder: [folder], {}, ["cannot be read"]),
+    "folder": (lambda folder: [folder], {}, ["a folder; expected a file"]),
     "empty": (raw_bytes(b""), {}, ["is empty"]),
     "foreign": (raw_bytes(b"PK\x03\x04...."), {}, ["neither GRIB nor NetCDF", "PK", "Unpack an archive", "nccopy"]),
     "variable": (changed(SAME), {"channels": ("t2n",)}, ["no file contains the channel 't2n' (did you mean 't2m'?)"]),
     "level": (changed(SAME), {"channels": ("z@501",)}, ["channel 'z@501'", "z@850, z@500, z@200"]),
-    "which level": (changed(SAME), {"channels": ("z",)}, ["there are: z@850, z@500, z@200"]),
+    "which level": (changed(SAME), {"channels": ("z",)}, ["the files contain: z@850, z@500, z@200"]),
     "before": (changed(SAME), {"of": part("2020-02-26", "2020-03-01")}, ["'t2m' covers 2020-02-27 00:00 to"]),
     "torn day": (
         *(changed(lambda s: s.isel(time=slice(None, -3))), {"of": part("2020-02-27", "2020-03-01")}),

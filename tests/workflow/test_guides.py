@@ -59,7 +59,7 @@ def test_an_external_extension(clone: Tree) -> None:
         for folder in folders
     ]
     assert losses[0] and losses[0] == losses[1]
-    printed = clone.shell(f"python -m dlscale sizes-of counted.plain --configfile {clone.path / 'tiny.yaml'}")
+    printed = clone.shell(f"python -m dlscale sizes-of counted.plain --configfile '{clone.path / 'tiny.yaml'}'")
     assert printed.stdout.split() == ["counted.plain", *map(str, sizes[0])], printed.stderr
     # The stage depends on the extension's code.
     module = path / "dlscale_sizes/stage.py"
