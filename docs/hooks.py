@@ -17,7 +17,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Pages outside docs/, where readers on GitHub look for them. The site has them under the same paths.
+#: Pages outside docs/: readers on GitHub look for them next to the code. The site has them under the same paths.
 ELSEWHERE = ["CHANGELOG.md", "CONTRIBUTING.md", "results/README.md", "tests/DEFECTS.md"]
 ELSEWHERE += [f"profiles/{name}/README.md" for name in ("docker", "local", "perlmutter", "slurm")]
 #: End of a Markdown link: target and anchor, and also the text if the text is the path of a .md file.

@@ -323,7 +323,7 @@ def test_a_worker_that_was_killed_with_a_lock_does_not_hang_the_end(tmp_path: Pa
     iterator = loader._loader._iterator
     workers = list(iterator._workers)
     lock = iterator._workers_done_event._cond
-    assert lock.acquire(timeout=60)  # what a killed worker leaves behind
+    assert lock.acquire(timeout=60)  # a killed worker leaves the lock in this state
     with suppress(RuntimeError):  # raised by PyTorch's handler of SIGCHLD, unless `join` is faster
         os.kill(workers[0].pid, signal.SIGKILL)
         workers[0].join(60)

@@ -12,7 +12,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import FABRIC
 from dlscale.core.settings import read_yaml
 from dlscale.launch.launcher import ContainerMounts, check, launch
-from dlscale.parallel.network import check_network, nccl_log, read_network
+from dlscale.parallel.network import VARIABLES, check_network, nccl_log, read_network
 from tests.conftest import ROOT
 from tests.test_launcher import site
 
@@ -35,14 +35,14 @@ def test_the_log_names_the_network(name: str) -> None:
 
 
 def test_nccl_writes_its_log_unless_the_user_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+    for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that the variable is restored
         monkeypatch.delenv(name)
     with nccl_log() as log:
         assert log and (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
         Path(os.environ["NCCL_DEBUG_FILE"]).write_text(LOGS["Socket"])
         assert read_network(log.read_text()) == "Socket"
-    monkeypatch.delenv("NCCL_DEBUG_FILE")
+    assert not VARIABLES & set(os.environ), "a child process must write another file"
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     with nccl_log() as log:
         assert log is None and os.environ["NCCL_DEBUG"] == "WARN"

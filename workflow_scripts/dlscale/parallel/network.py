@@ -16,18 +16,25 @@ from pathlib import Path
 from dlscale.core.errors import UserError
 from dlscale.core.machine import FABRIC
 
+#: Environment variables that configure NCCL's log.
+VARIABLES = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
+
 TCP = "Socket"  #: NCCL's name of the network without a plug-in and without InfiniBand.
 
 
 @contextlib.contextmanager
 def nccl_log() -> Iterator[Path | None]:
     """Let NCCL write its log to a temporary file; None if the environment already configures this log."""
-    if {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} & set(os.environ):
+    if VARIABLES & set(os.environ):
         yield None
         return
     with tempfile.NamedTemporaryFile(prefix="dlscale-nccl-") as file:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=file.name)
-        yield Path(file.name)
+        try:
+            yield Path(file.name)
+        finally:  # NCCL has read the variables; child processes need their own file
+            for name in VARIABLES:
+                os.environ.pop(name, None)
 
 
 def read_network(log: str) -> str | None:
