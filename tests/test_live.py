@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -61,6 +62,7 @@ def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
     assert not progress.done and progress.left(now).seconds == 24 and progress.share(now) == 0
     for each in parts:
         end(each)
+        os.utime(each.benchmark, (now, now - 0.01))  # the kernel's clock of files may be 10 ms late
     progress.look(now + 5)
     assert list(progress.done) == parts and progress.left(now + 5).seconds == 20
     assert progress.share(now + 5) == pytest.approx(0.2)

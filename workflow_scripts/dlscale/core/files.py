@@ -24,6 +24,8 @@ from dlscale.core.urls import hidden_in
 _HOST = socket.gethostname().split(".")[0]
 #: Default advice for a file that cannot be read.
 TORN = "the file may be incomplete or damaged; fetch or make it again"
+#: Seconds by which the time of a new file may precede `time.time()`: the kernel's clock of files is coarse.
+COARSE = 0.02
 
 
 @contextlib.contextmanager
@@ -283,6 +285,11 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
         raise unreadable(path, error, f"the memory is too small for this file, or {advice}") from error
     except Exception as error:
         raise unreadable(path, error, advice) from error
+
+
+def written_since(path: Path, moment: float) -> bool:
+    """Return whether a file exists and was written at `moment` (seconds since 1970-01-01 UTC) or later."""
+    return path.exists() and path.stat().st_mtime >= moment - COARSE
 
 
 def stamp(path: Path) -> tuple[int, int]:

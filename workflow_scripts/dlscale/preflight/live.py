@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlscale.core.files import written_since
 from dlscale.core.progress import SUFFIX, StageStatus, job_seconds
 from dlscale.core.text import duration, many, number, percent
 from dlscale.preflight import cost
@@ -52,7 +53,7 @@ class CallProgress:
         for job in [job for job in self.jobs if job not in self.done]:
             benchmark = Path(job.benchmark)
             since, _ = self.running.pop(job, (now, None))
-            if benchmark.exists() and benchmark.stat().st_mtime >= self.began:
+            if written_since(benchmark, self.began):
                 self.done[job] = job_seconds(benchmark) or job.seconds
             elif (doing := read(Path(f"{job.log}{SUFFIX}"))) and alive(doing):
                 self.running[job] = since, doing

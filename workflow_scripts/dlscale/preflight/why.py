@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.resolve import Configuration
-from dlscale.core.files import write_json
+from dlscale.core.files import write_json, written_since
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many, shorten
@@ -209,7 +209,7 @@ def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> s
     name = "".join(place(rule, wildcards))
     stage, file = stage_of(rule), Path(log)
     name += f" ({stage})" if name != rule else ""
-    if not (file.exists() and file.stat().st_mtime >= since):  # an earlier call wrote the log
+    if not written_since(file, since):  # an earlier call wrote the log
         return f"FAILED {name}: it did not start; the reason is in the lines above"
     word = last_word(file, stage) or "it ended without a message, probably killed by a user or for lack of memory"
     return f"FAILED {name}: {word}; log: {log}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import signal_handling
 
 from dlscale.core.ranges import mark
 from dlscale.data.loaders import TorchLoader as Settings
@@ -94,6 +95,9 @@ def _kill_workers(iterator: Any) -> None:
     If the system kills a worker while it holds the lock of an event or of a queue, nothing releases this lock, and
     PyTorch's shutdown waits for it forever.
     """
+    if iterator._worker_pids_set:  # otherwise PyTorch's handler of SIGCHLD raises in the middle of what follows
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
     for worker in iterator._workers:
         worker.kill()
     iterator._workers_done_event = threading.Event()
