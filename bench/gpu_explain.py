@@ -36,7 +36,8 @@ from dlscale.measure.profilers import Activity, RangeTime, TopEntry
 from dlscale.measure.roofline import measure_peaks
 from dlscale.parallel.records import Memory
 from dlscale.parallel.world import World
-from dlscale.report.verdict import Evidence, verdict
+from dlscale.report.evidence import Evidence
+from dlscale.report.verdict import verdict
 from dlscale.train import memory
 from dlscale.train.build import open_session
 from dlscale.train.memory import FakeStep

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.telemetry import Summary
 from dlscale.measure.profilers import Activity, Profile, ProfiledTool
 from dlscale.measure.records import Outside, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
-from dlscale.report import verdict as module
-from dlscale.report.verdict import Evidence, lines, verdict
+from dlscale.report.bound import bound
+from dlscale.report.evidence import Evidence
+from dlscale.report.explain import lines
+from dlscale.report.verdict import limit, verdict
 from tests.conftest import stage
 from tests.test_report import Results
 
@@ -191,8 +194,9 @@ def test_tcp_between_nodes_is_named_before_the_averaging_that_it_slows(network: 
 
 
 def test_every_cause_has_a_case() -> None:
+    files = [*PACKAGE.glob("report/causes/*.py"), *PACKAGE.glob("extensions/*/causes.py")]
     known = {case[3] for case in CASES.values()}.union(*(causes for _, causes in OUTSIDE))
-    assert known == set(re.findall(r'Finding\(\s*"(\w+)"', Path(module.__file__).read_text()))
+    assert known == {cause for file in files for cause in re.findall(r'Finding\(\s*"(\w+)"', file.read_text())}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -314,10 +318,10 @@ def test_causes_are_told_in_their_order(
 
 def test_a_model_without_products_has_no_arithmetic_roof() -> None:
     nothing = WORK.model_copy(update={"forward_flops": 0.0, "backward_flops": 0.0})
-    assert "If memory bandwidth were the only limit, this model would reach 10,000 samples/s" in module.limit(
+    assert "If memory bandwidth were the only limit, this model would reach 10,000 samples/s" in limit(
         Evidence(SETTINGS, measured(work=nothing))
     )
-    assert module.limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
+    assert limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
 
 
 def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
@@ -351,7 +355,7 @@ def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
     ],
 )
 def test_full_above_its_slower_part_is_equal_within_noise(rates: tuple[float, float, float], reached: str) -> None:
-    found = module.bound(measured(*rates))
+    found = bound(measured(*rates))
     assert found and reached in found.why.replace("\u00a0", " ")
 
 
@@ -369,7 +373,7 @@ def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
         {**SETTINGS, "compile": {"mode": "default"}}, measured(work=WORK.model_copy(update={"bytes": 6e9}))
     )
     assert verdict(compiled).findings == []
-    assert "If arithmetic were the only limit, this model would reach 333 samples/s" in module.limit(compiled)
+    assert "If arithmetic were the only limit, this model would reach 333 samples/s" in limit(compiled)
 
 
 def test_what_to_try_next_is_what_the_run_has_not() -> None:
@@ -386,14 +390,14 @@ def test_what_to_try_next_is_what_the_run_has_not() -> None:
 
 def test_the_limit_is_the_lower_roof() -> None:
     """With 3e9 FLOP and 1e7 bytes per sample, the limits are 1e12 / 3e9 = 333 and 1e11 / 1e7 = 10,000 samples/s."""
-    assert "Training reaches 30 %" in module.limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
-    assert "If arithmetic were the only limit, this model would reach 333 samples/s" in module.limit(
+    assert "Training reaches 30 %" in limit(Evidence(SETTINGS, measured())).replace("\N{NO-BREAK SPACE}", " ")
+    assert "If arithmetic were the only limit, this model would reach 333 samples/s" in limit(
         Evidence(SETTINGS, measured())
     )
-    assert "If memory bandwidth were the only limit, this model would reach 100 samples/s" in module.limit(
+    assert "If memory bandwidth were the only limit, this model would reach 100 samples/s" in limit(
         Evidence(SETTINGS, measured(work=WORK.model_copy(update={"bytes": 1e9})))
     )
-    four = module.limit(Evidence(SETTINGS, measured(nranks=4)))
+    four = limit(Evidence(SETTINGS, measured(nranks=4)))
     assert (
         "of the 4,000 GFLOP/s that matrix products in float32 reach on 4 devices" in four
         and "If arithmetic were the only limit, this model would reach 1,333 samples/s" in four

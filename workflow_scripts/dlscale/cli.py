@@ -79,7 +79,7 @@ _OWN = {
         ),
     ),
     "explain": Query(
-        "dlscale.report.verdict",
+        "dlscale.report.explain",
         "Show what limits runs, how far they are from their device's limit, and what to try next.",
         (RUNS,),
     ),

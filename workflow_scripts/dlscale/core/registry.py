@@ -315,6 +315,11 @@ def program_stages() -> dict[str, str]:
     return _table("PROGRAM_STAGES")
 
 
+def causes() -> list[str]:
+    """Return the full names of the functions with which extensions find what slows a run (`dlscale.report.causes`)."""
+    return list(_table("CAUSES").values())
+
+
 def trackers() -> dict[str, str]:
     """Return the full class names of experiment trackers, by name in `training.trackers`.
 

@@ -30,6 +30,7 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.report import curves, profiles, published, scaling
+from dlscale.report.bound import bound
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.curves import Reference
@@ -46,7 +47,7 @@ from dlscale.report.results import (
     without_seed,
 )
 from dlscale.report.speedup import Group, SpeedUp, SpeedUps
-from dlscale.report.verdict import bound, disturbance, judge_run
+from dlscale.report.verdict import disturbance, judge_run
 
 #: Maximum number of bars of runs, and of bars of metrics, in a card.
 CARD = 6

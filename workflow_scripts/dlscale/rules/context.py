@@ -69,9 +69,14 @@ class Context:
         kept = {key: value for key, value in around.items() if modules and value}
         return {"sources": fingerprint(modules, files), "settings": settings, **kept}
 
-    def own_params(self, stage: str, settings: Any = None, files: Iterable[Path] = ()) -> Params:
-        """Return the parameters of a stage whose code is the same for all studies and kinds of data."""
-        return self.params([STAGES[stage].module], settings, files)
+    def own_params(
+        self, stage: str, settings: Any = None, files: Iterable[Path] = (), modules: Iterable[str] = ()
+    ) -> Params:
+        """Return the parameters of a stage whose code is the same for all studies and kinds of data.
+
+        `modules`: modules that the stage imports by name.
+        """
+        return self.params([STAGES[stage].module, *modules], settings, files)
 
     def call_again(self, wildcards: Wildcards, input: Any) -> str:
         return shlex.join(self.call)

@@ -10,6 +10,7 @@ from typing import Any
 
 from dlscale.config import resolve
 from dlscale.config.records import Rung
+from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT
 from dlscale.core.stages import STAGES
 from dlscale.rules.context import Context, Params, Wildcards
@@ -155,7 +156,10 @@ class Plans:
 
     def page_params(self, title: str, names: Iterable[str]) -> Params:
         return self.context.own_params(
-            "report", {"title": title, "plans": list(names)}, ROOT.glob("report/templates/*")
+            "report",
+            {"title": title, "plans": list(names)},
+            ROOT.glob("report/templates/*"),
+            dict.fromkeys(name.rpartition(".")[0] for name in registry.causes()),
         )
 
     def plan_page_params(self, wildcards: Wildcards) -> Params:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data._utils import signal_handling
 
 from dlscale.core.ranges import mark
 from dlscale.data.loaders import TorchLoader as Settings
@@ -96,7 +95,7 @@ def _kill_workers(iterator: Any) -> None:
     PyTorch's shutdown waits for it forever.
     """
     if iterator._worker_pids_set:  # otherwise PyTorch's handler of SIGCHLD raises in the middle of what follows
-        signal_handling._remove_worker_pids(id(iterator))
+        torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     for worker in iterator._workers:
         worker.kill()

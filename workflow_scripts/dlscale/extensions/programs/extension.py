@@ -77,3 +77,19 @@ PROGRAM_STAGES = {
     "throughput": "dlscale.extensions.programs.throughput",
     "tune": "dlscale.extensions.programs.tune",
 }
+
+#: Functions that find what slows an external program, for the verdict on its run.
+CAUSES = {
+    name: f"dlscale.extensions.programs.causes.{name}"
+    for name in (
+        "slow_process",
+        "waiting",
+        "small_steps",
+        "idle",
+        "besides",
+        "slowing",
+        "threads",
+        "stalled",
+        "unwatched",
+    )
+}

@@ -37,9 +37,9 @@ from dlscale.extensions.programs.running import (
 from dlscale.extensions.programs.window import PROFILED
 from dlscale.measure.records import Throughput
 from dlscale.report import report
+from dlscale.report.explain import format_findings
 from dlscale.report.results import PlanResult, RunResult, read_alone
 from dlscale.report.verdict import Verdict, judge_run
-from dlscale.report.verdict import format_findings as told_of
 
 #: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"
@@ -172,7 +172,7 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
             "  the run is too short: the rate includes steps that profilers slowed down. Measure again without "
             "--profile, or let the program run longer"
         )
-    return [*text, *told_of(verdict)]
+    return [*text, *format_findings(verdict)]
 
 
 def _page(plan: Path) -> Path:

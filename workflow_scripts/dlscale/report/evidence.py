@@ -1,0 +1,138 @@
+"""Evidence on a run, and findings: what slows the run, with the remedy."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from dlscale.core.settings import Raw
+from dlscale.core.telemetry import Summary
+from dlscale.measure.profilers import Activity, Profile
+from dlscale.measure.records import Outside, Throughput, Trials, Usage
+from dlscale.report.results import MIN_FRACTION, MIN_SECONDS, foreign_cores, setting
+
+#: Settings that several remedies suggest, as YAML.
+COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The settings and measurements by which a run is judged."""
+
+    settings: Raw
+    throughput: Throughput | None = None
+    profile: Profile | None = None
+    watched: Summary | None = None  #: Telemetry of the first node.
+
+    @property
+    def outside(self) -> Outside | None:
+        """Record of an external program; None for a training of dlscale."""
+        return self.throughput.outside if self.throughput else None
+
+    def trials(self, mode: str) -> Trials | None:
+        return self.throughput.mode(mode) if self.throughput else None
+
+    def rate(self, mode: str) -> float | None:
+        trials = self.trials(mode)
+        return trials.mean if trials and trials.mean else None
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        return setting(self.settings, path, default)
+
+    @property
+    def cuda(self) -> bool:
+        return (self.throughput or self.profile or Throughput()).device.kind == "cuda"
+
+    @property
+    def activity(self) -> Activity:
+        """Means per profiled step, each from the first profiler that measured it."""
+        seen: dict[str, Any] = {}
+        for tool in reversed(self.profile.tools if self.profile else []):
+            seen |= tool.activity.model_dump(exclude_none=True)
+        return Activity(**seen)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median step time without a profiler, seconds."""
+        steps = self.profile.seconds_per_step if self.profile else []
+        return statistics.median(steps) if steps else None
+
+    @property
+    def idle(self) -> tuple[float, float] | None:
+        """Fraction of a step in which the GPU is idle, and fraction in which it waits for data; None if not measured.
+
+        A profiler slows the host but not the device. So the busy seconds come from profiled steps, and the length of a
+        step comes from steps without a profiler.
+        """
+        for tool in self.profile.tools if self.profile and self.cuda else []:
+            busy, profiled = tool.activity.device_busy, tool.seconds_per_step
+            if busy is not None:
+                plain = self.step_seconds or profiled or 1.0
+                share = max(0.0, 1 - busy * (profiled or plain) / plain)
+                idle = tool.activity.idle_seconds
+                for_data = idle.get("data", 0.0) + idle.get("copy", 0.0)  # the range `copy` lies within `data`
+                return share, min(share, for_data / plain)
+        return None
+
+    @property
+    def compiled(self) -> bool:
+        return bool(self.setting("compile.mode", "none") != "none")
+
+    @property
+    def loading(self) -> float:
+        """Fraction of the time lost to loading; 0 if loading does not limit the run."""
+        io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
+        if not (io and synthetic and full) or io > 0.8 * synthetic:
+            return 0.0
+        return max(0.0, 1 - full / synthetic)
+
+    def usage(self, mode: str) -> Usage | None:
+        """Return the usage of processors and disks in a mode; None if it was measured for too short a time."""
+        trials = self.trials(mode)
+        usage = trials.usage if trials else None
+        return usage if usage and usage.seconds >= MIN_SECONDS else None
+
+    @property
+    def rungs(self) -> list[str]:
+        """The most useful settings of a ladder, as YAML, that the run could use but does not use."""
+        strategy, captures = self.setting("parallel.kind"), self.setting("compile.mode", "none")
+        lacks = {
+            "precision: bf16": "16" not in str(self.setting("precision", "")),
+            COMPILED: not self.compiled and strategy != "dp",
+            "optimizer: {fused: true}": not self.setting("optimizer.fused")
+            and self.setting("optimizer.kind") != "adadelta",
+            "cuda_graph: true": self.cuda
+            and not self.setting("cuda_graph")
+            and strategy not in ("dp", "fsdp")
+            and captures in ("none", "default"),
+        }
+        return [rung for rung, lacking in lacks.items() if lacking]
+
+    @property
+    def faster_loader(self) -> str:
+        """A sentence that suggests a faster loader; empty if the run has the fastest loader."""
+        if self.setting("loader.kind") in ("direct", "synthetic"):
+            return ""
+        return f"{DIRECT} loads fields on grids, rows and images with far less work."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause that slows a run."""
+
+    cause: str  #: Key of the cause.
+    what: str  #: Title, in a few words.
+    why: str  #: Evidence with figures, in one or two sentences.
+    todo: str  #: Remedy.
+    share: float | None  #: Approximate fraction of the run's time that the cause costs; None if unknown.
+    rung: str = ""  #: Settings of the remedy, as YAML; empty if the remedy is not a setting.
+
+
+def crowded_out(usage: Usage) -> bool:
+    """Return whether other programs took cores that the run would have used.
+
+    If so, the run's own speed is unknown.
+    """
+    spare = usage.cores - usage.cores_cpu_seconds / usage.seconds
+    return foreign_cores(usage) > 0.25 and spare < max(0.5, MIN_FRACTION * usage.cores)
