@@ -30,8 +30,8 @@ from dlscale.config.run import Run, run_class
 from dlscale.core import registry
 from dlscale.core import telemetry as record
 from dlscale.data.store import Field
+from dlscale.extensions.profile.profile import measure as profiled
 from dlscale.measure import throughput
-from dlscale.measure.profile import measure as profiled
 from dlscale.measure.profilers import Activity, RangeTime, TopEntry
 from dlscale.measure.roofline import measure_peaks
 from dlscale.parallel.records import Memory
@@ -93,7 +93,7 @@ def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[To
         from dlscale.extensions.nsys import nsys
 
         words = run.model_dump_json(), str(manifest), world, None, bench.device.type, folder
-        found["nsys"] = nsys.profile(*words)
+        found["nsys"] = nsys.profile_apart(*words)
     session = open_session(run, manifest, world)
     seen, rows = profiled(run.profile, session, folder, found)
     with patch.object(throughput, "compilation", lambda *words: {}):

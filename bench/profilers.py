@@ -20,7 +20,7 @@ from bench.measure import Options, Row, in_turns
 from bench.training import CPU, FULL_UNET, FULL_VIT, UNET, VIT, counts, label, one_thread
 from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch
-from dlscale.measure.profilers import torch_profiler
+from dlscale.extensions.profile import torch_profiler
 from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step

@@ -584,7 +584,7 @@ MUTATIONS = [
     ),
     Mutation(
         "halving_keeps_the_slowest",
-        "measure/tune.py",
+        "extensions/tune/tune.py",
         "key=lambda number: -statistics.geometric_mean(rates[number])",
         "key=lambda number: statistics.geometric_mean(rates[number])",
         "test_tune.py::test_without_noise_halving_finds_what_exhaustive_search_does",

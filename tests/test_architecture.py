@@ -8,6 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def of_kinds(modules: list[str]) -> dict[str, str]:
 
 
 # ---- the code ---------------------------------------------------------------------------------------
+
+
+def test_extensions_declare_the_extensions_that_they_import() -> None:
+    """`USES` of each extension and the exceptions of the import contract are the same."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (ignored,) = (contract["ignore_imports"] for contract in contracts if contract["type"] == "independence")
+    allowed = {tuple(part.split(".")[2] for part in each.split(" -> ")) for each in ignored}
+    modules = registry.extensions()
+    assert allowed == {(name, used) for name in modules for used in getattr(modules[name], "USES", ())}
 
 
 def test_layers() -> None:

@@ -149,7 +149,7 @@ def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None
     """If a call requests files of a stage that an external program does not have, the call is refused."""
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
     with pytest.raises(AssertionError, match="profile: a run of an external program has no such stage; request the"):
-        found.runs.profile_params(RUN)
+        found.runs.params("profile")(RUN)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def profiled(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
-    return nsys.profile(str(configure(folder)), "manifest.json", World(), None, "cpu", folder / "profile")
+    return nsys.profile_apart(str(configure(folder)), "manifest.json", World(), None, "cpu", folder / "profile")
 
 
 def left(folder: Path) -> list[str]:
@@ -134,7 +134,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 logging.basicConfig(level=logging.INFO)
 config, manifest, folder = sys.argv[1:]
 with join(load_run(config, "profile").geometry, "cpu") as world:
-    tool, top = nsys.profile(config, manifest, world, 2, "cpu", Path(folder) / "profile")
+    tool, top = nsys.profile_apart(config, manifest, world, 2, "cpu", Path(folder) / "profile")
     rows = [row.model_dump() for rank in world.gather(top) for row in rank]
     if world.main:
         (Path(folder) / "found.json").write_text(json.dumps({"tool": tool.model_dump(), "top": rows}))

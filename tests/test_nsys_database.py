@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import RANGES
 from dlscale.extensions.nsys.nsys import events
+from dlscale.extensions.profile.trace import OUTSIDE, WAIT, summarise
 from dlscale.measure.profilers import ProfiledTool, TopEntry
-from dlscale.measure.profilers.trace import OUTSIDE, WAIT, summarise
 from tests.nsys_databases import VERSIONS, Recording
 
 

@@ -19,9 +19,9 @@ from dlscale.config.run import load_run
 from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
-from dlscale.measure import profile
-from dlscale.measure.profilers import Profile, TopEntry, Unavailable, lines
-from dlscale.measure.profilers.torch_profiler import TorchProfiler
+from dlscale.extensions.profile import lines, profile
+from dlscale.extensions.profile.torch_profiler import TorchProfiler
+from dlscale.measure.profilers import Profile, TopEntry, Unavailable
 from dlscale.measure.window import Window
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session

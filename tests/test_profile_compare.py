@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dlscale.extensions.compare.compare import Summary, _calls, compare, read_rows, short_names
-from dlscale.measure import profile
+from dlscale.extensions.profile import profile
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from tests.conftest import stage
 from tests.nsys_databases import Recording

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlscale.core.ranges import mark
-from dlscale.measure.profilers.torch_profiler import TorchProfiler, read
-from dlscale.measure.profilers.trace import OUTSIDE, index_at, overlap, summarise, total, union
+from dlscale.extensions.profile.torch_profiler import TorchProfiler, read
+from dlscale.extensions.profile.trace import OUTSIDE, index_at, overlap, summarise, total, union
 
 # ---- intervals: compared with the sets of integers that they cover -------------------------------------------------
 

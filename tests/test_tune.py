@@ -23,8 +23,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import reachable, run_modules
 from dlscale.core.noise import ratio_interval
 from dlscale.core.progress import Progress
-from dlscale.measure import tune
-from dlscale.measure.tune import Measure
+from dlscale.extensions.tune import tune
+from dlscale.extensions.tune.tune import Measure
 from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.results import read_plan

@@ -272,8 +272,8 @@ ROWS = [
     Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL), slow=True),
     Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL), slow=True),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
-    Row("profile", append(f"{PACKAGE}/measure/profilers/trace.py"), profiled(*ALL)),
-    Row("tuning", append(f"{PACKAGE}/measure/tune.py"), tuned(*ALL)),
+    Row("profile", append(f"{PACKAGE}/extensions/profile/trace.py"), profiled(*ALL)),
+    Row("tuning", append(f"{PACKAGE}/extensions/tune/tune.py"), tuned(*ALL)),
     # Code around a stage does not affect the stage's results. Exception: the formatted numbers on pages are results.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),

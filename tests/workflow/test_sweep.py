@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlscale.measure import tune
+from dlscale.extensions.tune import tune
 from dlscale.measure.tune_records import Duel, Tuning
 from dlscale.report.results import read_plan
 from dlscale.report.speedup import series

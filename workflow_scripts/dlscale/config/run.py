@@ -53,7 +53,7 @@ from dlscale.core.stages import STAGES
 
 #: Names of experiment trackers (`Tracker`) and of profilers (`Tool`), including extensions.
 Tracker: Any = one_of(registry.trackers())
-Tool: Any = one_of(["torch", *registry.profilers(), "lines"])
+Tool: Any = one_of(registry.profilers())
 
 
 class _Optimizer(Lawful):

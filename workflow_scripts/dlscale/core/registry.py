@@ -47,6 +47,9 @@ ENTRY_POINTS = "dlscale.extensions"
 def extensions() -> dict[str, ModuleType]:
     """Return the module of each extension by the extension's name, extensions of this package first.
 
+    The table `USES` of an extension names the other extensions that it imports. If one of them is missing, the extension
+    is left out.
+
     Raises
     ------
     UserError
@@ -57,7 +60,10 @@ def extensions() -> dict[str, ModuleType]:
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS)):
         if modules.setdefault(entry.name, entry.value) != entry.value:
             raise UserError(f"two extensions are called '{entry.name}': {modules[entry.name]} and {entry.value}")
-    return {name: _extension(name, module) for name, module in modules.items()}
+    found = {name: _extension(name, module) for name, module in modules.items()}
+    while lacking := [name for name, module in found.items() if not {*getattr(module, "USES", ())} <= found.keys()]:
+        found = {name: module for name, module in found.items() if name not in lacking}
+    return found
 
 
 def _extension(name: str, module: str) -> ModuleType:
@@ -330,10 +336,11 @@ def trackers() -> dict[str, str]:
 
 
 def profilers() -> dict[str, str]:
-    """Return the modules of profilers that start separate processes, by name in `profile.tools`.
+    """Return the modules of profilers, by name in `profile.tools`.
 
-    The module has `profile(run_json, manifest, world, threads, device, folder)`, which all ranks call, and
-    `of_report(path)`, which reads a report.
+    The module of a profiler that starts separate processes has
+    `profile_apart(run_json, manifest, world, threads, device, folder)`, which all ranks call, and `of_report(path)`, which
+    reads a report.
     """
     return _table("PROFILERS")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,6 +73,8 @@ class Stage:
     seconds: Callable[[Any], float] | None = None
     #: Function of the run that returns the number of processes that a rank starts one after the other; None means 1.
     starts: Callable[[Any], int] | None = None
+    #: Function of the run that returns the modules that the stage imports by name.
+    imports: Callable[[Any], Iterable[str]] = lambda run: ()
     minutes: int = 60  #: Time limit of a job of unknown duration; a site may set another one.
     warned: bool = False  #: Whether the job gets a signal before its time limit.
     science: str = ""  #: Module that decides the results, if it is not the entry module.

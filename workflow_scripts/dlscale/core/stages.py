@@ -38,24 +38,6 @@ def turns_seconds(run: Any) -> float:
     return float(run.throughput.beside) if run.processes.world_size == 1 else 0.0
 
 
-def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of the profile stage.
-
-    The number of samples is (skipped steps x starts + 3 x profilers x profiled steps) x batch size. Each profiler has
-    3 windows of steps: before the profiler starts, while the profiler records, and after the profiler stopped.
-    """
-    steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps
-    return float(steps * run.batch_size)
-
-
-def profile_starts(run: Any) -> int:
-    """Return the number of processes that a rank starts one after the other.
-
-    The first process profiles with PyTorch. Each profiler of an extension starts one more process.
-    """
-    return 1 + len(registry.profilers().keys() & run.profile.tools)
-
-
 _PAGE = option(
     "--page", "write a live page from the current results, with these options of report", False, metavar="JSON"
 )
@@ -181,45 +163,6 @@ STAGES: dict[str, Stage] = {
         work=throughput_work,
         seconds=throughput_seconds,
     ),
-    "profile": Stage(
-        "dlscale.measure.profile",
-        "Profile some steps of a run: time and memory by operation.",
-        "run",
-        (path("--out", "folder to write: profile.json, profile_summary.csv, traces"),),
-        settings=("profile",),
-        outputs=("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv"),
-        nodes="geometry",
-        work=profile_work,
-        starts=profile_starts,
-    ),
-    "tune": Stage(
-        "dlscale.measure.tune",
-        "Search for a run's fastest loader, threads and batch size; write them as settings.",
-        "run",
-        (
-            path("--out", "folder to write: tune.json, tuned.yaml"),
-            option("--run", "name of the tuned run, on which the plan in tuned.yaml is based", metavar="PLAN.RUN"),
-            option(
-                "--call",
-                "shell command that starts the workflow, for the command in tuned.yaml",
-                False,
-                default="snakemake --configfile",
-                metavar="WORDS",
-            ),
-            option(
-                "--candidates",
-                "candidates for an external program: each has changed settings and the resulting run",
-                False,
-                metavar="JSON",
-            ),
-        ),
-        settings=("tune",),
-        outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
-        nodes="geometry",
-        work=lambda run, train, valid: 0.0,  # `tune.seconds` sets the time; the work before the search is short
-        seconds=lambda run: float(run.tune.seconds),
-        minutes=30,
-    ),
     "promote": Stage(
         "dlscale.report.promote",
         "Choose the trials of a sweep for the next rung of successive halving.",
@@ -265,7 +208,8 @@ for _name, _row in registry.stages().items():
     _at = [*STAGES].index(_row.after) + 1 if _row.after else len(STAGES)
     STAGES = {**dict([*STAGES.items()][:_at]), _name: _row, **dict([*STAGES.items()][_at:])}
 for _name, _module in registry.program_stages().items():
-    STAGES[_name] = replace(STAGES[_name], program=_module)
+    if _name in STAGES:  # the extension with this stage may be missing
+        STAGES[_name] = replace(STAGES[_name], program=_module)
 
 #: Stages of a run that a plan may name in `measure`, in order.
 RUN_STAGES = tuple(name for name, stage in STAGES.items() if stage.scope == "run")

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlscale.config.compute import compute_settings
 from dlscale.config.run import Run
-from dlscale.core import redact, registry
+from dlscale.core import redact
 from dlscale.core.fingerprint import fingerprint, run_modules
 from dlscale.core.stages import STAGES
 from dlscale.preflight import cost
@@ -81,22 +81,12 @@ class Runs:
     def program_params(self, wildcards: Wildcards) -> Params:
         return self.programs.params("program", self.context.run(wildcards))
 
-    def profile_params(self, wildcards: Wildcards) -> Params:
-        run = self.context.run(wildcards)
-        profilers = registry.profilers()
-        return self._params(
-            "profile", run, modules=[profilers[name] for name in run.profile.tools if name in profilers]
-        )
-
-    def _params(self, stage: str, run: Run, loaders: Iterable[str] = (), modules: Iterable[str] = ()) -> Params:
+    def _params(self, stage: str, run: Run, loaders: Iterable[str] = ()) -> Params:
         """Return the parameters that make a stage run again: settings, and sources of the study and the loaders."""
         if run.program:
             return self.programs.params(stage, run)
-        modules = [*run_modules(stage, run.study, *run.loaders(stage), *loaders), *modules]
+        modules = [*run_modules(stage, run.study, *run.loaders(stage), *loaders), *STAGES[stage].imports(run)]
         return self.context.params(modules, json.dumps(decisive_settings(stage, run.slice(stage))))
-
-    def tune_params(self, wildcards: Wildcards) -> Params:
-        return self._params("tune", self.context.run(wildcards)) | {"candidates": self.programs.candidates(wildcards)}
 
     def settings(self, wildcards: Wildcards, input: Any) -> str:
         return self.programs.with_fetched_folder(self.context.run(wildcards)).model_dump_json()

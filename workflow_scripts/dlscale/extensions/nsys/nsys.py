@@ -35,9 +35,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import command_output, let_threads_wait
 from dlscale.core.process import MEET
 from dlscale.core.ranges import RANGES, marking
+from dlscale.extensions.profile.trace import summarise
 from dlscale.launch.contain import exit_with_stdin
 from dlscale.measure.profilers import Found, ProfiledTool, overhead
-from dlscale.measure.profilers.trace import summarise
 from dlscale.measure.window import Window
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import CommHook
@@ -52,7 +52,7 @@ NOT_FOUND = (
 CAPTURE = "dlscale capture"
 
 
-def profile(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
+def profile_apart(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
     """Profile a run; every rank must call this function, and gets the findings of the rank's report.
 
     The child processes need the device's memory, which the caller must have released.
@@ -349,7 +349,7 @@ THEIRS = {"data copy in": "copy"}
 
 
 def events(path: Path) -> pd.DataFrame:
-    """Return the events in a database of nsys, as a table for `dlscale.measure.profilers.trace`.
+    """Return the events in a database of nsys, as a table for `dlscale.extensions.profile.trace`.
 
     Only ranges with dlscale's names are returned. Raise `UserError` if the file is not a database of Nsight Systems.
     """

@@ -3,6 +3,8 @@
 from dlscale.core.commands import Query
 from dlscale.core.stage import START, Stage, option, path, training_work
 
+USES = ("profile", "tune")
+
 COMMANDS = {
     "measure": Query(
         "dlscale.extensions.programs.measure",

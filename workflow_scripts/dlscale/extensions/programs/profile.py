@@ -27,12 +27,12 @@ from typing import Any
 
 from dlscale.core.machine import command_output
 from dlscale.core.text import aligned, percent
+from dlscale.extensions.profile.profile import first_rows, write
+from dlscale.extensions.profile.torch_profiler import REFUSED, read
+from dlscale.extensions.profile.trace import DEVICE, summarise
 from dlscale.extensions.programs.steps import SETTLING, Process, Span
 from dlscale.extensions.programs.window import FIRST, STEPS
-from dlscale.measure.profile import first_rows, write
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, overhead
-from dlscale.measure.profilers.torch_profiler import REFUSED, read
-from dlscale.measure.profilers.trace import DEVICE, summarise
 from dlscale.measure.records import Throughput
 from dlscale.report.profiles import PARTS, of_tool
 

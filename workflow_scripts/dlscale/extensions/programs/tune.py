@@ -12,7 +12,7 @@ from dlscale.config.run import Tune, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.progress import Progress
 from dlscale.extensions.programs.turns import Program
-from dlscale.measure.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
+from dlscale.extensions.tune.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
 from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.measure.turns import TimedRunSettings, TurnFailed
 
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 class _Trials:
-    """Measure candidate programs by their number; instances can be used as a `dlscale.measure.tune.Measure`.
+    """Measure candidate programs by their number; instances can be used as a `dlscale.extensions.tune.tune.Measure`.
 
     A program is started for each turn. If `keeps` is true, a program is kept instead, and stopped between its turns.
     """

@@ -21,10 +21,11 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import atomic_write
 from dlscale.core.text import escape_formula
+from dlscale.extensions.profile.lines import LineProfiler
+from dlscale.extensions.profile.operators import operator_work
+from dlscale.extensions.profile.torch_profiler import TorchProfiler
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, overhead
-from dlscale.measure.profilers.lines import LineProfiler
-from dlscale.measure.profilers.torch_profiler import TorchProfiler
-from dlscale.measure.roofline import attempt, operator_work
+from dlscale.measure.roofline import attempt
 from dlscale.measure.window import Window
 from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
@@ -52,11 +53,9 @@ def main(args: argparse.Namespace) -> None:
         _folder(Path(args.out), world) as folder,
     ):
         found = dict[str, Found]()
-        for name, module in registry.profilers().items():
-            if (
-                name in settings.tools
-            ):  # before the model is opened, because this profiler's processes need the device's memory
-                start = registry.load(module).profile
+        # Separate processes run before the model is opened, because they need the device's memory.
+        for name in settings.tools:
+            if start := getattr(registry.load(registry.profilers()[name]), "profile_apart", None):
                 found[name] = start(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
         if world.main:

@@ -17,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlscale.core.ranges import RANGES, marking
+from dlscale.extensions.profile.trace import COLUMNS, DEVICE, summarise
 from dlscale.measure.profilers import Found, Unavailable
-from dlscale.measure.profilers.trace import COLUMNS, DEVICE, summarise
 
 REFUSED = (
     "PyTorch's profiler recorded no GPU work: CUPTI is not permitted, or another profiler uses it (see the log). "

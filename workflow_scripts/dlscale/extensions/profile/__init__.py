@@ -1,0 +1,1 @@
+"""Extension: profile some steps of a run."""

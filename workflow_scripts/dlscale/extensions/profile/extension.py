@@ -1,0 +1,46 @@
+"""Stage that profiles some steps of a run, and its profilers."""
+
+from typing import Any
+
+from dlscale.core.registry import profilers
+from dlscale.core.stage import Stage, path
+
+PROFILERS = {
+    "torch": "dlscale.extensions.profile.torch_profiler",
+    "lines": "dlscale.extensions.profile.lines",
+}
+
+
+def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
+    """Return the samples of the profile stage.
+
+    The number of samples is (skipped steps x starts + 3 x profilers x profiled steps) x batch size. Each profiler has
+    3 windows of steps: before the profiler starts, while the profiler records, and after the profiler stopped.
+    """
+    steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps
+    return float(steps * run.batch_size)
+
+
+def profile_starts(run: Any) -> int:
+    """Return the number of processes that a rank starts one after the other.
+
+    The first process profiles with PyTorch. Each profiler of an extension starts one more process.
+    """
+    return 1 + len({*run.profile.tools} - PROFILERS.keys())
+
+
+STAGES = {
+    "profile": Stage(
+        "dlscale.extensions.profile.profile",
+        "Profile some steps of a run: time and memory by operation.",
+        "run",
+        (path("--out", "folder to write: profile.json, profile_summary.csv, traces"),),
+        settings=("profile",),
+        outputs=("profile/profile.json", "profile/profile_summary.csv", "telemetry/profile.csv"),
+        nodes="geometry",
+        work=profile_work,
+        starts=profile_starts,
+        imports=lambda run: [profilers()[name] for name in run.profile.tools],
+        after="throughput",
+    ),
+}

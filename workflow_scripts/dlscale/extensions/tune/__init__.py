@@ -1,0 +1,1 @@
+"""Extension: search for the fastest settings of a run."""

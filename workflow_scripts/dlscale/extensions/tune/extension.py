@@ -1,0 +1,35 @@
+"""Stage that searches for the fastest settings of a run."""
+
+from dlscale.core.stage import Stage, option, path
+
+STAGES = {
+    "tune": Stage(
+        "dlscale.extensions.tune.tune",
+        "Search for a run's fastest loader, threads and batch size; write them as settings.",
+        "run",
+        (
+            path("--out", "folder to write: tune.json, tuned.yaml"),
+            option("--run", "name of the tuned run, on which the plan in tuned.yaml is based", metavar="PLAN.RUN"),
+            option(
+                "--call",
+                "shell command that starts the workflow, for the command in tuned.yaml",
+                False,
+                default="snakemake --configfile",
+                metavar="WORDS",
+            ),
+            option(
+                "--candidates",
+                "candidates for an external program: each has changed settings and the resulting run",
+                False,
+                metavar="JSON",
+            ),
+        ),
+        settings=("tune",),
+        outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
+        nodes="geometry",
+        work=lambda run, train, valid: 0.0,  # `tune.seconds` sets the time; the work before the search is short
+        seconds=lambda run: float(run.tune.seconds),
+        minutes=30,
+        after="throughput",
+    ),
+}
