@@ -26,6 +26,7 @@ from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
 from dlscale.datasets.files import kind as files_kind
 from dlscale.datasets.files.describe import describe_prepared
+from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.preflight import cost, doctor
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
@@ -34,7 +35,6 @@ from dlscale.rules.commands import Commands
 from dlscale.rules.context import Context
 from dlscale.rules.datasets import Datasets
 from dlscale.rules.plans import Plans
-from dlscale.rules.programs import Programs
 from dlscale.rules.runs import ALL_CORES, Runs, decisive_settings
 from tests.conftest import ERA5, ERA5_RUN
 
@@ -52,7 +52,7 @@ class Jobs(NamedTuple):
     context: Context
     commands: Commands
     datasets: Datasets
-    programs: Programs
+    programs: ProgramJobs
     runs: Runs
     plans: Plans
 
@@ -89,7 +89,7 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
 def make_jobs(context: Context) -> Jobs:
     """Return the objects for a call."""
     commands = Commands(context)
-    datasets, programs = Datasets(context, commands), Programs(context, commands)
+    datasets, programs = Datasets(context, commands), ProgramJobs(context, commands)
     return Jobs(context, commands, datasets, programs, Runs(context, commands, datasets, programs), Plans(context))
 
 

@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from dlscale.config import resolve
-from dlscale.config.program import Program
 from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core import urls
@@ -29,10 +28,12 @@ from dlscale.core.files import temporary_folder
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
 from dlscale.extensions.programs import checkout, run_program, turns
+from dlscale.extensions.programs.jobs import ProgramJobs
+from dlscale.extensions.programs.launch import PROGRAM_SHELL, TORCHRUN_VARIABLES, launch_program
 from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at
 from dlscale.extensions.programs.running import HOOK, PRINTED
-from dlscale.launch.launcher import PROGRAM_SHELL, TORCHRUN_VARIABLES, ContainerMounts, launch_program
-from dlscale.rules.programs import Programs
+from dlscale.extensions.programs.settings import Program
+from dlscale.launch.launcher import ContainerMounts
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program
 from tests.waiting import PATIENCE, until
@@ -359,7 +360,7 @@ def test_words_of_values() -> None:
 def named_files(results: Path, run: Any) -> list[str]:
     """Return the files that the command of a run's program contains."""
     context: Any = SimpleNamespace(paths=Results(results))
-    return Programs(context, commands=Any).named_files(run)
+    return ProgramJobs(context, commands=Any).named_files(run)
 
 
 def test_a_word_may_be_long(tmp_path: Path) -> None:

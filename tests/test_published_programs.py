@@ -19,13 +19,14 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from dlscale.config import resolve
-from dlscale.config.program import Words
 from dlscale.config.run import Run
 from dlscale.config.site import Site
 from dlscale.core import machine
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.extensions.programs import steps
+from dlscale.extensions.programs.launch import launch_program
 from dlscale.extensions.programs.printed import rate_of
+from dlscale.extensions.programs.settings import Words
 from dlscale.launch import launcher
 from dlscale.measure.records import Throughput
 from tests.conftest import ROOT, stage
@@ -267,7 +268,7 @@ def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> 
     run = runs("starter_published_program", {"geometry": {"gpus_per_node": 2}}, program)["program"]
     site = Site.model_validate({"engine": "none", "starter": starter, "gpu": False})
     here = launcher.ContainerMounts(str(place.path), str(ROOT / "workflow_scripts"), uid=os.getuid(), gid=os.getgid())
-    found = place.run(run, launcher.launch_program(site, here, run)[1])
+    found = place.run(run, launch_program(site, here, run)[1])
     found.check()
     assert (found.record.nranks, found.record.batch_size) == (2, 32)
 

@@ -16,7 +16,8 @@ import yaml
 
 from dlscale.config.run import load_run
 from dlscale.config.site import Site
-from dlscale.launch.launcher import ContainerMounts, launch_program
+from dlscale.extensions.programs.launch import launch_program
+from dlscale.launch.launcher import ContainerMounts
 from tests.conftest import ROOT, make_run
 from tests.container.conftest import Engine
 from tests.programs import settings, write_program

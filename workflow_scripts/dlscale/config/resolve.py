@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlscale.config import program
 from dlscale.config.dataset import Written, seen
 from dlscale.config.places import MEASURED
 from dlscale.config.records import Published, Series
@@ -181,7 +180,9 @@ def _targets(merged: Raw) -> Any:
 def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
     """Return a plan's runs with the placeholders of external programs replaced by the run's settings."""
     return {
-        name: replace(each, run=each.run.model_copy(update={"program": program.filled(each.run)}), asked=each.run)
+        name: replace(
+            each, run=each.run.model_copy(update={"program": each.run.program.filled(each.run)}), asked=each.run
+        )
         if each.run.program
         else each
         for name, each in runs.items()
@@ -190,8 +191,6 @@ def _filled(runs: dict[str, ResolvedRun]) -> dict[str, ResolvedRun]:
 
 def of_program(stages: Iterable[str]) -> list[str]:
     """Return the stages that an external program supports, with `program` instead of `train`."""
-    if "program" not in STAGES:
-        raise UserError("a run has the key program, which needs the extension `programs`; this extension is missing")
     there = ("program" if stage == "train" else stage for stage in stages)
     return [stage for stage in there if STAGES[stage].program]
 
@@ -552,7 +551,8 @@ class _Resolver:
 
     def _check_program(self, here: str, plan: Plan, run: str, found: ResolvedRun) -> None:
         """Refuse stages that external programs do not support, and settings that the program does not get."""
-        wrong = ""
+        wrong, program = "", found.run.program
+        assert program is not None
         if not of_program(plan.stages(run)):
             wrong = (
                 f"measure: a program only has the stages train and throughput; add one of these stages, or remove {run}"
@@ -565,16 +565,15 @@ class _Resolver:
             wrong = f"runs.{run}.{problem}"  # plans that are not targets are checked when they run
         elif plan.halves:
             wrong = "sweep.method halving: an external program always trains to its end; use grid or random"
-        elif found.run.program and found.run.program.image and self.workflow.site.engine == "none":
+        elif program.image and self.workflow.site.engine == "none":
             wrong = f"runs.{run}.program.image: site.engine is none; set an engine, or remove the image"
         if wrong:
             raise UserError(f"configuration: {here}.{wrong}")
-        if plan.repeat > 1 and "seed" not in set(found.run.program.placeholders() if found.run.program else ()):
+        if plan.repeat > 1 and "seed" not in {*program.placeholders()}:
             raise UserError(f"configuration: {here}.repeat: the program's command has no {{seed}}; add {{seed}}")
         if not registry.study(plan.study).programs:
             return  # the settings of a study with a model describe the work of the program
-        assert found.run.program
-        used = {program.SHORT.get(name, name) for name in found.run.program.placeholders()}
+        used = {program.short.get(name, name) for name in program.placeholders()}
         used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
         for where, layer in self.layers(found.plan, found.name)[1]:
             for key in flat(layer) if not where.startswith(written_in(plan.study)) else ():

@@ -25,7 +25,6 @@ from pydantic import (
 
 from dlscale.config import laws
 from dlscale.config.laws import Law, Lawful
-from dlscale.config.program import Program, Value
 from dlscale.core import registry
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS
@@ -45,6 +44,7 @@ from dlscale.core.schema import (
     Seed,
     Strict,
     Threads,
+    Value,
     Workers,
     one_of,
 )
@@ -54,6 +54,8 @@ from dlscale.core.stages import STAGES
 #: Names of experiment trackers (`Tracker`) and of profilers (`Tool`), including extensions.
 Tracker: Any = one_of(registry.trackers())
 Tool: Any = one_of(registry.profilers())
+#: Class of the settings of an external program.
+Program: Any = registry.provided("Program", one_of([]))
 
 
 class _Optimizer(Lawful):

@@ -36,7 +36,6 @@ TABLES: dict[str, dict[str, str]] = {}
 GUARDS = {
     # settings and names: the params of a job contain the resolved values
     "dlscale.config.laws": "checks of settings that exclude each other",
-    "dlscale.config.program": "settings of an external program, whose stages add this module explicitly",
     "dlscale.core.registry": "search of modules by name; a fingerprint contains the modules themselves",
     "dlscale.core.schema": "types of settings, and messages for wrong values",
     "dlscale.core.settings": "reading of settings; an invalid file raises an error",

@@ -47,8 +47,8 @@ ENTRY_POINTS = "dlscale.extensions"
 def extensions() -> dict[str, ModuleType]:
     """Return the module of each extension by the extension's name, extensions of this package first.
 
-    The table `USES` of an extension names the other extensions that it imports. If one of them is missing, the extension
-    is left out.
+    `USES` of an extension names the other extensions that it imports. An extension is left out if one of them is
+    missing.
 
     Raises
     ------
@@ -326,6 +326,12 @@ def causes() -> list[str]:
     return list(_table("CAUSES").values())
 
 
+def provided(name: str, default: Any) -> Any:
+    """Return the object that an extension lists as `name` in its table `PROVIDES`; `default` without an extension."""
+    found = _table("PROVIDES").get(name)
+    return named(found) if found else default
+
+
 def trackers() -> dict[str, str]:
     """Return the full class names of experiment trackers, by name in `training.trackers`.
 
@@ -338,9 +344,8 @@ def trackers() -> dict[str, str]:
 def profilers() -> dict[str, str]:
     """Return the modules of profilers, by name in `profile.tools`.
 
-    The module of a profiler that starts separate processes has
-    `profile_apart(run_json, manifest, world, threads, device, folder)`, which all ranks call, and `of_report(path)`, which
-    reads a report.
+    The module of a profiler that starts separate processes has two functions: all ranks call `profile_apart(run_json,
+    manifest, world, threads, device, folder)`, and `of_report(path)` reads a report.
     """
     return _table("PROFILERS")
 

@@ -53,6 +53,8 @@ Extent = Annotated[int, Field(gt=0, le=65_536)]
 Repeats = Annotated[int, Field(ge=0, le=100_000)]
 #: Whole number of either sign.
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
+#: Value of a placeholder in a command.
+Value = bool | Whole | Number | str | list[bool | Whole | Number | str]
 #: Largest seed that PyTorch accepts.
 MAX_SEED = 2**63 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]

@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlscale.config.program import Program
-from dlscale.config.run import Geometry, Run
+from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
-from dlscale.core.machine import FABRIC, HOST_SUFFIX, LOCAL_DISK, STEPS, WATCHDOG, command_output
-from dlscale.core.process import VARIABLES
+from dlscale.core.machine import FABRIC, HOST_SUFFIX, LOCAL_DISK, WATCHDOG, command_output
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
@@ -37,6 +35,15 @@ RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
 #: Command that supervises the engine's client.
 SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Command that a container runs instead of dlscale."""
+
+    folder: str  #: Working folder.
+    prefix: tuple[str, ...]  #: Words before the command.
+    variables: tuple[str, ...]  #: Names of variables that the container gets from the environment.
 
 
 @dataclass(frozen=True)
@@ -75,101 +82,33 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
     # On full nodes, local rank i takes the i-th GPU of the site's order. On part of a node, the scheduler selects GPUs.
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
     ordered = whole and bool(site.gpu)
-    site = _stage_environment(site, geometry, ordered)
-    container = _contain(site, place, gpu=geometry is not None)
-    python = _python(site)
+    site = with_stage_environment(site, geometry, ordered)
+    container = container_command(site, place, gpu=geometry is not None)
+    python = python_command(site)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *python]
     if site.starter == "srun":  # one container, or one bare process, for each task
-        srun = _srun(site, geometry)
+        srun = srun_command(site, geometry)
         if ordered:  # task i gets the i-th block of CPUs, not spread over sockets; every task sees all GPUs
             srun += ["--distribution=block:block", "--gpu-bind=none"]
         return [*srun, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
-        return [*_mpirun(site, geometry), *container, *python]
+        return [*mpirun_command(site, geometry), *container, *python]
     # `dlscale.launch.ranks` ends all processes when one fails. The words after its options are arguments of Python.
     several = geometry.nodes > 1
-    start = _filled(site.start, geometry) if several else []
+    start = with_numbers(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
     ranks = [python[0], *RANKS, *meet, f"--nproc-per-node={geometry.gpus_per_node}"]
     return [*start, *container, *ranks, *python[1:]]
 
 
-def _python(site: Site) -> list[str]:
+def python_command(site: Site) -> list[str]:
     """Return the command `dlscale` for stages: of the image's Python, or of this Python if the site has no engine."""
     return PYTHON_HERE if site.engine == "none" else PYTHON
 
 
-#: Command that starts an external program's processes on one node, with the program's own PyTorch.
-TORCHRUN = ["torchrun", "--standalone", "--no-python"]
-
-#: Shell command that sets torchrun's variables in a task of srun or mpirun, and runs the program.
-TORCHRUN_VARIABLES = (
-    " ".join(
-        [
-            "export",
-            *(
-                f'{own}="{"".join(f"${{{other}-" for other in others)}{"}" * len(others)}"'
-                for own, *others in zip(*VARIABLES, strict=True)
-            ),
-        ]
-    )
-    + '; exec "$@"'
-)
-
-#: Placeholder for the external program's working folder in the words before its command.
-FOLDER = "{folder}"
-
-#: Shell script in an external program's container: adds the hook to PYTHONPATH, and ends the program when standard
-#: input ends.
-PROGRAM_SHELL = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
-exec 3<&0 </dev/null
-((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
-exec "$@" 3<&-"""
-
-
-def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[str], list[str]]:
-    """Return the command of an external program's stage, and the words before the program's own command.
-
-    On a site with an engine, stage and program run in the same container, with two exceptions. The stage runs outside
-    of a container if the program has its own image, or if `srun`, `mpirun` or a command for several nodes starts the
-    program.
-    """
-    program, geometry = run.program, run.geometry
-    assert program is not None
-    several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
-    site = _stage_environment(site, geometry, ordered=False)
-    if site.engine not in (
-        "none",
-        "shifter",
-    ):  # external programs may write into their own folder, so the container mounts it
-        own = outside([program.folder], place.folder, *filter(None, [place.results]))
-        site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
-    container = list[str]()
-    if program.image or (several and (site.starter != "torchrun" or geometry.nodes > 1)):
-        outer = [*_contain(site.model_copy(update={"engine": "none"}), place, gpu=True), *PYTHON_HERE]
-        if site.engine != "none":
-            told = site.model_copy(update={"image": program.image or site.image})
-            container = _contain(told, place, gpu=True, program=program)
-    else:
-        outer = [*_contain(site, place, gpu=True), *_python(site)]
-    start = list[str]()
-    if several and site.starter == "torchrun":
-        start = _filled(site.start, geometry) if geometry.nodes > 1 else []
-        meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
-        torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
-        container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
-    elif several:
-        start = (
-            [sys.executable, *RANKS, *_srun(site, geometry), "--kill-on-bad-exit=1", *_meet(geometry)]
-            if site.starter == "srun"
-            else _mpirun(site, geometry)
-        )
-        start += ["sh", "-c", TORCHRUN_VARIABLES, "sh"]
-    return outer, [*start, *container]
-
-
-def _srun(site: Site, geometry: Geometry) -> list[str]:
+def srun_command(site: Site, geometry: Geometry) -> list[str]:
+    """Return the command `srun` with a task per device."""
     # srun needs the geometry again: inside a job, the workflow's executor hides the geometry of the job.
     srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}", "--cpu-bind=cores"]
     if site.scheduler:
@@ -178,16 +117,22 @@ def _srun(site: Site, geometry: Geometry) -> list[str]:
     return srun
 
 
-def _mpirun(site: Site, geometry: Geometry) -> list[str]:
-    return [sys.executable, *RANKS, *_filled(site.start or ["mpirun", "-n", "{ranks}"], geometry), *_meet(geometry)]
+def mpirun_command(site: Site, geometry: Geometry) -> list[str]:
+    """Return the command of the site, or else `mpirun`, that starts a process per device."""
+    return [
+        sys.executable,
+        *RANKS,
+        *with_numbers(site.start or ["mpirun", "-n", "{ranks}"], geometry),
+        *meeting_command(geometry),
+    ]
 
 
-def _meet(geometry: Geometry) -> list[str]:
+def meeting_command(geometry: Geometry) -> list[str]:
     """Return a command that sets the address at which ranks meet; `dlscale.launch.ranks` fills in host and port."""
     return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
 
 
-def _stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
+def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     """Return the site with the environment of its stages, and with mounts of `local_disk` and `packages`."""
     environment, mounts = dict[str, str | None](), dict[str, str]()
     if geometry:
@@ -214,7 +159,7 @@ def device(site: Site) -> str:
     return "cuda" if (there if site.gpu is None else site.gpu) else "auto"
 
 
-def _filled(words: Iterable[str], geometry: Geometry) -> list[str]:
+def with_numbers(words: Iterable[str], geometry: Geometry) -> list[str]:
     """Replace placeholders such as {ranks} in a site's words by the numbers of a geometry."""
     numbers = {
         "{ranks}": geometry.world_size,
@@ -235,16 +180,16 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
         slurm.check(site.scheduler, geometry, where)
 
 
-def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | None = None) -> list[str]:
+def container_command(site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None) -> list[str]:
     """Return the words before a command that runs in the site's environment: in a container, or without an engine.
 
-    `program` is the external program that the container runs, if any.
+    `guest` is the command that the container runs, if it is not dlscale.
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
         return _env(site.environment)
     given = {
-        **({} if program else {"PYTHONPATH": place.sources}),
+        **({} if guest else {"PYTHONPATH": place.sources}),
         "PYTHONNOUSERSITE": "1",  # a mounted home folder may have packages for another Python
         "HOME": "/tmp",
         **site.environment,
@@ -252,8 +197,8 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
     environment = {name: value for name, value in given.items() if value is not None}
     unset = _env({name: None for name, value in given.items() if value is None})
     folders = {path: path for path in (place.folder, place.results) if path}
-    here = FOLDER if program else place.folder
-    held = ["sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook"] if program else []
+    here = guest.folder if guest else place.folder
+    prefix = guest.prefix if guest else ()
     if site.engine == "shifter":
         # A Shifter container sees the site's file systems and the environment. Modules of the site set their variables
         # last, so `env` sets the stage's variables in the container. The image's HOME would hide ~/.netrc and caches.
@@ -279,7 +224,7 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
             *("--pwd", here, image),
             *unset,
-            *held,
+            *prefix,
         ]
     return [
         *(*SUPERVISOR, site.engine, "run", "--rm", "--init"),
@@ -295,11 +240,10 @@ def _contain(site: Site, place: ContainerMounts, gpu: bool, program: Program | N
         f"--workdir={here}",
         *(f"--env={name}={value}" for name, value in environment.items()),
         *(f"--env={name}" for name in PASSED_ON if name not in environment),
-        *(f"--env={name}" for name in (program.secret_variables() if program else ())),
-        f"--env={STEPS}" if program else "--env=DLSCALE_LIFELINE=1",
+        *([f"--env={name}" for name in guest.variables] if guest else ["--env=DLSCALE_LIFELINE=1"]),
         image,
         *unset,
-        *held,
+        *prefix,
     ]
 
 

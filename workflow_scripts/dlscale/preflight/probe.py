@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlscale.config.dataset import DatasetSettings
-from dlscale.config.program import Program, missing_script
 from dlscale.core.errors import UserError
 from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
@@ -189,9 +188,9 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     return None
 
 
-def probe_script(run: str, key: str, program: Program, contained: bool) -> Finding | None:
+def probe_script(run: str, key: str, program: Any, contained: bool) -> Finding | None:
     """Check that the script of a run's external program exists; `key` is the configuration key of its command."""
-    script = missing_script(program, contained)
+    script = program.missing_script(contained)
     remedy = f"correct {key}, or get the program's files"
     return Finding(f"run {run}", "FAIL", f"{script}: no such file", remedy) if script else None
 

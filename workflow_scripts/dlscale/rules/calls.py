@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlscale.config.program import check_trials
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
@@ -118,7 +117,11 @@ class Call:
             if work.run:
                 here = f"plans.{work.plan}.runs.{work.run_name}."
                 launcher.check(self.site, work.run.geometry, here)
-                if work.stage == "throughput" and work.run.program and (problem := check_trials(work.run)):
+                if (
+                    work.stage == "throughput"
+                    and work.run.program
+                    and (problem := work.run.program.check_trials(work.run))
+                ):
                     raise UserError(f"{here}{problem}")
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:

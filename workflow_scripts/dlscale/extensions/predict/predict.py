@@ -17,7 +17,6 @@ from typing import Any
 
 from dlscale.config.compute import compute_digest, compute_settings
 from dlscale.config.places import run_folder
-from dlscale.config.program import MADE
 from dlscale.config.resolve import Configuration, study_files
 from dlscale.config.run import DDP, DP, FSDP, Geometry, load_run
 from dlscale.core import registry
@@ -153,7 +152,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
 def _follows(key: str) -> bool:
     """Return whether a program's setting follows from devices and batch size, so that it may differ between runs."""
     own = key.removeprefix("program.values.")
-    return own == key or own.split(".")[0] in (*FREE, *MADE, "nodes", "gpus_per_node")
+    return own == key or own.split(".")[0] in (*FREE, "nodes", "gpus", "gpus_per_node", "local_batch_size")
 
 
 def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:

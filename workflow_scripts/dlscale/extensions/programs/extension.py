@@ -80,6 +80,11 @@ PROGRAM_STAGES = {
     "tune": "dlscale.extensions.programs.tune",
 }
 
+PROVIDES = {
+    "Program": "dlscale.extensions.programs.settings.Program",
+    "Programs": "dlscale.extensions.programs.jobs.ProgramJobs",
+}
+
 #: Functions that find what slows an external program, for the verdict on its run.
 CAUSES = {
     name: f"dlscale.extensions.programs.causes.{name}"

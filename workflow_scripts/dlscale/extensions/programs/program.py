@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.compute import compute_digest
-from dlscale.config.program import Words
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
@@ -31,6 +30,7 @@ from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import PRINTED
+from dlscale.extensions.programs.settings import Words
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlscale.config import program
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import make_folder
@@ -21,9 +20,10 @@ from dlscale.core.progress import StageStatus, write_status
 from dlscale.core.redact import restore
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.launch import FOLDER
 from dlscale.extensions.programs.revision import fresh
 from dlscale.extensions.programs.running import Outcome, Reading, measured, run_command, warn_of_lost_hook, with_hook
-from dlscale.launch.launcher import FOLDER
+from dlscale.extensions.programs.settings import Words
 from dlscale.measure.records import Throughput
 
 
@@ -35,9 +35,9 @@ class RunProgram:
         for folder in (out, steps):
             make_folder(folder)
         # Records contain the command as written in the configuration, without secrets.
-        self.words = program.Words(run.program, str(out.absolute()), resumed).command
+        self.words = Words(run.program, str(out.absolute()), resumed).command
         whole = type(run.program).model_validate(restore(run.program.model_dump()))
-        words = program.Words(whole, str(out.absolute()), resumed)
+        words = Words(whole, str(out.absolute()), resumed)
         self.folder, self.environment = words.folder, words.environment
         if not Path(self.folder).is_dir():
             raise UserError(f"program.folder: {self.folder}: no such folder")
@@ -109,7 +109,7 @@ class RunProgram:
         return found.model_copy(update={"nranks": devices})
 
 
-def _check_pinned(words: program.Words, checkout: Path) -> None:
+def _check_pinned(words: Words, checkout: Path) -> None:
     """Refuse a command that names a checked-out file by its original path, where the file may be of another commit."""
     top = Path(words.folder).resolve()
     top = next(each for each in (top, *top.parents) if Path(each, ".git").exists())

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dlscale.config.program import RATES
 from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular
 from dlscale.core.noise import interval
+from dlscale.extensions.programs.settings import RATES
 
 #: Ways of detecting steps, beginning with the most reliable way: `dlscale.timed` in the program, and the hook in
 #: PyTorch's functions.

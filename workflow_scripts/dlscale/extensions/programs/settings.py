@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from dlscale.config.laws import Law, Lawful
 from dlscale.core.errors import brief, unknown
 from dlscale.core.redact import has_marker
-from dlscale.core.schema import Number, Whole
+from dlscale.core.schema import Value
 from dlscale.core.settings import flat
 from dlscale.core.urls import hidden
 
@@ -48,9 +48,6 @@ MIN_STEPS = 5
 
 #: Pattern of dlscale's names for the values that a program logs.
 OURS = re.compile(r"loss/(train|valid)|learning_rate|valid/.+")
-
-Scalar = bool | Whole | Number | str
-Value = Scalar | list[Scalar]
 
 
 class Program(Lawful):
@@ -117,6 +114,8 @@ class Program(Lawful):
         description="Words that replace {resume} if an earlier try left files in {out}; otherwise {resume} is removed.",
     )
 
+    short: ClassVar[dict[str, str]] = SHORT
+
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: its.repository and not its.revision, "repository needs revision: the commit to fetch"),
         (
@@ -174,6 +173,144 @@ class Program(Lawful):
         for text in self.texts():
             yield from (match[1] for match in PLACEHOLDER.finditer(text) if match[1])
 
+    def filled(self, run: Any) -> Program:
+        """Return the program of a run with all placeholders replaced except {out} and {resume}.
+
+        `values` of the result are the values that were used.
+        """
+        known = {**settings_of(run), **self.values}
+        used = {name: known[name] for name in self.placeholders() if name in known}
+
+        def value(name: str) -> str | list[str] | None:
+            found = used.get(name)
+            own = name in self.values  # such values may contain placeholders
+            if isinstance(found, list):
+                return [_text(str(each), value) if own else str(each) for each in found]
+            return _text(found, value) if own and isinstance(found, str) else _written(found)
+
+        return Program(
+            **self.model_dump(include={"revision", "repository", "image", "start", "rate", "losses"}),
+            command=[word for text in self.command for word in _words(text, value)],
+            resume=[word for text in self.resume for word in _words(text, value)],
+            environment={name: _text(text, value) for name, text in self.environment.items()},
+            folder=_text(self.folder, value),
+            log=self.log and _text(self.log, value),
+            values=used,
+        )
+
+    def check(self, run: Any) -> str | None:
+        """Return an error message for wrong placeholders of a run's program; the message begins with the wrong key.
+
+        Return None if the placeholders are valid.
+        """
+        settings, used = settings_of(run), set(self.placeholders())
+        if self.repository and self.folder.startswith("/"):
+            return f"program.folder: {self.folder}: with a repository, expected a relative path in it"
+        for name in self.values:
+            if name in settings or name in LATER:
+                return f"program.values.{name}: a setting has this name; choose another name"
+            if name == "kind":
+                return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
+            if "." in name:
+                return f"program.values.{name}: names with dots are for settings; choose another name"
+            if name not in used:
+                return f"program.values.{name}: the command, environment and log do not contain {{{name}}}; add it"
+        known = {**settings, **self.values}
+        for name in sorted(used - set(LATER)):
+            if name not in known:
+                return (
+                    f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; write {{{{ for a brace"
+                )
+            if known[name] is None:
+                return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
+        try:
+            self.filled(run)
+        except RecursionError:
+            return "program.values: placeholders refer to each other in a circle; remove one reference"
+        except ValidationError as error:  # such as an empty list in place of a required word
+            first = error.errors()[0]
+            key = ".".join(map(str, ("program", *first["loc"])))
+            return f"{key}: {first['msg'].removeprefix('Value error, ')}, after its placeholders are replaced"
+        return None
+
+    def check_trials(self, run: Any) -> str | None:
+        """Return the message for trials that have too few steps for a program's rate.
+
+        Return None if the trials have enough steps, or if the program prints its rate.
+        """
+        timed = run.throughput
+        if self.rate or (steps := (timed.warmup + timed.trials) * timed.batches) >= MIN_STEPS:
+            return None
+        return (
+            f"throughput: (warmup + trials) * batches is {steps}; a program's rate needs at least {MIN_STEPS} steps; "
+            "raise batches"
+        )
+
+    def missing_script(self, contained: bool = False) -> str | None:
+        """Return the path of a command's script if it is missing.
+
+        Return None if the script exists or cannot be checked yet.
+
+        `contained` means that the program runs in a container, whose files are not visible to this process.
+        """
+        folder = Path(self.folder)
+        script = _script(Words(self, "{out}").command)
+        if script and "{out}" in script:
+            script = None
+        if script is None or not os.access(folder, os.X_OK) or (self.revision and not self.repository):
+            return None
+        there = (contained and script.startswith("/")) or (folder / script).exists()
+        return None if there else str(folder / script)
+
+    def untuned(self, run: Any) -> str | None:
+        """Return the reason why tune cannot run for a run's program; the message begins with the wrong key.
+
+        Return None if tune can run.
+        """
+        if run.geometry.world_size > 1:
+            return "tune: programs are tuned on one device; set nodes and gpus_per_node in geometry to 1"
+        if self.image or self.rate:
+            return "tune: paired timing is impossible for a program with image or rate; remove tune or these keys"
+        if wrong := [name for name in run.tune.values if name not in self.values]:
+            return f"tune.values.{wrong[0]}: {unknown('value of the program', wrong[0], self.values)}"
+        try:
+            found = self.candidates(run, 1)
+        except (ValidationError, RecursionError) as error:
+            return f"tune: {brief(error)}"
+        if len(found) < 2:
+            return "tune: the command has none of the placeholders {workers}, {batch_size}, {threads}, names of values"
+        return None
+
+    def candidates(self, run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
+        """Return the candidates of the stage tune for a run's program; the current settings are the first candidate.
+
+        A candidate is a pair: the changed settings by dotted key, and the run with a filled program. Only settings
+        with a placeholder in the program are varied. `cores` is the number of cores per process.
+        """
+        tried, used = run.tune, set(self.placeholders())
+        doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
+        lists: dict[str, list[Any]] = {
+            "loader.workers": tried.workers or [0, *doubled],
+            "loader.prefetch": tried.prefetch if "prefetch" in tried.model_fields_set else [],
+            "threads": tried.threads,
+            "batch_size": tried.batch_size,
+            **{f"program.values.{name}": values for name, values in tried.values.items()},
+        }
+        names = {**{key: name for name, key in SHORT.items()}, "batch_size": "batch_size", "threads": "threads"}
+        known = {
+            key: values
+            for key, values in lists.items()
+            if values and {key, names.get(key), key.removeprefix("program.values.")} & used
+        }
+        own, found = flat(run.model_dump(mode="json")), list[tuple[dict[str, Any], Any]]()
+        for combination in itertools.product(*known.values()):
+            over = dict(zip(known, combination, strict=True))
+            other = type(run).model_validate(_changed(run.model_dump(mode="json"), over))
+            change = {key: value for key, value in over.items() if value != own.get(key)}
+            if change not in [each for each, _ in found]:
+                found.append((change, other.model_copy(update={"program": other.program.filled(other)})))
+        return [({}, run.model_copy(update={"program": self.filled(run)})), *(each for each in found if each[0])]
+
 
 def _one_group(text: str) -> bool:
     try:
@@ -187,54 +324,6 @@ def settings_of(run: Any) -> dict[str, Any]:
     found = flat(run.model_dump(mode="json", exclude={"program"}))
     found |= {name: found[key] for name, key in SHORT.items() if key in found}
     return {**found, "gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
-
-
-def check_trials(run: Any) -> str | None:
-    """Return the message for trials that have too few steps for a program's rate.
-
-    Return None if the trials have enough steps, or if the program prints its rate.
-    """
-    timed = run.throughput
-    if run.program.rate or (steps := (timed.warmup + timed.trials) * timed.batches) >= MIN_STEPS:
-        return None
-    return (
-        f"throughput: (warmup + trials) * batches is {steps}; a program's rate needs at least {MIN_STEPS} steps; "
-        "raise batches"
-    )
-
-
-def check(run: Any) -> str | None:
-    """Return an error message for wrong placeholders of a run's program; the message begins with the wrong key.
-
-    Return None if the placeholders are valid.
-    """
-    settings, used = settings_of(run), set(run.program.placeholders())
-    if run.program.repository and run.program.folder.startswith("/"):
-        return f"program.folder: {run.program.folder}: with a repository, expected a relative path in it"
-    for name in run.program.values:
-        if name in settings or name in LATER:
-            return f"program.values.{name}: a setting has this name; choose another name"
-        if name == "kind":
-            return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
-        if "." in name:
-            return f"program.values.{name}: names with dots are for settings; choose another name"
-        if name not in used:
-            return f"program.values.{name}: the command, environment and log do not contain {{{name}}}; add it"
-    known = {**settings, **run.program.values}
-    for name in sorted(used - set(LATER)):
-        if name not in known:
-            return f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; write {{{{ for a brace"
-        if known[name] is None:
-            return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
-    try:
-        filled(run)
-    except RecursionError:
-        return "program.values: placeholders refer to each other in a circle; remove one reference"
-    except ValidationError as error:  # such as an empty list in place of a required word
-        first = error.errors()[0]
-        key = ".".join(map(str, ("program", *first["loc"])))
-        return f"{key}: {first['msg'].removeprefix('Value error, ')}, after its placeholders are replaced"
-    return None
 
 
 def _script(command: list[str]) -> str | None:
@@ -258,100 +347,6 @@ def _script(command: list[str]) -> str | None:
     if program in ("sh", "bash"):
         return rest[0] if rest and not rest[0].startswith("-") else None
     return first if "/" in first else None
-
-
-def missing_script(program: Program, contained: bool = False) -> str | None:
-    """Return the path of a command's script if it is missing.
-
-    Return None if the script exists or cannot be checked yet.
-
-    `contained` means that the program runs in a container, whose files are not visible to this process.
-    """
-    folder = Path(program.folder)
-    script = _script(Words(program, "{out}").command)
-    if script and "{out}" in script:
-        script = None
-    if script is None or not os.access(folder, os.X_OK) or (program.revision and not program.repository):
-        return None
-    there = (contained and script.startswith("/")) or (folder / script).exists()
-    return None if there else str(folder / script)
-
-
-def filled(run: Any) -> Program:
-    """Return a run's program with all placeholders replaced except {out} and {resume}.
-
-    `values` of the result are the values that were used.
-    """
-    program, known = run.program, {**settings_of(run), **run.program.values}
-    used = {name: known[name] for name in program.placeholders() if name in known}
-
-    def value(name: str) -> str | list[str] | None:
-        found = used.get(name)
-        own = name in program.values  # such values may contain placeholders
-        if isinstance(found, list):
-            return [_text(str(each), value) if own else str(each) for each in found]
-        return _text(found, value) if own and isinstance(found, str) else _written(found)
-
-    return Program(
-        **program.model_dump(include={"revision", "repository", "image", "start", "rate", "losses"}),
-        command=[word for text in program.command for word in _words(text, value)],
-        resume=[word for text in program.resume for word in _words(text, value)],
-        environment={name: _text(text, value) for name, text in program.environment.items()},
-        folder=_text(program.folder, value),
-        log=program.log and _text(program.log, value),
-        values=used,
-    )
-
-
-def untuned(run: Any) -> str | None:
-    """Return the reason why tune cannot run for a run's program; the message begins with the wrong key.
-
-    Return None if tune can run.
-    """
-    if run.geometry.world_size > 1:
-        return "tune: programs are tuned on one device; set nodes and gpus_per_node in geometry to 1"
-    if run.program.image or run.program.rate:
-        return "tune: paired timing is impossible for a program with image or rate; remove tune or these keys"
-    if wrong := [name for name in run.tune.values if name not in run.program.values]:
-        return f"tune.values.{wrong[0]}: {unknown('value of the program', wrong[0], run.program.values)}"
-    try:
-        found = candidates(run, 1)
-    except (ValidationError, RecursionError) as error:
-        return f"tune: {brief(error)}"
-    if len(found) < 2:
-        return "tune: the command has none of the placeholders {workers}, {batch_size}, {threads}, names of values"
-    return None
-
-
-def candidates(run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
-    """Return the candidates of the stage tune for a run's program; the current settings are the first candidate.
-
-    A candidate is a pair: the changed settings by dotted key, and the run with a filled program. Only settings with a
-    placeholder in the program are varied. `cores` is the number of cores per process.
-    """
-    tried, used = run.tune, set(run.program.placeholders())
-    doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
-    lists: dict[str, list[Any]] = {
-        "loader.workers": tried.workers or [0, *doubled],
-        "loader.prefetch": tried.prefetch if "prefetch" in tried.model_fields_set else [],
-        "threads": tried.threads,
-        "batch_size": tried.batch_size,
-        **{f"program.values.{name}": values for name, values in tried.values.items()},
-    }
-    names = {**{key: name for name, key in SHORT.items()}, "batch_size": "batch_size", "threads": "threads"}
-    known = {
-        key: values
-        for key, values in lists.items()
-        if values and {key, names.get(key), key.removeprefix("program.values.")} & used
-    }
-    own, found = flat(run.model_dump(mode="json")), list[tuple[dict[str, Any], Any]]()
-    for combination in itertools.product(*known.values()):
-        over = dict(zip(known, combination, strict=True))
-        other = type(run).model_validate(_changed(run.model_dump(mode="json"), over))
-        change = {key: value for key, value in over.items() if value != own.get(key)}
-        if change not in [each for each, _ in found]:
-            found.append((change, other.model_copy(update={"program": filled(other)})))
-    return [({}, run.model_copy(update={"program": filled(run)})), *(each for each in found if each[0])]
 
 
 def _changed(settings: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

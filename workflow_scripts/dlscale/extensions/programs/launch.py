@@ -1,0 +1,93 @@
+"""Start an external program: without a container, or in one; once, or with a process per device."""
+
+from __future__ import annotations
+
+import sys
+
+from dlscale.config.run import Run
+from dlscale.config.site import Site
+from dlscale.core.fingerprint import ROOT
+from dlscale.core.machine import STEPS
+from dlscale.core.process import VARIABLES
+from dlscale.launch.launcher import (
+    PYTHON_HERE,
+    RANKS,
+    ContainerMounts,
+    Guest,
+    container_command,
+    meeting_command,
+    mpirun_command,
+    outside,
+    python_command,
+    srun_command,
+    with_numbers,
+    with_stage_environment,
+)
+
+#: Command that starts an external program's processes on one node, with the program's own PyTorch.
+TORCHRUN = ["torchrun", "--standalone", "--no-python"]
+
+#: Shell command that sets torchrun's variables in a task of srun or mpirun, and runs the program.
+TORCHRUN_VARIABLES = (
+    " ".join(
+        [
+            "export",
+            *(
+                f'{own}="{"".join(f"${{{other}-" for other in others)}{"}" * len(others)}"'
+                for own, *others in zip(*VARIABLES, strict=True)
+            ),
+        ]
+    )
+    + '; exec "$@"'
+)
+
+#: Placeholder for the external program's working folder in the words before its command.
+FOLDER = "{folder}"
+
+#: Shell script in an external program's container: adds the hook to PYTHONPATH, and ends the program when standard
+#: input ends.
+PROGRAM_SHELL = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
+exec 3<&0 </dev/null
+((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
+exec "$@" 3<&-"""
+
+
+def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[str], list[str]]:
+    """Return the command of an external program's stage, and the words before the program's own command.
+
+    On a site with an engine, stage and program run in the same container, with two exceptions. The stage runs outside
+    of a container if the program has its own image, or if `srun`, `mpirun` or a command for several nodes starts the
+    program.
+    """
+    program, geometry = run.program, run.geometry
+    assert program is not None
+    several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
+    site = with_stage_environment(site, geometry, ordered=False)
+    # External programs may write into their own folder, so the container mounts it.
+    if site.engine not in ("none", "shifter"):
+        own = outside([program.folder], place.folder, *filter(None, [place.results]))
+        site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
+    container = list[str]()
+    if program.image or (several and (site.starter != "torchrun" or geometry.nodes > 1)):
+        outer = [*container_command(site.model_copy(update={"engine": "none"}), place, gpu=True), *PYTHON_HERE]
+        if site.engine != "none":
+            told = site.model_copy(update={"image": program.image or site.image})
+            prefix = ("sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook")
+            guest = Guest(FOLDER, prefix, (*program.secret_variables(), STEPS))
+            container = container_command(told, place, gpu=True, guest=guest)
+    else:
+        outer = [*container_command(site, place, gpu=True), *python_command(site)]
+    start = list[str]()
+    if several and site.starter == "torchrun":
+        start = with_numbers(site.start, geometry) if geometry.nodes > 1 else []
+        meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
+        torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
+        container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
+    elif several:
+        start = (
+            [sys.executable, *RANKS, *srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(geometry)]
+            if site.starter == "srun"
+            else mpirun_command(site, geometry)
+        )
+        start += ["sh", "-c", TORCHRUN_VARIABLES, "sh"]
+    return outer, [*start, *container]
