@@ -20,8 +20,9 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
+from dlscale.extensions.logs.reference import Reference
 from dlscale.extensions.programs import logs
-from dlscale.report.curves import Over, Reference
+from dlscale.report.curves import Over
 from tests.conftest import COSMO, COSMO_RUN, error_line, make_run, stage, train
 from tests.test_report import Results
 

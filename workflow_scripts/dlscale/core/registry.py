@@ -321,6 +321,14 @@ def program_stages() -> dict[str, str]:
     return _table("PROGRAM_STAGES")
 
 
+def sections() -> list[str]:
+    """Return the full names of the functions that make sections of a page for extensions.
+
+    A function has the arguments (`PlanResult`, `dlscale.report.sections.Page`); it returns a `Section`, or None.
+    """
+    return list(_table("SECTIONS").values())
+
+
 def causes() -> list[str]:
     """Return the full names of the functions with which extensions find what slows a run (`dlscale.report.causes`)."""
     return list(_table("CAUSES").values())

@@ -1,4 +1,4 @@
-"""Build the curves of trainings (loss, metrics, learning rate) and of logs from `dlscale import`."""
+"""Build the curves of trainings: loss, metrics, learning rate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
-from pydantic import Field
-
 from dlscale.core.metrics import Epoch, Metric, Untrained
-from dlscale.core.record import Number, Record
-from dlscale.core.schema import Name
 from dlscale.report import published
 from dlscale.report.charts import Chart, View, lines, time_unit
 from dlscale.report.figures import Section
@@ -30,37 +26,6 @@ AXES: dict[Over, str] = {
 
 #: Function that returns a value of an epoch, or of the untrained model.
 Value = Callable[[Epoch | Untrained], float | None]
-
-
-class Reference(Record):
-    """`references/NAME/reference.json`: the log of an external program's run."""
-
-    name: Name
-    label: str
-    study: Name
-    plans: list[str] = []  #: Plans that show the log; empty for all plans of the study.
-    files: dict[str, str]  #: Name of an event file → SHA-256.
-    counts: Literal["step", "epoch"] = "step"  #: Unit of the steps in the files.
-    batch_size: int | None = Field(None, ge=1)
-    epoch_samples: int | None = Field(None, ge=1)  #: Training samples of an epoch.
-    #: Quantity by its name in dlscale (`loss/valid`) → points (step, or epoch from 1; seconds since the start; value).
-    curves: dict[str, list[tuple[int, float, Number]]]
-
-    def scale(self, over: Over) -> float | None:
-        """Return the factor that converts the files' steps to an axis; None if unknown."""
-        if over == "samples":
-            return self.batch_size if self.counts == "step" else self.epoch_samples
-        steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
-        return 1.0 if self.counts == "step" else steps
-
-    def rows(self, quantity: str) -> list[View]:
-        """Return the points of a curve; axes with an unknown scale are left out."""
-        scales = {over: scale for over in ("step", "samples") if (scale := self.scale(over)) is not None}
-        return [
-            {"run": self.label, "what": "other program", "value": value, "time": seconds}
-            | {over: scale * step for over, scale in scales.items()}
-            for step, seconds, value in self.curves.get(quantity, [])
-        ]
 
 
 def drawn(plan: PlanResult) -> list[RunResult]:
@@ -116,7 +81,7 @@ def training(plan: PlanResult) -> Section | None:
     alone = [replace(run, repeats=[]) for run in runs]
     losses += [row for run in alone for row in curve(run, "training", lambda epoch: getattr(epoch, "train_loss", None))]
     both = ["validation", "training"]
-    charts = _charts(
+    charts = charts_of(
         plan, "loss", "Loss: validation is solid, training is dashed.", losses, first, plan.loss.label, both
     )
     for number, metric in enumerate(followed_metrics(plan)):
@@ -127,10 +92,10 @@ def training(plan: PlanResult) -> Section | None:
         called = "metric" if number == 0 else f"metric{number + 1}"
         dashes = both if trained else ()
         levels = _levels(plan, metric)
-        charts += _charts(plan, called, about, [*rows, *trained], first, metric.label, dashes, levels=levels)
+        charts += charts_of(plan, called, about, [*rows, *trained], first, metric.label, dashes, levels=levels)
     rates = [row for run in alone for row in curve(run, "", lambda epoch: getattr(epoch, "learning_rate", None))]
     about = "Learning rate at the end of each epoch."
-    charts += _charts(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False)
+    charts += charts_of(plan, "rate", about, rates, first, "learning rate", zero=True, logarithmic=False)
     seeds = (
         "Trainings are repeated with other seeds. Solid lines are means over the seeds. Vertical lines reach from the "
         "least to the greatest value of the seeds. Dashed lines show only the first seed. Tables have the standard "
@@ -139,7 +104,7 @@ def training(plan: PlanResult) -> Section | None:
     return Section("Training", charts=charts, notes=[seeds] * any(run.repeats for run in runs))
 
 
-def _charts(
+def charts_of(
     plan: PlanResult,
     name: str,
     about: str,
@@ -192,33 +157,3 @@ def followed(plan: PlanResult) -> Metric | None:
         return None
     values = [(metric.of(epoch), epoch.valid_loss) for run in plan.trained for epoch in run.epochs]
     return None if all(math.isclose(*both, rel_tol=1e-5) for both in values) else metric
-
-
-def with_references(plan: PlanResult, references: Sequence[Reference]) -> Section | None:
-    """Return curves of loss and followed metric, with the plan's references; None without references."""
-    runs, metric, study = drawn(plan), followed(plan), plan.record.study
-    mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
-    quantities: list[tuple[str, str, str, Value]] = [
-        ("loss/valid", "Validation loss", plan.loss.label, lambda epoch: epoch.valid_loss)
-    ]
-    if metric:
-        name = metric.name
-        quantities.append((f"valid/{name}", metric.full_title, metric.label, lambda epoch: epoch.metrics.get(name)))
-    charts = []
-    for quantity, title, label, value in quantities if runs else []:
-        theirs = [row for each in mine for row in each.rows(quantity)]
-        ours = [row for run in runs for row in curve(replace(run, repeats=[]), "dlscale", value)]
-        if theirs:
-            about = f"{title}: dlscale is solid, other programs are dashed."
-            shared = [axis for axis in AXES if any(axis in row for row in theirs)]
-            rows = [
-                {key: each for key, each in row.items() if key not in AXES or key in shared} for row in (*ours, *theirs)
-            ]
-            name = f"beside-{quantity.partition('/')[0]}"  # a metric's name may contain any character
-            charts += _charts(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
-    files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
-    note = (
-        "Dashed lines are logs of other programs from dlscale import. These programs have other data, hardware and "
-        f"settings. The time of a log is clock time since training began. {files}"
-    )
-    return Section("Compared with other programs", charts=charts, notes=[note]) if charts else None

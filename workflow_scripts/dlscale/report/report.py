@@ -32,7 +32,6 @@ from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
 from dlscale.report.charts import CONFIG, MODE_NAMES, View, library
-from dlscale.report.curves import Reference
 from dlscale.report.figures import Table, cell, joules, table
 from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
@@ -84,7 +83,7 @@ def write_live(options: str) -> None:
 def _write(args: argparse.Namespace, **more: Any) -> None:
     plans = [read_plan(path) for path in dict.fromkeys(args.plans)]
     folders = [Path(folder) for folder in dict.fromkeys(args.datasets)]
-    references = [Reference.read(path) for path in dict.fromkeys(args.references)]
+    references = [Path(path) for path in dict.fromkeys(args.references)]
     write_text(args.out, page(args.title, plans, folders, Path(args.out).parent, references, args.call, **more))
 
 
@@ -93,7 +92,7 @@ def page(
     plans: Sequence[PlanResult],
     folders: Sequence[Path],
     place: Path = Path(),
-    references: Sequence[Reference] = (),
+    references: Sequence[Path] = (),
     call: str = "snakemake",
     to_come: Sequence[str] = (),
     live: bool = False,

@@ -13,7 +13,7 @@ import os
 import re
 import statistics
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from dlscale.config.records import SweepRecord
-from dlscale.core import text
+from dlscale.core import registry, text
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Metric
@@ -33,7 +33,6 @@ from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.bound import bound
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
-from dlscale.report.curves import Reference
 from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
 from dlscale.report.results import (
     UNKNOWN,
@@ -73,14 +72,14 @@ class Page:
     plans: frozenset[str] = frozenset()
     datasets: frozenset[str] = frozenset()
     pictures: int = 3  #: Maximum number of predictions per plan.
-    references: Sequence[Reference] = ()
+    references: Sequence[Path] = ()  #: Files of the imported logs.
     call: str = "snakemake"  #: Shell command that starts the workflow.
 
 
 def plan_view(plan: PlanResult, page: Page) -> View:
     """Return the variables of a plan for the template."""
     used = dict.fromkeys(str(run.settings["dataset"]) for run in plan.runs if "dataset" in run.settings)
-    sections = [section for make in SECTIONS if (section := make(plan, page))]
+    sections = [section for make in _sections() if (section := make(plan, page))]
     names = list(dict.fromkeys(run for section in sections for chart in section.charts for run in chart.runs))
     least = first_and_least(plan.runs, DRAWN, lambda run: (run.final_loss, slowness(run)))
     # Charts of a convergence plan name groups of runs instead of runs.
@@ -869,7 +868,7 @@ def _plain(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip() if plain else str(value)
 
 
-#: Sections of a plan, in the order of the page.
+#: Sections of a plan, in the order of the page. Sections of extensions precede `all_runs`.
 SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     sweep,
     waterfall,
@@ -877,7 +876,6 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     lambda plan, page: scaling.convergence(plan),
     lambda plan, page: scaling.parallelism(plan),
     lambda plan, page: curves.training(plan),
-    lambda plan, page: curves.with_references(plan, page.references),
     throughput,
     lambda plan, page: profiles.section(plan, page.folder),
     tunings,
@@ -888,3 +886,10 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     predictions,
     provenance,
 )
+
+
+def _sections() -> Iterator[Callable[[PlanResult, Page], Section | None]]:
+    for make in SECTIONS:
+        if make is all_runs:
+            yield from map(registry.named, registry.sections())
+        yield make

@@ -40,3 +40,5 @@ COMMANDS = {
         ),
     ),
 }
+
+SECTIONS = {"references": "dlscale.extensions.logs.reference.section"}

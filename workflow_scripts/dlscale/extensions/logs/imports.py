@@ -20,7 +20,7 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import atomic_write, no_pipe, sha256
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten
-from dlscale.report.curves import Reference
+from dlscale.extensions.logs.reference import Reference
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
