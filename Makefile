@@ -15,7 +15,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 VENV := .venv
-BIN := $(CURDIR)/$(VENV)/bin
+BIN := $(abspath $(VENV))/bin
 PYTHON ?=
 ARGS ?=
 ENGINE ?=
@@ -24,7 +24,7 @@ BUILD_ARGS ?=
 
 # Stages run as `python -P -m dlscale`, so `python` has to be the environment's.
 export PATH := $(BIN):$(PATH)
-export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export VIRTUAL_ENV := $(abspath $(VENV))
 unexport PYTHONHOME
 # Without byte code, hundreds of processes would each compile the modules that they import.
 unexport PYTHONDONTWRITEBYTECODE

@@ -99,6 +99,7 @@ root|
         ([("m1_g", "share")], "FAIL", ["m1_g may not use QOS share"]),
         ([("m1", "premium")], "FAIL", ["m1 may not use QOS premium", "debug, regular, shared"]),
         ([("m2", "shared"), ("m1", "shared")], "FAIL", ["m2: not one of your accounts", "m1, m1_g, root"]),
+        ([("root_g", "")], "FAIL", ["root_g: not one of your accounts", "charged to root", "account_suffix to ''"]),
         ([(None, "shared")], "warn", ["no account is set", "export SBATCH_ACCOUNT"]),
     ],
 )
@@ -110,7 +111,7 @@ def test_account(
     monkeypatch.setattr(
         doctor.slurm, "request", lambda *_: dict(zip(("slurm_account", "qos"), next(asked), strict=True))
     )
-    nobody: Any = SimpleNamespace(geometry=None)
+    nobody: Any = SimpleNamespace(geometry=None, gpu_nodes=SimpleNamespace(account_suffix="_g"))
     found = doctor.probe_account(nobody, [nobody] * len(wanted), ["train"])
     assert found.status == status
     command("sacctmgr", "echo \"Only 'accounting_storage/slurmdbd' is supported\" >&2; exit 1")

@@ -72,6 +72,15 @@ def test_srun_is_told_the_whole_geometry() -> None:
     ]
 
 
+def test_srun_gets_the_options_of_the_site() -> None:
+    place = site(engine="none", starter="srun", scheduler=SCHEDULER, start=["--network=no_vni", "--mem={ranks}"])
+    found = launch(place, HERE, EIGHT)
+    assert found[found.index("--gpus-per-node=4") + 1 :] == [
+        *("--network=no_vni", "--mem=8", "--kill-on-bad-exit=1"),
+        *PYTHON_HERE,
+    ]
+
+
 def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     found = launch(site(engine="none", environment={"A": "b c", "D": "$(e)"}), HERE, ONE)
     assert found == ["env", "A=b c", "D=$(e)", *PYTHON_HERE]
@@ -524,9 +533,9 @@ PLACED = slurm.Scheduler.model_validate(
     [
         (
             "juwels",
-            "--partition=booster --nodes=1 --cpus-per-task=24 --gres=gpu:1 --time=1440",
-            "--partition=booster --nodes=2 --ntasks-per-node=4 --cpus-per-task=24 --gres=gpu:4 --time=1440",
-            "--partition=batch --nodes=1 --cpus-per-task=96 --time=240",
+            "--partition=booster --nodes=1 --cpus-per-task=24 --gres=gpu:1 --time=720",
+            "--partition=booster --nodes=2 --ntasks-per-node=4 --cpus-per-task=24 --gres=gpu:4 --time=720",
+            "--partition=booster --nodes=1 --cpus-per-task=24 --gres=gpu:1 --time=240",
         ),
         (
             "leonardo",
@@ -544,6 +553,7 @@ def test_requests_of_profiles_that_were_never_tried(name: str, gpu: str, two_nod
     found = [slurm.words(slurm.request(place.scheduler, "train", each)) for each in (ONE, EIGHT)]
     found.append(slurm.words(slurm.request(place.scheduler, "data", None)))
     assert [words.replace(" --signal=USR2@120", "") for words in found] == [gpu, two_nodes, data]
+    assert slurm.request(place.scheduler, "train", ONE, minutes=10_000)["runtime"] == 1440, "a job's time is limited"
     inside = " ".join(launch(place, HERE, EIGHT))
     assert inside.startswith("srun --nodes=2 --ntasks-per-node=4 --cpu-bind=cores ")
     assert f"{FABRIC}=infiniband" in inside and (f"{HOST_SUFFIX}=i" in inside) == (name == "juwels")

@@ -18,8 +18,10 @@ from tests.test_launcher import site
 
 #: Lines as NCCL prints them (2.12 with a plug-in, 2.30 without), by the network that they name.
 LOGS = {
-    "AWS Libfabric": "n1:21:21 [0] NCCL INFO NET/OFI Selected Provider is efa (found 1 nics)\n"
+    "AWS Libfabric: efa": "n1:21:21 [0] NCCL INFO NET/OFI Selected Provider is efa (found 1 nics)\n"
     "n1:21:21 [0] NCCL INFO Using network AWS Libfabric\nNCCL version 2.12.7+cuda11.4\n",
+    "AWS Libfabric: tcp": "n1:7:7 [0] NCCL INFO NET/OFI Selected provider is tcp, fabric is 10.0.0.0/8 (found 2 nics)\n"
+    "n1:7:7 [0] NCCL INFO Using network AWS Libfabric\n",
     "Socket": "n1:7:7 [0] NCCL INFO NET/IB : No device found.\n"
     "n1:7:7 [0] NCCL INFO Assigned NET plugin Socket to comm\n"
     "n1:7:7 [0] NCCL INFO Using network Socket\nn1:7:7 [0] NCCL INFO [Rank 0] ncclCommInitRank comm 0x55 rank 0\n",
@@ -48,14 +50,20 @@ def test_nccl_writes_its_log_unless_the_user_reads_it(monkeypatch: pytest.Monkey
         assert log is None and os.environ["NCCL_DEBUG"] == "WARN"
 
 
-def test_tcp_is_refused_if_the_site_has_a_faster_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_is_refused_if_the_site_has_a_faster_network(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv(FABRIC, raising=False)
     check_network("Socket")  # the site declares no network
     monkeypatch.setenv(FABRIC, "slingshot")
-    check_network("AWS Libfabric")
-    check_network(None)  # the log is the user's
-    with pytest.raises(UserError, match=r"site\.fabric: .* slingshot, but NCCL .* TCP .*NCCL_NET.*fabric: ethernet"):
-        check_network("Socket")
+    check_network("AWS Libfabric: cxi")
+    check_network(None, logged=False)  # the user set up the log, or NCCL is not used
+    assert not caplog.records
+    check_network(None)
+    assert "does not name the network" in caplog.text
+    for tcp in ("Socket", "AWS Libfabric: tcp", "AWS Libfabric: tcp;ofi_rxm", "AWS Libfabric: sockets"):
+        with pytest.raises(UserError, match=r"site\.fabric: .* slingshot, but NCCL .* TCP .*fabric: ethernet"):
+            check_network(tcp)
 
 
 @pytest.mark.parametrize("engine", ["none", "shifter", "apptainer"])
@@ -82,4 +90,4 @@ def test_podman_hpc_on_several_nodes_of_perlmutter_is_refused() -> None:
         check(podman, Geometry(nodes=2, gpus_per_node=4))
     native = site(**{**read_yaml(shipped / "site.yaml"), **read_yaml(shipped / "native.yaml")["site"]})
     check(native, Geometry(nodes=2, gpus_per_node=4))
-    assert native.environment["NCCL_NET"] == "AWS Libfabric"
+    assert native.environment["FI_PROVIDER"] == "cxi"  # libfabric must not fall back to TCP

@@ -201,6 +201,33 @@ def test_jobs_in_the_queue(
     assert [(row["name"], row["state"]) for row in told["rows"]] == [(n, "waiting") for n in ("data d", "p.a", "p.b")]
 
 
+def test_the_queue_is_not_queried_with_each_update(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's queue is shared: `--watch` queries it once a minute."""
+    now, queries = 0.0, 0
+
+    def later(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def queue(folder: str) -> list[str]:
+        nonlocal queries
+        queries += 1
+        return ["17 (train p_a, pending)"]
+
+    looks = iter([[status.Row("p.a", "train", state)] for state in (*["waiting"] * 30, "done")])
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    monkeypatch.setattr(status.time, "sleep", later)
+    monkeypatch.setattr(status.slurm, "left_running", queue)
+    monkeypatch.setattr(status, "look", lambda *_: next(looks))
+    nodes = {"cpus": 1}
+    site = {"starter": "srun", "scheduler": {"cpu_nodes": nodes, "gpu_nodes": nodes}}
+    assert status.main(argparse.Namespace(plans=[], json=False, watch=True), configuration(results, site=site)) == 0
+    assert queries == 3  # in 150 s
+    assert capsys.readouterr().out.count("In the queue: 17") == 31
+
+
 def test_watched_until_all_is_done(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,8 +185,8 @@ class Site(Lawful):
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
         description="Command words of the starter. For mpirun, the words start all processes of a run; absent: "
-        "mpirun -n {ranks}. For torchrun on several nodes, the words start torchrun on each node. {ranks}, "
-        "{ranks_per_node} and {nodes} are replaced by numbers.",
+        "mpirun -n {ranks}. For torchrun on several nodes, the words start torchrun on each node. For srun, the words "
+        "are further options of srun. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,
@@ -282,8 +282,9 @@ class Site(Lawful):
             "engine: auto may choose different engines on different nodes; name one engine",
         ),
         (
-            lambda its: its.start and its.starter not in ("mpirun", "torchrun"),
-            "start: only for starter mpirun or torchrun, but starter is {its.starter}; remove start or change starter",
+            lambda its: its.start and its.starter not in ("mpirun", "torchrun", "srun"),
+            "start: only for starter srun, mpirun or torchrun, but starter is {its.starter}; remove start or change "
+            "starter",
         ),
         (
             lambda its: its.rendezvous and its.starter != "torchrun",

@@ -114,7 +114,7 @@ def srun_command(site: Site, geometry: Geometry) -> list[str]:
     if site.scheduler:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
         srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
-    return srun
+    return [*srun, *with_numbers(site.start, geometry)]
 
 
 def mpirun_command(site: Site, geometry: Geometry) -> list[str]:

@@ -7,6 +7,7 @@ reports this only in its log.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -20,6 +21,8 @@ from dlscale.core.machine import FABRIC
 VARIABLES = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 
 TCP = "Socket"  #: NCCL's name of the network without a plug-in and without InfiniBand.
+#: Names that libfabric, which NCCL's plug-in for Slingshot calls, gives to TCP.
+TCP_PROVIDERS = {"tcp", "sockets", "udp", "net"}
 
 
 @contextlib.contextmanager
@@ -38,17 +41,35 @@ def nccl_log() -> Iterator[Path | None]:
 
 
 def read_network(log: str) -> str | None:
-    """Return the network in NCCL's log, such as `Socket`, `IB` or `AWS Libfabric`; None if the log has no network."""
-    found = re.findall(r"NCCL INFO Using network ([^\n]+)", log)
-    return found[-1].strip() if found else None
+    """Return the network in NCCL's log, such as `Socket`, `IB` or `AWS Libfabric: cxi`; None if the log has no network.
+
+    The word after a colon is the provider of libfabric.
+    """
+    networks = re.findall(r"NCCL INFO Using network ([^\n]+)", log)
+    providers = re.findall(r"NET/OFI Selected provider is ([^\s,()]+)", log, re.IGNORECASE)
+    if not networks:
+        return None
+    name = str(networks[-1]).strip()
+    return f"{name}: {providers[-1]}" if providers and name != TCP else name
 
 
-def check_network(network: str | None) -> None:
-    """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`)."""
+def is_tcp(network: str | None) -> bool:
+    """Return whether a network is TCP, which libfabric also uses if it finds no device of a faster network."""
+    name, _, provider = (network or "").partition(": ")
+    return name == TCP or provider.partition(";")[0] in TCP_PROVIDERS
+
+
+def check_network(network: str | None, logged: bool = True) -> None:
+    """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`).
+
+    `logged`: whether NCCL wrote the log that should name the network.
+    """
     fabric = os.environ.get(FABRIC)
-    if fabric and network == TCP:
+    if fabric and logged and network is None:
+        logging.warning("NCCL's log does not name the network between nodes; it is not known to be %s", fabric)
+    if fabric and is_tcp(network):
         raise UserError(
             f"site.fabric: the site's network is {fabric}, but NCCL exchanges data between nodes over TCP (network "
-            f"{TCP}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: site.modules for containers, "
-            "LD_LIBRARY_PATH and NCCL_NET in site.environment without containers. To measure over TCP: fabric: ethernet"
+            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: site.modules for "
+            "containers, LD_LIBRARY_PATH in site.environment without containers. To measure over TCP: fabric: ethernet"
         )

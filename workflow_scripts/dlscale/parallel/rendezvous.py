@@ -68,7 +68,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
             try:
                 # NCCL exchanges only tensors on GPUs: values on the host need a gloo group.
                 control = dist.new_group(backend="gloo", timeout=TIMEOUT) if kind == "cuda" else None
-                check_network(network)
+                check_network(network, logged=log is not None)
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
                 yield World(rank, size, local_rank, own, control, mesh, network)
                 # On several nodes rank 0 hosts the store that all ranks use, so rank 0 must leave last.

@@ -297,6 +297,9 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
     for name, queue in sorted(wanted):
         allowed = mine.get(name.lower())  # Slurm's database stores lower-case names
         if allowed is None:
+            plain = name.removesuffix(scheduler.gpu_nodes.account_suffix)
+            if plain.lower() in mine:
+                remedy = f"if jobs on GPUs are charged to {plain}, set site.scheduler.gpu_nodes.account_suffix to ''"
             return Finding("account", "FAIL", f"{name}: not one of your accounts", remedy)
         # A site's submit filter may rename a QOS: shared to gpu_shared.
         if queue and allowed and not any(queue == other or queue in other.split("_") for other in allowed):

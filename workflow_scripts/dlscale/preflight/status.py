@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -38,8 +39,8 @@ State = Literal["running", "silent", "failed", "done", "waiting"]
 #: Seconds without a new status after which a stage on another machine or in a container counts as ended. The value
 #: equals the watchdog's limit between epochs, because validation, compilation and profiling write no status.
 SILENT = 60 * LINE_SECONDS
-#: Seconds between two updates of `--watch`.
-EVERY = 5.0
+#: Seconds between two updates of `--watch`, and between two queries of Slurm's queue, which all users share.
+EVERY, QUEUE_EVERY = 5.0, 60.0
 #: Seconds without a running or queued job after which `--watch` ends if a stage failed.
 IDLE = 60.0
 
@@ -204,10 +205,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     plans = check_plans(args.plans, configuration)
     assert configuration
     scheduled = configuration.workflow.site.scheduler is not None
-    busy = time.monotonic()
+    busy, asked, queued = time.monotonic(), -math.inf, list[str]()
     while True:
         rows = look(configuration, plans)
-        queued = slurm.left_running(str(Path.cwd())) or [] if scheduled else []
+        if scheduled and time.monotonic() - asked >= QUEUE_EVERY:
+            asked, queued = time.monotonic(), slurm.left_running(str(Path.cwd())) or []
         if args.json:
             told = {"rows": [asdict(row) for row in rows], "queue": queued}
             print(json.dumps(told, indent=2, ensure_ascii=False, default=lambda record: record.model_dump(mode="json")))

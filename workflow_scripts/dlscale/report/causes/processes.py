@@ -6,7 +6,7 @@ import statistics
 
 from dlscale.core.text import number
 from dlscale.measure.records import Throughput
-from dlscale.parallel.network import TCP
+from dlscale.parallel.network import is_tcp
 from dlscale.report.evidence import Evidence, Finding
 from dlscale.report.speedup import between
 
@@ -66,12 +66,12 @@ def communication(evidence: Evidence) -> Finding | None:
 
 def network(evidence: Evidence) -> Finding | None:
     """Find TCP between nodes, which NCCL uses if it finds no plug-in for the site's network."""
-    if (evidence.throughput or Throughput()).device.network != TCP:
+    if not is_tcp(used := (evidence.throughput or Throughput()).device.network):
         return None
     return Finding(
         "network",
         "TCP between nodes",
-        f"NCCL exchanged gradients between nodes over TCP (network {TCP}).",
+        f"NCCL exchanged gradients between nodes over TCP (network {used}).",
         "If the nodes have a faster network, provide NCCL's plug-in for it, and declare the network (site.fabric).",
         None,
     )
