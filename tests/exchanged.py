@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config.run import DDP, FSDP, RunCore
-from dlscale.parallel import exchanges
+from dlscale.extensions.predict import exchanges
 from dlscale.parallel.model import cut_layers, named
 from dlscale.parallel.sharding import Sharding
 

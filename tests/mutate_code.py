@@ -577,7 +577,7 @@ MUTATIONS = [
     ),
     Mutation(
         "device_not_waited_for",
-        "measure/window.py",
+        "measure/steps.py",
         "    synchronize(device)\n    seconds = time.perf_counter() - start\n",
         "    seconds = time.perf_counter() - start\n",
         "test_throughput.py::test_a_trial_waits_for_the_device_at_both_ends",
@@ -964,7 +964,7 @@ MUTATIONS = [
     ),
     Mutation(
         "turns_count_all_before",
-        "measure/window.py",
+        "measure/steps.py",
         "    counts = list[int]()\n",
         "    counts = timed_steps.__dict__.setdefault('counts', list[int]())\n",
         "test_throughput.py::test_each_turn_counts_its_own_samples",

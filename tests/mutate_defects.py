@@ -99,7 +99,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "timing starts after two fetched batches": Mutation(
         "two_batches_fetched_before",
-        "measure/window.py",
+        "measure/steps.py",
         "    start = time.perf_counter()\n    run_steps(consume",
         "    next(batches), next(batches)\n    start = time.perf_counter()\n    run_steps(consume",
         "test_throughput.py::test_the_wait_for_data_counts",
@@ -114,7 +114,7 @@ DEFECTS: dict[str, Mutation | str] = {
     "the copy to the device holds up": "a host that waits shows on a GPU's clock alone",
     "throughput is overstated if": Mutation(
         "batches_count_as_full",
-        "measure/window.py",
+        "measure/steps.py",
         "return sum(counts), seconds",
         "return len(counts) * max(counts), seconds",
         "test_throughput.py::test_the_numbers_count_the_samples_that_were_processed",
@@ -328,7 +328,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "throughput counts the last, smaller": Mutation(
         "last_batch_counts_as_full",
-        "measure/window.py",
+        "measure/steps.py",
         "return sum(counts), seconds",
         "return len(counts) * max(counts), seconds",
         "test_throughput.py::test_the_numbers_count_the_samples_that_were_processed",

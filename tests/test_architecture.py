@@ -21,7 +21,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
 from dlscale.data.loaders import LOADERS as LOADER_SETTINGS
-from dlscale.studies.new_study import TEMPLATE
+from dlscale.extensions.scaffold.new_study import TEMPLATE
 from tests.conftest import ROOT, TINY
 
 MODULES = {

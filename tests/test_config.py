@@ -21,7 +21,6 @@ from dlscale import cli
 from dlscale.config import resolve as config
 from dlscale.config.compute import compute_settings
 from dlscale.config.records import Published
-from dlscale.config.reference import reference, schema
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import RunCore, Throughput, load_run, run_class
 from dlscale.core import machine, registry
@@ -30,8 +29,9 @@ from dlscale.core.settings import flat, load_yaml, read_yaml, typed, write_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data.parts import load_dataset
 from dlscale.extensions.cosmo_unet.model import UNet3D
-from dlscale.studies import new_study
-from dlscale.studies.new_study import TEMPLATE
+from dlscale.extensions.scaffold import new_study
+from dlscale.extensions.scaffold.new_study import TEMPLATE
+from dlscale.extensions.schema.reference import reference, schema
 from dlscale.train.schedule import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 

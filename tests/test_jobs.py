@@ -24,8 +24,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.process import LAUNCHED
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
-from dlscale.datasets.files import kind as files_kind
-from dlscale.datasets.files.describe import describe_prepared
+from dlscale.extensions.programs.files import kind as files_kind
+from dlscale.extensions.programs.files.describe import describe_prepared
 from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.preflight import cost, doctor
 from dlscale.preflight.probe import Finding

@@ -23,10 +23,10 @@ from dlscale.config.run import Geometry
 from dlscale.core import ranges
 from dlscale.core.errors import PeerLost
 from dlscale.core.process import LOST
-from dlscale.parallel import selftest
+from dlscale.extensions.selftest import selftest
+from dlscale.extensions.selftest.selftest import BadResult, Link, self_test, suspect_ranks
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.selftest import BadResult, Link, self_test, suspect_ranks
 from dlscale.parallel.world import Mesh, World
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT
@@ -280,7 +280,7 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTY = """
 import os, sys, time
 from dlscale import cli
-from dlscale.parallel import selftest, watchdog
+from dlscale.extensions.selftest import selftest, watchdog
 
 if os.environ["RANK"] == "1":
     if os.environ["FAULT"] == "hangs":

@@ -27,8 +27,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import DOCS
 from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.settings import read_yaml
+from dlscale.extensions.scaffold import init
 from dlscale.launch import launcher
-from dlscale.preflight import init
 from dlscale.preflight.doctor import MIN_VERSIONS
 from tests.conftest import ROOT
 

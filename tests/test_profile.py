@@ -21,8 +21,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
 from dlscale.extensions.profile import lines, profile
 from dlscale.extensions.profile.torch_profiler import TorchProfiler
+from dlscale.extensions.profile.window import Window
 from dlscale.measure.profilers import Profile, TopEntry, Unavailable
-from dlscale.measure.window import Window
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 from dlscale.train.step import Step

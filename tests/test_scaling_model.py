@@ -52,6 +52,7 @@ from dlscale.extensions.predict.model import (
     shipped,
     step,
 )
+from dlscale.extensions.predict.series import series_of
 from dlscale.measure.records import Throughput, Trials
 from dlscale.parallel.model import named as named_modules
 from dlscale.parallel.records import Device, LinkLevel, Links
@@ -390,7 +391,7 @@ def checks() -> list[fitting.Check]:
     return [
         check
         for file in study_files().values()
-        for name, series in file.series.items()
+        for name, series in series_of(file).items()
         for check in fitting.check(name, series, file.published)
     ]
 
@@ -404,7 +405,7 @@ def tripled(figure: Published) -> Published:
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
 def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
     file = study_files()[study]
-    for name, series in file.series.items():
+    for name, series in series_of(file).items():
         changed = [tripled(figure) if figure.gpus > series.fit else figure for figure in file.published]
         ours, theirs = (fitting.check(name, series, figures) for figures in (file.published, changed))
         assert [each.ours for each in ours] == [each.ours for each in theirs] and ours

@@ -35,8 +35,8 @@ from dlscale.data.source import ArraySource
 from dlscale.data.store import Reader
 from dlscale.datasets.starter.kind import KIND, StarterDataset
 from dlscale.datasets.starter.source import LENGTH, open_source, pair
+from dlscale.extensions.scaffold import new_study
 from dlscale.preflight.study_tests import tiny_session
-from dlscale.studies import new_study
 from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train, variables
 from tests.test_parallel import train_by
@@ -643,7 +643,7 @@ def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
     guide = (ROOT / "docs/adding.md").read_text()
     new_study.write("waves", tmp_path, images=False)
     for path in tmp_path.iterdir():
-        linked = ROOT / "docs" / f"../workflow_scripts/dlscale/studies/template/{path.name}"
+        linked = ROOT / "docs" / f"../workflow_scripts/dlscale/extensions/scaffold/template/{path.name}"
         if linked.exists():
             assert path.read_text() == linked.read_text()
             assert f"[`{path.name}`]({linked.relative_to(ROOT / 'docs')})" in guide

@@ -1,3 +1,3 @@
 """Run, for the shipped study, the tests that `dlscale new-study` gives to a new study."""
 
-from dlscale.studies.template.test_starter_cnn import *  # noqa: F403
+from dlscale.extensions.scaffold.template.test_starter_cnn import *  # noqa: F403

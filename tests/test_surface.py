@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlscale import cli
-from dlscale.config.reference import schema
+from dlscale.extensions.schema.reference import schema
 
 #: Sorted list of the complete interface. To change the list on purpose: python -m tests.test_surface
 FROZEN = Path(__file__).with_name("surface.txt")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dlscale.config.run import DDP
-from dlscale.parallel import selftest
+from dlscale.extensions.selftest import selftest
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Replicated
 from dlscale.parallel.world import World

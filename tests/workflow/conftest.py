@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dlscale.extensions.scaffold.new_study import TEMPLATE
 from dlscale.preflight.run import ASKED
-from dlscale.studies.new_study import TEMPLATE
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 

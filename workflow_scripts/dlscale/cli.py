@@ -49,12 +49,6 @@ RUN = "Run plans, or make data or files, with settings from the command line, su
 
 #: Commands of dlscale without extensions, in the order of `--help`.
 _OWN = {
-    "init": Query(
-        "dlscale.preflight.init",
-        "Write a working folder (Snakefile, config.yaml, profiles), so that no clone of the repository is needed.",
-        (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain any of these files"}),),
-        configured=False,
-    ),
     "status": Query(
         "dlscale.preflight.status",
         "Show the state of runs: done, running (progress, time left, loss, rate), failed (with reason), or waiting.",
@@ -92,28 +86,6 @@ _OWN = {
         "dlscale.preflight.cost",
         "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
         (PLANS,),
-    ),
-    "new-study": Query(
-        "dlscale.studies.new_study",
-        "Write a new study that runs, with tests and a configuration, to which you add your network and arrays.",
-        (
-            ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
-            option("--at", "folder to write into (default: NAME)", False, metavar="FOLDER"),
-            option("--images", "write a study of images, with metrics and a figure", False, action="store_true"),
-            option(
-                "--inside",
-                "write a study of images into this repository, next to the shipped studies",
-                False,
-                action="store_true",
-            ),
-        ),
-        configured=False,
-    ),
-    "schema": Query(
-        "dlscale.config.reference",
-        "Print the JSON schema of config.yaml, for editors.",
-        (option("--markdown", "print the reference of all keys instead of the schema", False, action="store_true"),),
-        configured=False,
     ),
 }
 

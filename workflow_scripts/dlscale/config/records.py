@@ -58,23 +58,6 @@ class Published(Record):
         return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
 
 
-class Series(Record):
-    """Published figures of one program on one machine, for fitting the model of scaling."""
-
-    title: str
-    machine: Name  #: Name of the machine in `extensions/predict/machines.yaml`.
-    parameters: int = Field(ge=1)
-    gradient_bytes: int = Field(4, ge=1)  #: Bytes per element of a gradient in communication.
-    collectives: int | None = Field(
-        None, ge=1
-    )  #: Published collectives per step; None: computed from PyTorch's buckets.
-    fit: int = Field(8, ge=1)  #: Figures on up to this number of GPUs are fitted; figures on more GPUs are predicted.
-    valid_samples: int | None = Field(None, ge=1)  #: Number of samples of a validation.
-    workers: int = Field(1, ge=1)  #: Number of loader workers per device that load separate batches; 1 for DALI.
-    loaded: float | None = Field(None, gt=0)  #: Rate of one device's loader, measured with another model, samples/s.
-    tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, width of a token, number of blocks.
-
-
 #: Names of published figures that are neither a throughput nor a validation metric, by key of `metric`.
 PUBLISHED_KINDS = {
     "train_loss": "training loss",

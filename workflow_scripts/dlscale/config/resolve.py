@@ -20,7 +20,7 @@ from typing import Any
 
 from dlscale.config.dataset import Written, seen
 from dlscale.config.places import MEASURED
-from dlscale.config.records import Published, Series
+from dlscale.config.records import Published
 from dlscale.config.run import Run, run_class
 from dlscale.config.site import Site
 from dlscale.config.workflow import BLOCKS, Plan, Workflow, workflow_class
@@ -60,7 +60,7 @@ class StudyFile(Strict):
     #: Plans that are skipped if an extension is missing, by name of the extension.
     plans_need: dict[str, list[str]] = {}
     published: list[Published] = []
-    series: dict[Name, Series] = {}
+    series: dict[Name, Any] = {}  #: Published series, which the extension `predict` validates.
 
 
 @dataclass(frozen=True)

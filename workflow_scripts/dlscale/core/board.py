@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlscale.core.errors import UserError
-from dlscale.core.files import make_folder, open_regular
+from dlscale.core.files import make_folder
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
     from torch.utils.tensorboard import SummaryWriter
 
 NAME = "tensorboard"  #: Name of the folder for event files in a run's folder.
@@ -74,67 +70,3 @@ def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
         for name, value in scalars.items():
             if value is not None:
                 board.add_scalar(name, value, 0)
-
-
-def events(path: Path) -> Iterator[Event]:
-    """Yield the events of a file, one at a time in memory.
-
-    An incomplete last record, from a killed writer, is ignored. A file that is damaged, empty or not an event file
-    raises a `UserError`.
-    """
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    expected, read = "expected an event file of TensorBoard, events.out.tfevents.*", 0
-    with open(path, "rb", opener=open_regular) as file:
-        while len(head := file.read(12)) == 12:  # a record: length, checksum of the length, data, checksum
-            length, mark = struct.unpack("<QI", head)
-            whole = masked_crc32c(head[:8]) == mark
-            data, checksum = file.read(length if whole else 0), file.read(4)
-            if len(checksum) < 4:
-                break
-            read += 1
-            if not whole and read == 1:
-                raise UserError(
-                    f"{path}: not an event file of TensorBoard (it begins with {head!r}); {expected}; write the curves "
-                    "of a CSV or JSON file with PyTorch's SummaryWriter.add_scalar(tag, value, step)"
-                )
-            if not whole or masked_crc32c(data) != struct.unpack("<I", checksum)[0]:
-                raise UserError(f"{path}: record {read} is damaged; copy the file again; {expected}")
-            try:
-                event = Event.FromString(data)
-            except DecodeError:
-                raise UserError(f"{path}: record {read} is not an event; {expected}") from None
-            yield event  # with encoded tensors, because a header may claim a tensor that exceeds the memory
-    if not read and head:
-        raise UserError(f"{path}: not an event file of TensorBoard, or cut short ({head!r}); {expected}")
-    if not read:
-        raise UserError(f"{path}: has no events; {expected}")
-
-
-def is_restart(event: Event) -> bool:
-    """Return whether an event marks a restart.
-
-    At a restart, TensorBoard discards the earlier points of the folder that have the event's step or a later one.
-    """
-    return event.HasField("session_log") and event.session_log.status == event.session_log.START
-
-
-def scalar(value: Summary.Value) -> float | None:
-    """Return the number in a summary's value, from `simple_value` or a scalar tensor.
-
-    Return None for other values.
-    """
-    from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
-    from tensorboard.util.tensor_util import make_ndarray
-
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    tensor = value.tensor
-    if not value.HasField("tensor") or tensor.tensor_shape.dim or tensor.dtype not in (DT_FLOAT, DT_DOUBLE):
-        return None
-    try:
-        return float(make_ndarray(tensor))
-    except ValueError:
-        return None

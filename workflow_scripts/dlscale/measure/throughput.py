@@ -32,8 +32,8 @@ from dlscale.data.manifest import Manifest
 from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Beside, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
+from dlscale.measure.steps import timed_steps, training_batches
 from dlscale.measure.turns import TimedRunSettings, TurnFailed, Turns
-from dlscale.measure.window import timed_steps, training_batches
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory

@@ -26,7 +26,7 @@ from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import read_settings
-from dlscale.measure.window import timed_steps, training_batches
+from dlscale.measure.steps import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
 

@@ -28,7 +28,6 @@ from dlscale.data import loaders, staging
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
-from dlscale.parallel.selftest import self_test
 from dlscale.parallel.world import World
 from dlscale.train.memory import available, predict, total
 
@@ -68,7 +67,8 @@ def run_context(
     A failed allocation within this context becomes a message.
     """
     with join(run.processes, device) as world, translate_memory_errors(run, manifest, world):
-        links = self_test(world, run.selftest)
+        self_test = registry.provided("self_test", None)
+        links = self_test(world, run.selftest) if self_test else None
         verify(Manifest.read(manifest), splits, world)
         yield world, links
 

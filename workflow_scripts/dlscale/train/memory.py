@@ -30,37 +30,17 @@ from dlscale.core.ranges import Marker, mark, marking
 from dlscale.data.loaders.base import Batch, open_samples
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.model import ModelParallel, named
-from dlscale.parallel.records import Memory, MemoryUse
+from dlscale.parallel.records import MemoryUse
 from dlscale.parallel.sharding import Sharding
-from dlscale.parallel.world import Pretended, World, synchronize
+from dlscale.parallel.world import Pretended, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, only
-from dlscale.train.build import Session, assemble, memory_format
+from dlscale.train.build import assemble, memory_format
 
 #: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
 
-#: Range of a step → name in `Memory.measured`; the memory is measured at the end of the range.
-STAGES = {"forward": "forward", "backward": "backward", "optimizer": "step"}
-
-
 # ---- the device --------------------------------------------------------------------------------------
-
-
-def in_use(device: torch.device) -> int:
-    """Return the bytes in use: by tensors on a GPU, or by this process on a CPU."""
-    if device.type == "cuda":  # PyTorch's number of the device; NVML numbers devices differently
-        return torch.cuda.memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
-
-
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory in use."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # not allowed everywhere
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
 
 
 def peak(device: torch.device) -> int:
@@ -337,26 +317,3 @@ class Allocations(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         del self._known[key]
         self.live -= size
-
-
-# ---- measurement -------------------------------------------------------------------------------------
-
-
-def measure(session: Session, batch: Batch) -> Memory:
-    """Make a step on `batch`, which is on the device; return its measured and predicted memory."""
-    device = session.world.device
-    measured = {"set-up": in_use(device)}
-
-    @contextlib.contextmanager
-    def marker(name: str) -> Iterator[None]:
-        yield
-        if stage := STAGES.get(name):
-            synchronize(device)
-            measured[stage] = max(in_use(device), measured.get(stage, 0))  # largest over micro-batches
-
-    predicted = predict(session.run, session.manifest, device, batch, session.step.attention)
-    reset_peak(device)
-    with marking(marker):
-        session.step(*batch)
-    most = max(peak(device), *measured.values())  # Linux counts peak and present memory separately
-    return Memory(predicted=predicted, measured=measured, peak=most, device=total(device))

@@ -26,9 +26,10 @@ from dlscale.core.files import no_pipe
 from dlscale.core.noise import standard_errors
 from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
+from dlscale.extensions.compare.terminal import show
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
-from dlscale.report.figures import Cell, Table, cell, show, table
+from dlscale.report.figures import Cell, Table, cell, table
 from dlscale.report.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
 

@@ -18,8 +18,9 @@ from dlscale.core import text
 from dlscale.core.errors import UserError
 from dlscale.core.files import save_png
 from dlscale.extensions.compare.compare import finished
+from dlscale.extensions.compare.terminal import show
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
-from dlscale.report.figures import Cell, cell, show, table
+from dlscale.report.figures import Cell, cell, table
 from dlscale.report.results import RunResult, environment_changes
 from dlscale.report.speedup import measured_apart, spread_of
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from dlscale.config.places import results_of
 from dlscale.core import registry
-from dlscale.core.board import events, is_restart, scalar
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import atomic_write, no_pipe, sha256
 from dlscale.core.settings import validate
 from dlscale.core.text import many, shorten
+from dlscale.extensions.logs.events import events, is_restart, scalar
 from dlscale.extensions.logs.reference import Reference
 
 if TYPE_CHECKING:

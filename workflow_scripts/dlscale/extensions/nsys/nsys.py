@@ -36,9 +36,9 @@ from dlscale.core.machine import command_output, let_threads_wait
 from dlscale.core.process import MEET
 from dlscale.core.ranges import RANGES, marking
 from dlscale.extensions.profile.trace import summarise
+from dlscale.extensions.profile.window import Window
 from dlscale.launch.contain import exit_with_stdin
 from dlscale.measure.profilers import Found, ProfiledTool, overhead
-from dlscale.measure.window import Window
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.strategy import CommHook
 from dlscale.parallel.world import World

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares, nnls
 
-from dlscale.config.records import Published, Series
+from dlscale.config.records import Published
 from dlscale.core.errors import UserError
 from dlscale.core.text import NONE
 from dlscale.extensions.predict.model import (
@@ -33,6 +33,7 @@ from dlscale.extensions.predict.model import (
     named,
     rate,
 )
+from dlscale.extensions.predict.series import Series
 
 NAMES = tuple(field.name for field in fields(Costs))
 

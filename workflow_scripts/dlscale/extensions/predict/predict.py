@@ -44,6 +44,7 @@ from dlscale.extensions.predict.model import (
     seconds,
     step,
 )
+from dlscale.extensions.predict.series import series_of
 from dlscale.measure.records import SAMPLE_RATE, Throughput
 from dlscale.parallel.records import Links
 from dlscale.preflight.cost import read_measured, samples_of
@@ -210,7 +211,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     import torch
 
     from dlscale.data.manifest import Manifest
-    from dlscale.parallel.exchanges import averaged
+    from dlscale.extensions.predict.exchanges import averaged
     from dlscale.parallel.model import named as modules
     from dlscale.train.memory import predict
     from dlscale.train.precision import compute_dtype, convert
@@ -306,7 +307,7 @@ def validated() -> list[str]:
     checks = [
         check
         for file in study_files().values()
-        for name, series in file.series.items()
+        for name, series in series_of(file).items()
         for check in fitting.check(name, series, file.published)
     ]
     rows = ["| " + " | ".join(row) + " |" for row in fitting.table(checks)]

@@ -22,15 +22,15 @@ from dlscale.core.errors import UserError, brief
 from dlscale.core.files import atomic_write
 from dlscale.core.text import escape_formula
 from dlscale.extensions.profile.lines import LineProfiler
+from dlscale.extensions.profile.memory import measure as measure_memory
 from dlscale.extensions.profile.operators import operator_work
 from dlscale.extensions.profile.torch_profiler import TorchProfiler
+from dlscale.extensions.profile.window import Window
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, Unavailable, overhead
 from dlscale.measure.roofline import attempt
-from dlscale.measure.window import Window
 from dlscale.parallel.records import Memory
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
-from dlscale.train import memory
 from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch
@@ -125,7 +125,7 @@ def measure(
 def _memory(session: Session, batch: Batch) -> Memory | None:
     """Return the memory of a step; if fake tensors cannot run the model, log the reason and return None."""
     try:
-        return memory.measure(session, batch)
+        return measure_memory(session, batch)
     except Exception as error:
         if is_exhaustion(error) or isinstance(error, UserError):  # all ranks make this step together
             raise

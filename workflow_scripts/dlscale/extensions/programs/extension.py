@@ -3,7 +3,10 @@
 from dlscale.core.commands import Query
 from dlscale.core.stage import START, Stage, option, path, training_work
 
-USES = ("profile", "tune")
+USES = ("logs", "profile", "tune")
+
+STUDIES = {"program": "dlscale.extensions.programs.study"}
+KINDS = {"files": "dlscale.extensions.programs.files"}
 
 COMMANDS = {
     "measure": Query(

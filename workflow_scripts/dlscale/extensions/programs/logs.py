@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dlscale.core import board
 from dlscale.core.errors import UserError
 from dlscale.core.files import irregular, open_regular
 from dlscale.core.text import shorten
+from dlscale.extensions.logs.events import events, is_restart, scalar
 from dlscale.extensions.programs.printed import plain
 
 #: Number of bytes at the end of a log that identify the log after new lines were added.
@@ -156,12 +156,12 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
         found = defaultdict[Path, list[Row]](list)
         for folder, event in _events(files):
             # Steps that a restart repeats: the first try counts for the speed, but the value of the first try does not.
-            if tags is not None and board.is_restart(event):
+            if tags is not None and is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             found[folder] += [
                 (value.tag, event.wall_time, event.step, number)
                 for value in event.summary.value
-                if (tags is None or value.tag in tags) and (number := board.scalar(value)) is not None
+                if (tags is None or value.tag in tags) and (number := scalar(value)) is not None
             ]
         return [*itertools.chain.from_iterable(found.values())]
     rows, wrong, known = list[Row](), "", False
@@ -213,7 +213,7 @@ def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
     damaged = list[UserError]()
     for file in files:
         try:
-            yield from ((file.parent, event) for event in board.events(file))
+            yield from ((file.parent, event) for event in events(file))
         except UserError as error:
             damaged.append(error)
     if len(damaged) == len(files):

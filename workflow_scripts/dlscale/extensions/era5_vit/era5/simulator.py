@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import DeferredErrorFile, atomic_write
+from dlscale.core.files import atomic_write
+from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]

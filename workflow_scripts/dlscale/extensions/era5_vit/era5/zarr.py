@@ -14,9 +14,10 @@ import tenacity
 
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.files import DeferredErrorFile, atomic_write
+from dlscale.core.files import atomic_write
 from dlscale.data.kind import RawFile
 from dlscale.data.store import MEMORY
+from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.simulator import create_series
 from dlscale.extensions.era5_vit.era5.source import Era5Source, base, gridded, open_xarray, wanted_names

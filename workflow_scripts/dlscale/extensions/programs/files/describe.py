@@ -8,7 +8,7 @@ from dlscale.core.files import sha256
 from dlscale.core.progress import tracked
 from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import File, Manifest
-from dlscale.datasets.files.kind import KIND, FilesDataset
+from dlscale.extensions.programs.files.kind import KIND, FilesDataset
 
 
 def describe_prepared(dataset: FilesDataset, sources: list[Path], folder: Path) -> Manifest:

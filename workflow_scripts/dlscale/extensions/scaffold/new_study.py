@@ -18,9 +18,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import remove, write_text
 from dlscale.core.fingerprint import CHECKOUT, DOCS
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 REPOSITORY = CHECKOUT or Path.cwd()  # for an installed dlscale, the folder of `dlscale init`
-TEMPLATE = PACKAGE / "studies/template"
+TEMPLATE = Path(__file__).with_name("template")
 #: Whether --images is given → name of the copied study in modules, and in classes.
 ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
 

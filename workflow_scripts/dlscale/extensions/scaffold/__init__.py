@@ -1,0 +1,1 @@
+"""Extension: commands that write a working folder, or a new study."""

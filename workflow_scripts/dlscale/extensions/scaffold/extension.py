@@ -1,0 +1,29 @@
+"""Commands that write files to start from."""
+
+from dlscale.core.commands import Query
+from dlscale.core.stage import option
+
+COMMANDS = {
+    "init": Query(
+        "dlscale.extensions.scaffold.init",
+        "Write a working folder (Snakefile, config.yaml, profiles), so that no clone of the repository is needed.",
+        (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain any of these files"}),),
+        configured=False,
+    ),
+    "new-study": Query(
+        "dlscale.extensions.scaffold.new_study",
+        "Write a new study that runs, with tests and a configuration, to which you add your network and arrays.",
+        (
+            ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
+            option("--at", "folder to write into (default: NAME)", False, metavar="FOLDER"),
+            option("--images", "write a study of images, with metrics and a figure", False, action="store_true"),
+            option(
+                "--inside",
+                "write a study of images into this repository, next to the shipped studies",
+                False,
+                action="store_true",
+            ),
+        ),
+        configured=False,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Extension: schema and reference of the configuration."""

@@ -1,0 +1,13 @@
+"""Command that prints the schema of the configuration."""
+
+from dlscale.core.commands import Query
+from dlscale.core.stage import option
+
+COMMANDS = {
+    "schema": Query(
+        "dlscale.extensions.schema.reference",
+        "Print the JSON schema of config.yaml, for editors.",
+        (option("--markdown", "print the reference of all keys instead of the schema", False, action="store_true"),),
+        configured=False,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Extension: check what the processes of a run exchange, before its first step."""

@@ -1,1 +1,0 @@
-"""Study `program`: any external training program, unchanged."""
