@@ -247,7 +247,7 @@ def test_what_is_no_report_is_one_message(
     (tmp_path / "a.nsys-rep").write_bytes(b"")
     monkeypatch.setenv("NSYS", "nosuch")
     for name, expected in {
-        none: "contains no step",
+        none: "contains no range with the name step",
         tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
         tmp_path / "a.nsys-rep": "Export the report on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
     }.items():

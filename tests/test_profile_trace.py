@@ -204,7 +204,7 @@ def test_steps_that_differ_have_a_spread() -> None:
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="contains no step"):
+    with pytest.raises(ValueError, match="contains no range with the name step"):
         summarise(read([event("forward", "user_annotation", 0, 10)]), "torch")
 
 

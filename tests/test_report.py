@@ -752,7 +752,7 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
         f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
     ) is not beyond
     said = f"{full[0]:.0f} samples/s, which is more than noise explains. Training cannot be faster than the slower of"
-    assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again." in found.why) is beyond
+    assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again" in found.why) is beyond
 
 
 @pytest.mark.parametrize(
@@ -875,7 +875,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
         "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
-        "7.50× ± 0.64 Speed-up of run bf16 over baseline. The rate of training of bf16, measured separately, is 180 "
+        "7.50× ± 0.64 Speed-up of run bf16 over baseline. In a separate measurement of training, bf16 reached 180 "
         "samples/s, loading and",
         "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # what bounds it
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00
@@ -1135,7 +1135,7 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
     assert "b · more epochs, the run with the best accuracy: one validation sample" in page.text
     assert not [word for word in ("baseline", "skill", "Errors by channel", "loss loss") if word in page.text]
-    assert "label, one value a row." in page.text
+    assert "label, one value per row." in page.text
 
 
 def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
@@ -1630,7 +1630,7 @@ def test_a_tuned_plan_shows_what_won(results: Results) -> None:
     results.run("p", "a", triplet=None, epochs=0)
     plan = read_plan(results.plan("p", {"a": "a"}, measure=()))
     tried = [Tried(changes={}, rates=[[100.0]]), Tried(changes={"loader.workers": 2}, rates=[[150.0]])]
-    for low, settings, speed in ((1.4, "loader.workers: 2", 150.0), (0.9, "the run's own setting", 100.0)):
+    for low, settings, speed in ((1.4, "loader.workers: 2", 150.0), (0.9, "the run's original settings", 100.0)):
         duel = Duel(challenger=1, rates=[(150.0, 100.0)] * 2, ratio=1.5, low=low, high=1.6)
         run = replace(plan.runs[0], tuning=Tuning(candidates=tried, duel=duel))
         found = sections.tuned_winner(replace(plan, runs=[run]))

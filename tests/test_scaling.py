@@ -263,7 +263,7 @@ def cells(table: Table, row: int) -> dict[tuple[str, str], tuple[str, str]]:
 
 def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> None:
     (series,) = series_of(weak)
-    assert (series.batch, series.label) == (16, "16 samples a device")
+    assert (series.batch, series.label) == (16, "16 samples per device")
     assert [point.devices for point in series.points] == [1, 2, 8]
     modes = ("IO", "SYNTHETIC", "FULL")
     for point in series.points:
@@ -286,7 +286,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert row["Run", "run"] == ("b16_ddp_8", "b16 ddp 8")
     expected = {
         ("Run", "devices"): ("8", "2 nodes"),
-        ("Run", "samples a step"): ("128", ""),
+        ("Run", "samples per step"): ("128", ""),
         ("FULL", "samples/s"): ("576 (standard deviation 0)", "ideal 720"),
         ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 5 % of 0.8, by which two processes may differ
         ("SYNTHETIC", "communication"): ("25 %", "± 4 %"),
@@ -300,7 +300,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert len(view.tables[0].rows) == 3  # twin runs have no rows
     said = scaling.glance(weak)
     assert said and said.replace("\u00a0", " ") == (
-        "efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication costs 20 % ± 4 % of a step"
+        "efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step"
     )
 
 
@@ -324,11 +324,11 @@ def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> Non
     view = scaling.section(plan)
     assert view and [chart.y for chart in view.charts][-1] == {"value": "energy (J per sample)"}
     assert [row["value"] for row in view.charts[-1].rows] == [1.0, 1.25]
-    assert cells(view.tables[0], 1)["Energy of training", "a sample"] == ("1.25 J", "")
+    assert cells(view.tables[0], 1)["Energy of training", "per sample"] == ("1.25 J", "")
     plan = replace(plan, record=plan.record.model_copy(update={"grams_per_kwh": 400.0}))
     view = scaling.section(plan)
     assert view and [row["grams"] for row in view.charts[-1].rows] == pytest.approx([111.111, 138.889], rel=1e-5)
-    assert cells(view.tables[0], 1)["Energy of training", "CO₂ of a million samples"] == ("139 g", "")
+    assert cells(view.tables[0], 1)["Energy of training", "CO₂ per million samples"] == ("139 g", "")
 
 
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
@@ -349,7 +349,7 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
         measured(results, f"d{devices}", devices, 64, (trials(900.0), trials(rate), trials(rate)))
     plan = read_plan(results.plan("plan", {"d2": "2", "d4": "4"}, kind="strong_scaling", measure=("throughput",)))
     (series,) = series_of(plan)
-    assert series.label == "64 samples a step"
+    assert series.label == "64 samples per step"
     efficiency = series.points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.75)  # relative to two devices, the smallest number
     assert series.points[1].communication("FULL") is None
@@ -367,8 +367,8 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
                 runs[f"{variant}_{devices}"] = f"{variant} {devices}"
     found = series_of(read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",))))
     assert [each.label for each in found] == [
-        "8 samples a device; bucket_mb none",
-        "8 samples a device; bucket_mb 100",
+        "8 samples per device; bucket_mb default",
+        "8 samples per device; bucket_mb 100",
     ]
     shares = [each.points[1].communication("SYNTHETIC") for each in found]
     assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
@@ -377,7 +377,7 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
 def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
     view = scaling.section(weak)
     assert view and [chart.about.split(":")[0] for chart in view.charts] == [
-        "16 samples a device",
+        "16 samples per device",
         "Overhead of communication",
         "Efficiency",
     ]
@@ -401,7 +401,7 @@ def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -
 def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
     """The efficiency on 8 devices is 80 %. A twin run without gradient averaging shows 20 % communication."""
     assert sections.line(weak).replace("\u00a0", " ") == (
-        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication costs 20 % ± 4 % of a step, "
+        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step, "
         "576 samples/s"
     )
     found = sections.fastest_bound(weak, "snakemake")
@@ -417,7 +417,7 @@ def test_communication_within_noise_is_no_share(results: Results, rate: float) -
         measured(results, name, devices, 16 * devices, (trials(5000.0), trials(600.0), trials(full)), sync)
         runs[name] = name
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
-    assert (scaling.glance(plan) or "").endswith("(16 samples a device); communication is within noise")
+    assert (scaling.glance(plan) or "").endswith("(16 samples per device); communication is within noise")
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
         changed.append(replace(run, throughput=run.throughput.model_copy(update={"full": full})))
     plan = PlanResult(weak.record, changed)
     assert sections.line(plan).startswith(
-        f"plan: the efficiency on 8 devices (16 samples a device) is not known: {why}, 576 samples/s"
+        f"plan: the efficiency on 8 devices (16 samples per device) is not known: {why}, 576 samples/s"
     )
     speed = sections.speed(plan)
     assert speed and (speed["efficiency"]["ratio"], speed["efficiency"]["interval_text"]) == ("not known", why)
@@ -575,5 +575,5 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
         ("FULL", "published"): ("114.4 samples/s", "16 × A100, SC23"),
     }
     assert {key: tp4[key] for key in expected} == expected
-    assert (ddp["Devices", "weights"], fsdp["Devices", "weights"]) == (("ddp", "copied"), ("fsdp", "shared"))
+    assert (ddp["Devices", "weights"], fsdp["Devices", "weights"]) == (("ddp", "copied"), ("fsdp", "sharded"))
     assert ddp["FULL", "published"] == ("–", "")

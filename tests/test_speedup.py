@@ -252,7 +252,7 @@ def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
     said_ = sections.speed(plan_of(results, "plain", "bf16", "fused", kind="ladder"))
     assert said_ and said_["fastest"] == "fused" and said_["like"] == ["bf16"]
     said = Page(results.report()).text
-    assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain; runs of one process are timed", said)
+    assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain; single-process runs are timed", said)
     assert "As fast as fused within noise: bf16." in said
     rows = results.collect(results.plans[0])
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)

@@ -242,7 +242,7 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
     """The tuned run stays unchanged, so that tuning does not rerun. Any plan can use the best settings."""
     text = tune.tuned(won(), "cosmo_unet")
     for said in (
-        "# 1.50× ± 0.10 as fast as the run's own setting.",
+        "# 1.50× ± 0.10 as fast as the run's original settings.",
         "Adjust the learning rate",
         "#   snakemake it\n",
         "`from: mine_first_tuned.tuned`",
@@ -269,7 +269,7 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
 def test_where_nothing_was_gained_nothing_is_written() -> None:
     text = tune.tuned(won(duel=Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)), "cosmo_unet")
     assert yaml.safe_load(text) == {}
-    assert "# No significant speed-up: the best other setting is 1.05× ± 0.07 as fast as the run's own setting." in text
+    assert "# No significant speed-up: the best other combination is 1.05× ± 0.07 as fast as the run's" in text
     assert "learning rate" not in text and "snakemake" not in text
 
 
@@ -330,7 +330,7 @@ def test_the_stage_from_end_to_end(
     assert f"#   {found.command}\n" in written
     # The page also shows the result.
     rows = tried(found).rows
-    assert rows[0][0].text == "the run's own" and "loader.kind: direct" in rows[1][0].text
+    assert rows[0][0].text == "original" and "loader.kind: direct" in rows[1][0].text
     assert {row[-1].text for row in rows} == {"–", "out of memory"}
 
 
@@ -402,14 +402,14 @@ def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
     results.plan("mine", {"first": "First"}, kind="tune", measure=("tune",))  # type: ignore[arg-type]
     html = results.report()
     for words in (
-        "2.00× ± 0.10 as fast as the run&#39;s own setting.",
+        "2.00× ± 0.10 as fast as the run&#39;s original settings.",
         "<code>snakemake --configfile &#39;my results/tuned.yaml&#39; -- plan_mine_first_tuned</code>",
         "from: mine_first_tuned.tuned",
         "no &lt;threads&gt; left",
     ):
         assert words in html
-    places = [html.index(f'scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
+    places = [html.index(f'scope="row">{text}') for text in ("original", "loader.workers: 2", "loader.workers: 1")]
     assert places == sorted(places) and html.index('scope="row">threads: 4') > places[-1]
     plan = read_plan(results.plans[0])
-    assert line(plan) == "mine: 2.00× ± 0.10 as fast as the run's own setting"
+    assert line(plan) == "mine: 2.00× ± 0.10 as fast as the run's original settings"
     assert [row[2].text for row in tried(found).rows] == ["1.00×", "2.00×", "1.20×", "–"]

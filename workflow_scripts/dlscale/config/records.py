@@ -75,7 +75,7 @@ class Series(Record):
     tokens: tuple[int, int, int] | None = None  #: Tokens of a sample, width of a token, number of blocks.
 
 
-#: Names of published figures that are neither a throughput nor a validation metric, by key of `metric`.
+#: Key of `metric` → name, for published figures that are neither a throughput nor a validation metric.
 PUBLISHED_KINDS = {
     "train_loss": "training loss",
     "valid_loss": "validation loss",
