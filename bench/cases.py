@@ -110,7 +110,7 @@ class Case:
         )
 
     def network(self, run: Run) -> nn.Module:
-        """Return the model as its study builds it."""
+        """Return the model, built by the study."""
         return self._study.model(run, self.manifest)
 
     def loss(self) -> SampleLoss:

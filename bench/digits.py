@@ -35,7 +35,7 @@ from tests.conftest import ROOT, make_dataset
 PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")
 FILES = {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}
 PLACES = (ROOT / "data", ROOT.parent / "shared/data/mnist")
-#: Least ratio of dlscale's speed to the published program's. On a CPU, convolutions take most of the time, so that a
+#: Least ratio of dlscale's speed to the published program's. On a CPU, convolutions take most of the time, so a
 #: factor of ten is out of reach (see the second row). On a GPU, the published loader takes most of the time.
 TARGET = 1.2
 
@@ -103,7 +103,7 @@ class Ours:
     def __call__(self) -> float:
         training = {"epochs": 1 if self.accuracy else EPOCHS, "steps": None}
         run = self.run.model_copy(update={"training": self.run.training.model_copy(update=training)})
-        # a new folder, so that the training does not resume
+        # a new folder, so the training does not resume
         checkpoints = Checkpoints(self.folder / str(next(self._turns)), keep=1)
         fit = Trainer(run, self.session.step, self.session.share(), self.loaders, self.metrics, checkpoints, World())
         last = fit.fit()[-1]
@@ -132,7 +132,7 @@ def digits(options: Options) -> list[Row]:
             flops = 3 * (forward or 0.0) - 2 * 9 * run.model.widths[0] * 26 * 26
             peaks = {kind: measure_peaks(kind, CPU).flops for kind in ("fp32", run.precision)}
         counted = {
-            "samples an epoch": theirs.samples,
+            "samples per epoch": theirs.samples,
             "accuracy": ours.accuracy,
             "published accuracy": theirs.accuracy,
             "MFLOP/sample": flops / 1e6,

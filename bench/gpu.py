@@ -164,7 +164,7 @@ def main() -> int:
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dlscale-bench-", None, True)))
-        # an empty cache, so that the first compilation is cold
+        # an empty cache, so the first compilation is cold
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
         if args.wheels:
             for wheel in wheels:

@@ -108,7 +108,7 @@ def samples_equal(bench: Bench, kind: str) -> Values:
 def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
     """Compare the batches that steps receive with plain reads, while the host runs many batches ahead of the device.
 
-    A GPU first gets a second of other work, so that the check notices a batch that is overwritten before a step reads
+    A GPU first gets a second of other work, so the check notices a batch that is overwritten before a step reads
     it.
     """
     if over:
@@ -148,7 +148,7 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
 
 #: Tolerances of a rung: (prediction and loss, gradients and weight update).
 #:
-#: Rungs differ from the plain step only in the order of sums. The longest sum has 6 x 8^3 = 3072 terms, so that its
+#: Rungs differ from the plain step only in the order of sums. The longest sum has 6 x 8^3 = 3072 terms, so its
 #: float32 error is about 2^-24 x sqrt(3072) / 2.5 = 1e-6. Transforms (FFT, Winograd) have 20 times this error;
 #: TensorFloat-32 has 2e-4 to 5e-4. The error may change the sign of one of the 12 x 2^3 x 6 = 576 units of a layer,
 #: which changes a gradient by 1 / sqrt(576) = 0.04.
@@ -271,7 +271,7 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
                 # Gradients are summed in any order. For gradients near zero (1e-5 of all gradients), Adam makes a full
-                # step of either sign, so that weights may differ by 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the
+                # step of either sign, so weights may differ by 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the
                 # weights) = 0.003. A stale batch or learning rate would give 0.1.
                 errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)

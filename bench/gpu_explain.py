@@ -85,7 +85,7 @@ def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[To
     """Profile a run, then measure its throughput, as the stages do.
 
     Returns the evidence for a verdict, the profile's longest entries, and host and device times. Both parts use one
-    session, so that the model is compiled once; other rows measure compilation.
+    session, so the model is compiled once; other rows measure compilation.
     """
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     world, found = World(device=bench.device), {}
@@ -375,7 +375,7 @@ def telemetry(bench: Bench, case: Case) -> Values:
 
 
 def _of_gpu(bench: Bench, rows: list[record.Sample]) -> Values:
-    """Return telemetry's means for the GPU; raise if its energy counter contradicts its power."""
+    """Return telemetry's means for the GPU; raise if the GPU's energy counter contradicts the GPU's power."""
     summary = record.summary(rows)
     used = record.energy([rows])
     powers = [[replace(row, gpus=tuple(replace(gpu, joules=None) for gpu in row.gpus)) for row in rows]]

@@ -252,7 +252,7 @@ def convolutions(case: Case) -> list[Convolution]:
 
 
 def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch.memory_format) -> Values:
-    """Measure a layer in bf16: its forward pass and the gradients of its input and weights."""
+    """Measure a layer in bf16: forward pass, and gradients of input and weights."""
 
     def random(*shape: int) -> torch.Tensor:
         values = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)

@@ -37,9 +37,9 @@ from dlscale.train.step import Step
 
 
 class Several(World):
-    """A world of one rank that reports two data-parallel ranks, so that the model is wrapped.
+    """A world of one rank that reports two data-parallel ranks, so the model is wrapped.
 
-    Strategies read `data_size`. Code that exchanges other values reads `size`, which stays 1, so that means are the
+    Strategies read `data_size`. Code that exchanges other values reads `size`, which stays 1, so means are the
     rank's own values.
     """
 
@@ -73,7 +73,8 @@ def made(case: Case, world: World, over: dict[str, Any]) -> Step:
     step = build_step(run, model, case.loss(), world)
     if step.strategy.exchanges != (world.data_size > 1):
         raise AssertionError(
-            f"{type(world).__name__}: wrong wrapping of the model; expected it wrapped only if data_size > 1"
+            f"{type(world).__name__}: data_size is {world.data_size}, but strategy.exchanges is "
+            f"{step.strategy.exchanges}; expected exchanges only if data_size > 1"
         )
     return step
 

@@ -1,8 +1,8 @@
 """Loading speed, samples/s: crops of a volume and pairs of a time series, in the page cache and cold.
 
 The reference is the published programs' loader, restated operation by operation in `bench.published`, with its best
-number of workers. It takes turns with the other loaders. Its first batches do not count, as in the published programs.
-The lower bound on time is a copy of as many stored bytes into reused buffers.
+number of workers. The reference takes turns with the other loaders. Its first batches do not count, as in the published
+programs. The lower bound on time is a copy of as many stored bytes into reused buffers.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ void rows(char *to, const char *from, const long *n, const long *stride, long wi
 
 
 def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder: Path) -> Callable[[], float]:
-    """Return a function that measures the same as that of `reading`, but with a C loop over the rows of boxes."""
+    """Return a function that measures like the function from `reading`, but with a C loop over the rows of boxes."""
     (folder / "rows.c").write_text(ROWS_IN_C)
     library = folder / f"rows{len(list(folder.glob('rows*.so')))}.so"
     subprocess.run(["cc", "-O3", "-shared", "-fPIC", "-o", library, folder / "rows.c"], check=True)
@@ -331,7 +331,7 @@ class Comparison:
 
 
 def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:
-    """Measure all loaders in turns; `contestants` makes all but the published loaders and the lower bounds."""
+    """Measure all loaders in turns; `contestants` makes all loaders except the published loaders."""
     label, ours, batch_size = comparison.label, comparison.ours, comparison.batch_size
     program, plain, targets = comparison.program.pieces, comparison.program.samples, comparison.targets
     stored = [(np.prod(field.shape), field.readers[0].dataset.dtype.itemsize) for field in (ours.input, ours.target)]

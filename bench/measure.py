@@ -1,4 +1,4 @@
-"""How the benchmarks measure: contestants take turns in one process, so that other programs slow all of them alike."""
+"""How the benchmarks measure: contestants take turns in one process, so other programs slow all contestants alike."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does. The report must find the run
 `copy` equal to `first` within noise, and the run `slow` slower. `copy` does the same work as `first` under other
-settings, so that dlscale does not recognise it as a copy. `slow` has five per cent more layers. If paired timing lasts
+settings, so dlscale does not recognise it as a copy. `slow` has five per cent more layers. If paired timing lasts
 ten seconds or more, `first` is also timed alternately with a copy of itself. During half of the tries, other programs
 keep all cores busy.
 
@@ -163,9 +163,7 @@ def main() -> None:
     parser.add_argument("--set", default="{}", metavar="JSON", help="settings that override the runs' own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # exit normally, so that busy programs end
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # exit normally, so busy programs end
     registry.add("plant", stages.STUDY)
     found, plans = list[Try](), list[PlanResult]()
     settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))

@@ -56,8 +56,8 @@ def outside(options: Options) -> list[Row]:
                 each.append(STEPS * BATCH / statistics.median(seconds[hooked]))
         share = (cpu_seconds(process.pid) - before) / (time.monotonic() - start)
         own = program.own()
-    counted = {"ms a step": 1e3 * BATCH / rates[False][0], "µs in the hook's own lines": 1e6 * own}
-    counted |= {"telemetry's CPU s a second": share}
+    counted = {"ms per step": 1e3 * BATCH / rates[False][0], "µs in the hook's own lines": 1e6 * own}
+    counted |= {"telemetry's CPU s per second": share}
     whole = [rate * (1 - share) for rate in rates[True]]
     return [
         Row("dlscale measure: the hook", "samples/s", rates[True], "without", rates[False], counted, HOOKED),

@@ -18,7 +18,7 @@ from dlscale.data import preprocess, store
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
-#: Bytes of the stage's buffers: below the default, so that a file has several blocks.
+#: Bytes of the stage's buffers: below the default, so a file has several blocks.
 MEMORY = 64_000_000
 
 

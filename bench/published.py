@@ -1,6 +1,6 @@
 """Plain restatements of the published programs' loaders, models and step, as references.
 
-Parameters have the order of dlscale's models, so that weights can be copied between both.
+Parameters have the order of dlscale's models, so weights can be copied between both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plain restatement of PyTorch's MNIST example, which the performance workshop profiles: reference for `mnist_cnn`.
 
-torchvision's dataset and transforms are restated operation by operation, so that torchvision is not needed.
+torchvision's dataset and transforms are restated operation by operation, so torchvision is not needed.
 """
 
 from __future__ import annotations

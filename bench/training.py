@@ -117,7 +117,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
     turns = itertools.count()
 
     def epoch() -> float:
-        # a new folder, so that the training does not resume
+        # a new folder, so the training does not resume
         checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)
         fit = Trainer(run, step, Share(case.batch_size), (batches, valid), Metrics(), checkpoints, World())
         return fit.fit()[0].samples_per_second

@@ -65,7 +65,7 @@ def watched_and_alone(
         sampler.send_signal(signal.SIGCONT)
         memory = sampler.memory_info()
     cost, seconds = map(sum, zip(*worked, strict=True))
-    return found, {"its CPU s a second": cost / seconds, "MB of its own": (memory.rss - memory.shared) / 1e6}
+    return found, {"CPU s per second": cost / seconds, "MB of its own": (memory.rss - memory.shared) / 1e6}
 
 
 def cpu_seconds(pid: int) -> float:

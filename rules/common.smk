@@ -1,4 +1,4 @@
-# The validated configuration. The logic of the rules is in `dlscale.rules`: typed, and tested without Snakemake.
+# Read and validate the configuration. The logic of the rules is in `dlscale.rules`: typed, tested without Snakemake.
 import functools
 import json
 import os
@@ -31,8 +31,8 @@ CAPTIONS = f"{ROOT}/report/captions"
 
 os.environ[CALLER] = callers_values()
 os.environ[SNAKEMAKES] = f"{os.environ.get(SNAKEMAKES, '')} {os.getpid()}"
-# By default, Snakemake reads all memory maps of a job with a `benchmark:` twice a second, which takes up to 0.3 cores
-# during timed jobs. A longer interval takes less.
+# Snakemake reads all memory maps of a job with a `benchmark:` every 0.5 s for the first 30 readings, then every 30 s.
+# The frequent readings take up to 0.3 cores and disturb timed jobs, so the first readings are 5 s apart.
 benchmark.BENCHMARK_INTERVAL_SHORT = 5.0  # s
 remember(Path(".snakemake/parsed.json"))
 
@@ -55,7 +55,7 @@ def layers():
 
 
 def own_settings():
-    """Return the words that give another call the settings of this call; configuration files come last."""
+    """Return the arguments that give another call the settings of this call; configuration files come last."""
     settings = workflow.config_settings
     words = ["--replace-workflow-config"] if settings.replace_workflow_config else []
     if settings.config:

@@ -1,4 +1,5 @@
-# The runs of a plan, for its tables and pages. Stages record the settings of their run or dataset themselves.
+# Write the list of a plan's runs, which the plan's tables and pages read. Other stages record the settings of their run
+# or dataset themselves.
 
 
 rule configure_plan:

@@ -1,7 +1,9 @@
-# All uses of Snakemake beyond its public interface, with reasons. After an upgrade of Snakemake, look here first.
+# Uses of Snakemake beyond its public interface, with reasons. After an upgrade of Snakemake, check this list first,
+# then common.smk (benchmark interval), site.smk (register_resource), display.smk (log handlers) and preflight.smk
+# (persistence).
 #
-#   name of the site         `workflow.resource_settings`: of a profile, only default resources reach the processes that
-#                            Snakemake starts for its jobs.
+#   name of the site         `workflow.resource_settings`: default resources are the only part of a profile that reaches
+#                            the processes that Snakemake starts for its jobs.
 #   requested plans          `snakemake.cli.get_argument_parser`: Snakemake knows the targets only after it has read the
 #                            rules, but misspelt targets, and runs that the machine cannot do, are refused earlier.
 #   dry run or not           `workflow.execute`, `create_report` and others: Snakemake's settings choose one of these
@@ -13,7 +15,8 @@
 #   requested files          `workflow.dag`: the end of a call lists the pages that show these files.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
 #   requests of jobs         `job.resources`, `workflow._localrules`: Snakemake prints none if a rule has a message.
-#   secrets in a report      `workflow.configfiles`: files with logins in addresses are left out of `--report`.
+#   secrets in a report      `workflow.configfiles`: configuration files with logins or secrets are left out of
+#                            --report.
 #   reasons of jobs          `workflow.dag.reason`, `workflow.persistence`: printed as sentences.
 import gc
 import os
@@ -111,7 +114,8 @@ def reason_to_run(job):
     return why.Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
-        # Snakemake deletes temporary files after use: the reason is then the job that needs such a file again.
+        # A missing temporary file is no reason of its own: Snakemake deletes it after use, and makes it again only for
+        # a job that needs it.
         missing=[
             f"{file}/" if file.is_directory else str(file)
             for file in job.output  # in the order of the outputs, because Snakemake's reasons are a set

@@ -1,4 +1,4 @@
-# From raw files to a described dataset: acquire, preprocess (scatter), assemble (gather), describe.
+# Make a dataset from raw files: acquire, preprocess (scatter), assemble (gather), describe.
 
 
 rule acquire:

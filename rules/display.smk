@@ -1,4 +1,4 @@
-# Messages of a call in addition to Snakemake's.
+# Print messages of a call in addition to Snakemake's.
 from snakemake.logging import logger
 from snakemake_logger_plugin_dlscale import TOLD, LogHandler
 

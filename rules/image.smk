@@ -1,4 +1,4 @@
-# The image of the stages' containers.
+# Build or pull the image of the stages' containers.
 
 
 rule image:

@@ -1,4 +1,4 @@
-# Locks that let only one call at a time change results, and functions that run before Snakemake's methods.
+# Lock results: only one call at a time may change them. Run checks before Snakemake's methods.
 import os
 import signal
 import sys
@@ -43,7 +43,7 @@ def is_dry(executor_plugin=None, **_):
 
 def lock_results(**named):
     """Refuse to change results while another call changes results; a dry run needs no lock."""
-    # So Snakemake removes its lock even after SIGTERM, or after SIGHUP, which follows the loss of a terminal.
+    # Turn SIGTERM and SIGHUP (lost terminal) into KeyboardInterrupt, so that Snakemake removes its lock.
     interrupt.raise_again(signal.SIGTERM, signal.SIGHUP)
     if is_dry(**named) or HELD:
         return
@@ -53,14 +53,15 @@ def lock_results(**named):
     be_the_only_writer(RESULTS)
 
 
-#: List that is not empty if the call makes Snakemake's own report, which shows only existing files.
+#: Non-empty if the call has --report. Such a call runs no jobs, so a failed check is printed but does not end the call.
 REPORTING = []
 
 
 def check_report(**_):
     """Refuse `--report` if a file for the report is missing: Snakemake would name one file, without a remedy."""
     REPORTING.append(True)
-    if CONFIG.secrets:  # the report would show the files that contain the addresses
+    # Snakemake's report would embed the configuration files, which contain secrets.
+    if CONFIG.secrets:
         workflow.configfiles.clear()
     shown = {f"plan {name}": PLANS.shown_files(name, f"plan_{name}" in asked_names()) for name in ASKED_PLANS}
     for name in [*PLANS.datasets(ASKED_PLANS), *ASKED_DATASETS]:

@@ -1,4 +1,4 @@
-# Cost of jobs and checks of the site before the jobs begin; results after the jobs have ended.
+# Print cost and checks before the jobs begin, and results after the jobs have ended.
 import functools
 import os
 import time
@@ -100,7 +100,7 @@ onstart:
 
 
 onsuccess:
-    # The use of cores is known only if all jobs ran as processes of this machine.
+    # CPU use is known only if all jobs ran as child processes of this call: not through Slurm, not in containers.
     cores = None if workflow.non_local_exec or SITE.engine != "none" else workflow.resource_settings.cores
     done = progress.jobs(Path(RESULTS), STARTED)
     tell(*progress.lines(done, STARTED, time.time(), cores, sum(os.times()[:4])))

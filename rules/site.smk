@@ -1,4 +1,5 @@
-# The site, with engine and starter of the stages' commands, and the objects that turn wildcards into jobs.
+# Resolve the site: container engine and process starter (srun, torchrun) of the stages' commands. Create the objects
+# that compute inputs and parameters of jobs from wildcards.
 try:
     SITE, REASONS = launcher.resolve(CONFIG.workflow.site)
     if SITE.engine != "none" and not SITE.image:

@@ -24,8 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and tests run in parallel
 
-# A script that starts the tests in the background makes them and their child processes ignore Ctrl-C. Restore the
-# handler.
+# If a script starts the tests in the background, all their processes ignore Ctrl-C. Restore the handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -136,7 +136,7 @@ class Copy:
         text, times = file.read_text(), file.stat()
         try:
             file.write_text(mutation.applied(text))
-            # Python identifies compiled code by size and time, so that compiled code of the mistake must not be kept.
+            # Python identifies compiled code by size and time, so compiled code of the mistake must not be kept.
             status, said = self.test([mutation.node], PYTHONDONTWRITEBYTECODE="1")
         finally:
             file.write_text(text)
@@ -211,7 +211,7 @@ MUTATIONS = [
         "config/compute.py",
         '"optimizer", "precision", "compile"),',
         '"optimizer", "compile"),',
-        "test_jobs.py::test_what_is_computed_does",
+        "test_jobs.py::test_settings_of_computing_repeat_all_stages",
     ),
     Mutation(
         "scaling_weak_for_strong",
@@ -240,14 +240,14 @@ MUTATIONS = [
         "core/fingerprint.py",
         "registry.studies()[study].module, samples, ",
         "registry.studies()[study].module, ",
-        "test_architecture.py::test_a_run_reaches_its_own_study_and_no_other",
+        "test_architecture.py::test_a_run_imports_only_the_modules_of_one_study",
     ),
     Mutation(
         "fingerprint_without_files",
         "core/fingerprint.py",
         "table[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()",
         'table[file.name] = ""',
-        "test_architecture.py::test_digest_is_of_content",
+        "test_architecture.py::test_the_digest_depends_only_on_content",
     ),
     Mutation(
         "fingerprint_by_names_alone",
@@ -289,7 +289,7 @@ MUTATIONS = [
         "core/noise.py",
         "return centre, standard_errors(len(kept)) * error",
         "return centre, error",
-        "test_speedup.py::test_few_values_are_students",
+        "test_speedup.py::test_few_values_use_students_t",
     ),
     Mutation(
         "energy_is_power",
@@ -332,14 +332,14 @@ MUTATIONS = [
         "data/loaders/base.py",
         "return -(-samples // self.batch_size)",
         "return samples // self.batch_size",
-        "test_samples.py::test_shares_cover_every_batch_as_equally_as_can_be",
+        "test_samples.py::test_slices_of_ranks_cover_every_batch_evenly",
     ),
     Mutation(
         "shares_overlap",
         "data/loaders/base.py",
         "first + count * (self.rank + 1) // self.size)",
         "first + count * (self.rank + 1) // self.size + (self.rank + 1 < self.size))",
-        "test_samples.py::test_shares_cover_every_batch_as_equally_as_can_be",
+        "test_samples.py::test_slices_of_ranks_cover_every_batch_evenly",
     ),
     Mutation(
         "ranks_weigh_the_same",
@@ -360,14 +360,14 @@ MUTATIONS = [
         "data/loaders/torch_loader.py",
         "for step in range(start, len(self))]",
         "for step in range(len(self))]",
-        "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_show",
+        "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_change_samples",
     ),
     Mutation(
         "clock_of_other_samples",
         "data/loaders/base.py",
         "numbers[indices.start : indices.stop]",
         "numbers[: len(indices)]",
-        "test_loaders.py::test_every_loader_tells_the_history_and_the_time",
+        "test_loaders.py::test_every_loader_adds_history_and_time",
     ),
     Mutation(
         "transform_sign",
@@ -381,35 +381,35 @@ MUTATIONS = [
         "data/source.py",
         "np.float32(1.0 / factor ** len(axes))",
         "np.float32(1.0)",
-        "test_data.py::test_block_average_is_the_slow_loop",
+        "test_data.py::test_block_average_equals_a_slow_loop",
     ),
     Mutation(
         "moments_without_their_distance",
         "data/store.py",
         "self.m2 + other.m2 + np.square(delta) * (self.count * other.count / count)",
         "self.m2 + other.m2",
-        "test_data.py::test_moments_merge_to_those_of_all_values_in_any_split",
+        "test_data.py::test_merged_moments_equal_moments_of_all_values",
     ),
     Mutation(
         "std_of_n_less_1",
         "data/store.py",
         "np.sqrt(self.m2 / max(self.count, 1))",
         "np.sqrt(self.m2 / max(self.count - 1, 1))",
-        "test_data.py::test_moments_merge_to_those_of_all_values_in_any_split",
+        "test_data.py::test_merged_moments_equal_moments_of_all_values",
     ),
     Mutation(
         "normalised_by_the_factor",
         "data/samples.py",
         "numbers = mean, 1 / std, 0 * mean",
         "numbers = mean, std, 0 * mean",
-        "test_samples.py::test_pairs_are_dt_apart_in_one_file_and_standardised",
+        "test_samples.py::test_pairs_differ_by_dt_within_a_file_and_are_standardised",
     ),
     Mutation(
         "changed_data_not_read_again",
         "data/staging.py",
         "record.get(file.path) != _seen(manifest, file)]",
         "file.path not in record]",
-        "test_staging.py::test_once",
+        "test_staging.py::test_files_are_verified_once",
     ),
     Mutation(
         "manifest_without_its_seal",
@@ -423,7 +423,7 @@ MUTATIONS = [
         "data/acquire.py",
         'f"bytes={offset}-"',
         'f"bytes={offset + 1}-"',
-        "test_download.py::test_a_cut_body_is_resumed_at_the_very_byte",
+        "test_download.py::test_an_interrupted_download_resumes_at_the_exact_byte",
     ),
     Mutation(
         "stale_copy",
@@ -445,7 +445,7 @@ MUTATIONS = [
         "extensions/cosmo_unet/cosmo/samples.py",
         '"full": SYMMETRIES,',
         '"full": SYMMETRIES[:47],',
-        "test_samples.py::test_symmetries_are_those_asked_for",
+        "test_samples.py::test_all_symmetries_of_a_setting_are_equally_likely",
     ),
     Mutation(
         "last_crop_missing",
@@ -466,7 +466,7 @@ MUTATIONS = [
         "extensions/era5_vit/era5/samples.py",
         "for time in (row - self._back, row + self._dt))",
         "for time in (row - self._back, row + 1))",
-        "test_samples.py::test_pairs_are_dt_apart_in_one_file_and_standardised",
+        "test_samples.py::test_pairs_differ_by_dt_within_a_file_and_are_standardised",
     ),
     Mutation(
         "last_pair_missing",
@@ -480,7 +480,7 @@ MUTATIONS = [
         "extensions/era5_vit/era5/simulator.py",
         "days = min(365 + calendar.isleap(year), days or 366)",
         "days = min(365, days or 366)",
-        "test_era5_simulator.py::test_a_year_has_its_days",
+        "test_era5_simulator.py::test_a_year_has_the_right_number_of_days",
     ),
     Mutation(
         "no_leap_year_in_the_outline",
@@ -523,21 +523,21 @@ MUTATIONS = [
         "launch/slurm.py",
         '"tasks_per_node": processes.gpus_per_node}',
         '"tasks_per_node": processes.world_size}',
-        "test_launcher.py::test_what_a_run_on_nodes_asks_for",
+        "test_launcher.py::test_the_request_of_a_run_on_nodes",
     ),
     Mutation(
         "warning_to_the_batch_shell",
         "launch/slurm.py",
         'f"--signal=USR2@',
         'f"--signal=B:USR2@',
-        "test_launcher.py::test_what_a_run_on_one_gpu_asks_for",
+        "test_launcher.py::test_the_request_of_a_run_on_one_gpu",
     ),
     Mutation(
         "killed_process_of_another_status",
         "launch/ranks.py",
         "failed[0] if failed[0] > 0 else 128 - failed[0]",
         "failed[0] if failed[0] > 0 else 128 + failed[0]",
-        "test_starters.py::test_torchrun_ends_with_what_a_process_said",
+        "test_starters.py::test_torchrun_ends_with_the_message_of_a_process",
     ),
     Mutation(
         "data_may_be_written",
@@ -552,7 +552,7 @@ MUTATIONS = [
         "measure/roofline.py",
         "backward_flops=2 * forward,",
         "backward_flops=forward,",
-        "test_counting.py::test_the_stage_says_what_is_reached",
+        "test_counting.py::test_the_stage_records_mfu_and_mbu",
     ),
     Mutation(
         "work_of_functions_between_modules",
@@ -566,7 +566,7 @@ MUTATIONS = [
         "measure/throughput.py",
         "rates.append(sum(world.gather(count if world.lead else 0)) / seconds)",
         "rates.append(count / seconds)",
-        "test_throughput.py::test_each_rank_counts_its_own_samples",
+        "test_throughput.py::test_each_rank_counts_only_local_samples",
     ),
     Mutation(
         "std_of_a_population",
@@ -587,21 +587,21 @@ MUTATIONS = [
         "extensions/tune/tune.py",
         "key=lambda number: -statistics.geometric_mean(rates[number])",
         "key=lambda number: statistics.geometric_mean(rates[number])",
-        "test_tune.py::test_without_noise_halving_finds_what_exhaustive_search_does",
+        "test_tune.py::test_without_noise_halving_equals_exhaustive_search",
     ),
     Mutation(
         "turns_in_one_order",
         "measure/turns.py",
         "for turn in (order, order[::-1]):",
         "for turn in (order, order):",
-        "test_throughput.py::test_who_goes_first_changes_with_each_turn_and_each_opening",
+        "test_throughput.py::test_each_run_goes_first_equally_often",
     ),
     Mutation(
         "ring_sends_all",
         "extensions/predict/model.py",
         "around = sweeps * (count - 1) / count * size",
         "around = sweeps * size",
-        "test_scaling_model.py::test_rings_are_the_messages",
+        "test_scaling_model.py::test_the_time_of_a_ring_equals_simulated_messages",
     ),
     # ---- models ----------------------------------------------------------------------------------
     Mutation(
@@ -652,14 +652,14 @@ MUTATIONS = [
         "parallel/strategy.py",
         "return Replicated(world, parallel) if copies > 1 and parallel.sync else Strategy(world)",
         "return Strategy(world)",
-        "test_ddp.py::test_what_is_learnt",
+        "test_ddp.py::test_two_ranks_learn_like_one_process",
     ),
     Mutation(
         "batch_norm_of_one_rank",
         "parallel/strategy.py",
         "variance = all_reduce(centred.square().sum(axes)) / count",
         "variance = centred.square().sum(axes) / here",
-        "test_ddp.py::test_ranks_normalise_as_one_process_does",
+        "test_ddp.py::test_ranks_normalise_like_one_process",
     ),
     Mutation(
         "batch_norm_gradient_of_one_rank",
@@ -667,14 +667,14 @@ MUTATIONS = [
         "variance = all_reduce(centred.square().sum(axes)) / count",
         "squares = centred.square().sum(axes)\n"
         "        variance = (all_reduce(squares.detach()) + squares - squares.detach()) / count",
-        "test_ddp.py::test_ranks_normalise_as_one_process_does",
+        "test_ddp.py::test_ranks_normalise_like_one_process",
     ),
     Mutation(
         "running_variance_with_n",
         "parallel/strategy.py",
         "variance.detach() * count / (count - 1).clamp(min=1)",
         "variance.detach()",
-        "test_ddp.py::test_ranks_normalise_as_one_process_does",
+        "test_ddp.py::test_ranks_normalise_like_one_process",
     ),
     Mutation(
         "tensor_parallel_counts_twice",
@@ -688,7 +688,7 @@ MUTATIONS = [
         "parallel/model.py",
         "k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))",
         "k, v = (torch.cat([x] * self._cp.size(), TOKENS_OF_HEADS) for x in (k, v))",
-        "test_mesh.py::test_a_strategy_learns_what_one_process_learns[2 cp]",
+        "test_mesh.py::test_each_strategy_learns_like_one_process[2 cp]",
     ),
     Mutation(
         "loss_of_one_rank",
@@ -739,14 +739,14 @@ MUTATIONS = [
         "extensions/compare/compare.py",
         "    return 1 if args.gate and slower else 0\n\n\ndef _print",
         "    return 0\n\n\ndef _print",
-        "test_compare.py::test_what_is_slower_is_named",
+        "test_compare.py::test_slower_runs_are_named",
     ),
     Mutation(
         "gate_of_gains",
         "extensions/compare/compare.py",
         "found.high < 1 for found",
         "found.low > 1 for found",
-        "test_compare.py::test_what_is_slower_is_named",
+        "test_compare.py::test_slower_runs_are_named",
     ),
     Mutation(
         "mean_for_median",
@@ -760,14 +760,14 @@ MUTATIONS = [
         "report/results.py",
         'value if better == "lower" else -value)',
         '-value if better == "lower" else value)',
-        "test_sweep.py::test_who_ends_early_at_a_target_is_not_behind",
+        "test_sweep.py::test_a_trial_that_ends_early_at_a_target_is_ranked",
     ),
     Mutation(
         "worst_promoted",
         "report/promote.py",
         "best = [run.name for run in ranked if",
         "best = [run.name for run in reversed(ranked) if",
-        "test_sweep.py::test_the_best_go_on_and_the_page_shows_all",
+        "test_sweep.py::test_the_best_trials_continue_and_the_page_shows_all",
     ),
     Mutation(
         "figure_of_another_loss",
@@ -788,7 +788,7 @@ MUTATIONS = [
         "report/speedup.py",
         "ratio = together.mean / apart.mean",
         "ratio = apart.mean / together.mean",
-        "test_scaling.py::test_efficiency_and_communication_are_those_by_hand",
+        "test_scaling.py::test_efficiency_and_communication_equal_values_by_hand",
     ),
     Mutation(
         "pooled_with_n",
@@ -803,7 +803,7 @@ MUTATIONS = [
         "extensions/mnist_cnn/study.py",
         "return 2.0 * (convolutions +",
         "return 4.0 * (convolutions +",
-        "test_counting.py::test_every_study_has_a_formula_of_its_forward_pass",
+        "test_counting.py::test_each_studys_formula_equals_the_counted_forward_pass",
     ),
     Mutation(
         "rmse_of_mean_roots",
@@ -817,7 +817,7 @@ MUTATIONS = [
         "extensions/imagenet_resnet50/study.py",
         "(answer[:, :count] == y[:, None])",
         "(answer[:, :1] == y[:, None])",
-        "test_imagenet.py::test_metrics_are_shares_of_right_answers",
+        "test_imagenet.py::test_metrics_are_fractions_of_correct_answers",
     ),
     # ---- train -----------------------------------------------------------------------------------
     Mutation(
@@ -825,7 +825,7 @@ MUTATIONS = [
         "train/trainer.py",
         "set_learning_rate(self.step.optimizer, self.rate(number))",
         "set_learning_rate(self.step.optimizer, self.rate(number + 1))",
-        "test_training.py::test_the_unet_trains_as_a_bare_loop_does[two epochs]",
+        "test_training.py::test_the_unet_trains_like_a_plain_loop[two epochs]",
     ),
     Mutation(
         "schedule_warmup_from_zero",
@@ -853,14 +853,14 @@ MUTATIONS = [
         "train/step.py",
         "                self.scaler.unscale_(self.optimizer)\n",
         "",
-        "test_rungs.py::test_a_scaled_gradient_is_clipped_by_its_own_norm",
+        "test_rungs.py::test_a_scaled_gradient_is_clipped_after_unscaling",
     ),
     Mutation(
         "parts_count_the_same",
         "train/step.py",
         "len(a) / max(len(x), 1), weight,",
         "1 / parts, weight,",
-        "test_rungs.py::test_a_rung_trains_as_the_plain_step_does[era5_vit-accumulation 4]",
+        "test_rungs.py::test_each_rung_trains_like_the_plain_step[era5_vit-accumulation 4]",
     ),
     Mutation(
         "prediction_in_training_mode",
@@ -874,21 +874,21 @@ MUTATIONS = [
         "train/step.py",
         "                shard.tensor.copy_(shards[name].tensor)",
         '                if name.startswith("model."):\n                    shard.tensor.copy_(shards[name].tensor)',
-        "test_rungs.py::test_a_restored_step_goes_on_bit_by_bit[bf16_master-fused-era5_vit]",
+        "test_rungs.py::test_a_restored_step_continues_bit_by_bit[bf16_master-fused-era5_vit]",
     ),
     Mutation(
         "random_state_not_restored",
         "train/trainer.py",
         "        self._set_random(state)\n",
         "",
-        "test_training.py::test_a_killed_run_resumes_as_if_nothing_had_been[2 workers]",
+        "test_training.py::test_a_killed_run_resumes_bit_by_bit[2 workers]",
     ),
     Mutation(
         "resumed_at_the_epochs_first_step",
         "train/trainer.py",
         "first = max(before.step - done, 0)",
         "first = 0",
-        "test_interruption.py::test_another_loader_goes_on_bit_by_bit",
+        "test_interruption.py::test_a_training_continues_bit_by_bit_with_another_loader",
     ),
     Mutation(
         "statistics_of_each_rank",
@@ -909,7 +909,7 @@ MUTATIONS = [
         "train/checkpoint.py",
         "if (record.run or self.folder.name, record.step) != (self.folder.name, step):",
         "if record.step != step:",
-        "test_training.py::test_a_checkpoint_of_another_training_is_not_gone_on_from",
+        "test_training.py::test_a_checkpoint_of_another_training_is_not_used",
     ),
     Mutation(
         "one_checkpoint_too_many",
@@ -923,14 +923,14 @@ MUTATIONS = [
         "train/train.py",
         '    "threads": True,\n    "loader": True,',
         '    "threads": True,\n    "seed": True,\n    "loader": True,',
-        "test_training.py::test_what_makes_a_training_itself",
+        "test_training.py::test_the_fingerprint_changes_only_with_settings_of_the_training",
     ),
     Mutation(
         "memory_without_gradients",
         "train/memory.py",
         "gradients=gradients + grown,",
         "gradients=gradients,",
-        "test_memory.py::test_prediction_is_what_the_allocator_hands_out",
+        "test_memory.py::test_predicted_memory_equals_the_allocators_memory",
     ),
     # ---- rules -----------------------------------------------------------------------------------
     Mutation(
@@ -938,14 +938,14 @@ MUTATIONS = [
         "rules/commands.py",
         "geometry, processes = settings.geometry, settings.processes",
         "pass",
-        "workflow/test_profiles.py::test_what_is_asked_of_slurm",
+        "workflow/test_profiles.py::test_the_slurm_request_of_profiles",
     ),
     Mutation(
         "runs_start_one_process",
         "rules/runs.py",
         "return self.commands.start(input, run.processes, redact",
         "return self.commands.start(input, None, redact",
-        "workflow/test_profiles.py::test_each_runs_in_its_container_and_four_by_srun",
+        "workflow/test_profiles.py::test_profiles_run_in_the_container_and_four_by_srun",
     ),
     # ---- user interface of a call -----------------------------------------------------------------
     Mutation(
@@ -953,42 +953,42 @@ MUTATIONS = [
         "report/report.py",
         'given | {"out": live}',
         "given",
-        "test_report.py::test_a_live_page_shows_what_is_there",
+        "test_report.py::test_a_live_page_shows_available_results",
     ),
     Mutation(
         "dataset_shown_before_it_is_drawn",
         "report/report.py",
         "if all(Path(path, name).exists()",
         "if any(Path(path, name).exists()",
-        "test_report.py::test_a_live_page_shows_what_is_there",
+        "test_report.py::test_a_live_page_shows_available_results",
     ),
     Mutation(
         "turns_count_all_before",
         "measure/steps.py",
         "    counts = list[int]()\n",
         "    counts = timed_steps.__dict__.setdefault('counts', list[int]())\n",
-        "test_throughput.py::test_each_turn_counts_its_own_samples",
+        "test_throughput.py::test_each_turn_counts_only_samples_of_the_turn",
     ),
     Mutation(
         "call_goes_on_unseen",
         "../snakemake_logger_plugin_dlscale/__init__.py",
         "                os.kill(os.getpid(), signal.SIGINT)",
         "                pass",
-        "test_live.py::test_a_call_whose_output_nobody_reads_ends",
+        "test_live.py::test_a_call_with_closed_output_ends",
     ),
     Mutation(
         "jobs_wait_for_each_other",
         "preflight/cost.py",
         "sum(job.seconds * share for",
         "sum(job.seconds for",
-        "test_status.py::test_what_runs_side_by_side_takes_the_time_of_one",
+        "test_status.py::test_parallel_runs_take_the_time_of_one_run",
     ),
     Mutation(
         "trials_that_were_left_behind_wait",
         "preflight/status.py",
         "cost.expected_runs(configuration.plans[plan], results).items()",
         "configuration.plans[plan].items()",
-        "test_status.py::test_of_successive_halving_it_expects_what_will_train",
+        "test_status.py::test_only_trials_that_may_train_are_expected",
     ),
 ]
 

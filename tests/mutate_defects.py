@@ -38,7 +38,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "extensions/cosmo_unet/cosmo/samples.py",
         "s.axes == (0, 1, 2) and not s.flips[0])",
         "s.axes == (0, 1, 2))",
-        "published/test_curves.py::test_the_published_flips_are_those_of_dalis_own_operator",
+        "published/test_curves.py::test_the_published_flips_equal_dalis_operator",
     ),
     "rotations are computed, then the flip": Mutation(
         "flip_of_the_unrotated",
@@ -131,7 +131,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "train/schedule.py",
         "progress = min((step - warmup) / max(total - warmup, 1), 1.0)",
         "progress = min((step - warmup) / max(total, 1), 1.0)",
-        "test_schedule.py::test_the_cosine_ends_at_its_end",
+        "test_schedule.py::test_the_cosine_reaches_the_end_rate",
     ),
     "iterations count from 1": Mutation(
         "rate_of_the_next_step",
@@ -203,7 +203,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "data/loaders/torch_loader.py",
         "persistent_workers=settings.workers > 0",
         "persistent_workers=False",
-        "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_show",
+        "test_samples.py::test_workers_resume_and_abandoned_epochs_do_not_change_samples",
     ),
     "zero epochs are a success": Mutation(
         "zero_epochs",
@@ -217,14 +217,14 @@ DEFECTS: dict[str, Mutation | str] = {
         "parallel/rendezvous.py",
         "    if geometry.world_size == 1:\n",
         "    if geometry.world_size == 0:\n",
-        "test_parallel.py::test_a_world_of_one_needs_nobody",
+        "test_parallel.py::test_one_device_runs_without_rendezvous",
     ),
     "context parallelism: the final": Mutation(
         "gradients_of_parts_of_a_sample",
         "parallel/strategy.py",
         '"process_group": self.world.replicas,',
         '"process_group": self.world.mesh.group("dp") if self.world.mesh else self.world.replicas,',
-        "test_mesh.py::test_a_strategy_learns_what_one_process_learns[2 cp]",
+        "test_mesh.py::test_each_strategy_learns_like_one_process[2 cp]",
     ),
     "a model's normalisations have eps": Mutation(
         "eps_of_blocks",
@@ -246,14 +246,14 @@ DEFECTS: dict[str, Mutation | str] = {
         "config/laws.py",
         'lambda run: run.geometry.model_size > 1 and run.parallel.kind == "dp"',
         'lambda run: geometry.model_size > 1 and run.parallel.kind == "dp"',
-        "test_config.py::test_what_devices_that_share_a_model_cannot_do[one process]",
+        "test_config.py::test_impossible_settings_of_model_parallel_runs_are_refused[one process]",
     ),
     "memory is read from NVML": Mutation(
         "gpus_by_number",
         "measure/telemetry.py",
         "[pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]",
         "[pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]",
-        "test_telemetry.py::test_gpus_are_those_of_the_run_in_its_order",
+        "test_telemetry.py::test_gpus_are_sampled_in_the_order_of_cuda",
     ),
     # ---- single to multi-GPU, MNIST, ImageNet
     "checkpoints are written in place": Mutation(
@@ -261,7 +261,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "core/files.py",
         '    temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")\n',
         "    temporary = path\n",
-        "test_training.py::test_a_checkpoint_is_there_as_a_whole_or_not_at_all",
+        "test_training.py::test_a_checkpoint_is_written_atomically",
     ),
     "checkpoints lack the random state": "random_state_not_restored",
     "`module.` is stripped": Mutation(
@@ -283,7 +283,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "train/step.py",
         "        self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})\n",
         "",
-        "test_training.py::test_a_killed_run_resumes_as_if_nothing_had_been[loss scaling]",
+        "test_training.py::test_a_killed_run_resumes_bit_by_bit[loss scaling]",
     ),
     "the best loss (or accuracy)": Mutation(
         "best_lost_on_resume",
@@ -304,7 +304,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "preflight/cost.py",
         'scheduler.acquire == "here" and parts.fetched(dataset)',
         "False",
-        "test_cost.py::test_what_is_fetched_is_no_job",
+        "test_cost.py::test_a_download_is_not_a_scheduler_job",
     ),
     "timings without synchronisation": "device_not_waited_for",
     "the script lacks the profiled function's": "functions are timed as they are: nothing can be left out",
@@ -338,14 +338,14 @@ DEFECTS: dict[str, Mutation | str] = {
         "core/process.py",
         '    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun\n',
         "",
-        "test_starters.py::test_each_starter_says_which_rank_a_process_is",
+        "test_starters.py::test_each_starter_gives_each_process_a_rank",
     ),
     "the program fails if it is not": Mutation(
         "not_distributed",
         "parallel/rendezvous.py",
         "    if geometry.world_size == 1:\n",
         "    if geometry.world_size == 0:\n",
-        "test_parallel.py::test_a_world_of_one_needs_nobody",
+        "test_parallel.py::test_one_device_runs_without_rendezvous",
     ),
     "`delay_allreduce=True`": Mutation(
         "averaged_after_the_backward_pass",
@@ -366,7 +366,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "train/schedule.py",
         'return lr * (ratio if schedule.scaling == "linear"',
         'return lr * ratio * (ratio if schedule.scaling == "linear"',
-        "test_imagenet.py::test_the_published_plan_says_what_the_program_did",
+        "test_imagenet.py::test_the_published_plan_has_the_settings_of_the_program",
     ),
 }
 

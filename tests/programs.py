@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-#: Module that replaces the PyTorch module imported by the program, so that its container needs no PyTorch and starts at
+#: Module that replaces the PyTorch module imported by the program, so its container needs no PyTorch and starts at
 #: once.
 OPTIMIZER = """
 HOOKS = []

@@ -62,7 +62,8 @@ def write_years(
 ) -> Path:
     """Write a folder in the published layout: `SPLIT/YEAR.h5` with the given number of times, and `stats/`.
 
-    Fields are smooth in time, so that models can learn them. The rows of `shape` are those in the files.
+    Fields are smooth in time, so models can learn them. `shape` is the grid in the files (latitudes, longitudes),
+    before a crop.
     """
     rng = np.random.default_rng(seed)
     height, width = shape

@@ -91,7 +91,7 @@ Trainer(model=model, args=args, train_dataset=data, callbacks=[Timed()]).train()
 @pytest.mark.parametrize(
     ("library", "text"), [("lightning", LIGHTNING), ("transformers", TRANSFORMERS)], ids=["lightning", "transformers"]
 )
-def test_a_callback_says_each_step(tmp_path: Path, library: str, text: str) -> None:
+def test_a_callback_reports_each_step(tmp_path: Path, library: str, text: str) -> None:
     if not importlib.util.find_spec(library):
         pytest.skip(f"{library} is not installed")
     path = program(tmp_path, example(f"# {library.capitalize()}") + text)
@@ -105,7 +105,7 @@ def test_a_callback_says_each_step(tmp_path: Path, library: str, text: str) -> N
     )
 
 
-def test_a_callback_that_nobody_measures_does_nothing(tmp_path: Path) -> None:
+def test_a_callback_outside_a_measurement_does_nothing(tmp_path: Path) -> None:
     code = (
         "from dlscale.extensions.programs.timed import begun, ended; begun(8); ended(); begun(8); ended(); print('on')"
     )
@@ -118,7 +118,7 @@ def test_a_callback_that_nobody_measures_does_nothing(tmp_path: Path) -> None:
 
 
 def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long log keeps only some of its lines, and its pace is still right.
+    """A long log keeps only some lines, but still gives the right pace.
 
     The log has one hour of steps of 10 ms. Two fifths of each step are waiting time.
     """
@@ -179,7 +179,7 @@ def test_steps_of_a_profiler_do_not_count(tmp_path: Path) -> None:
     assert logged and logged.rates == pytest.approx([10.0] * 3)
 
 
-# ---- where its time goes -----------------------------------------------------------------------------
+# ---- profiles of a program ---------------------------------------------------------------------------
 
 STACKS = """\
 process 7:"sh -c a;b";process 8:"python t.py";thread (8): MainThread;<module> (t.py:9);step (t.py:3) 30
@@ -216,7 +216,7 @@ def rows_of(folder: Path) -> list[TopEntry]:
 
 
 @pytest.mark.slow
-def test_a_program_is_profiled_and_knows_nothing_of_it(tmp_path: Path) -> None:
+def test_an_unchanged_program_is_profiled(tmp_path: Path) -> None:
     """PyTorch's profiler and py-spy profile a program without changing its output."""
     if not (shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()):
         pytest.skip("py-spy is not installed")
@@ -263,7 +263,7 @@ for _ in range(60):
 
 
 @pytest.mark.slow
-def test_what_a_closure_computes_is_no_work_of_the_optimiser(tmp_path: Path) -> None:
+def test_time_in_a_closure_is_not_optimiser_time(tmp_path: Path) -> None:
     """Time in a closure counts for the phases in the closure, not for the optimiser.
 
     Lightning computes the model in a closure of its optimiser's step.
@@ -308,7 +308,7 @@ def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
         (None, 0, "the program ended before py-spy sampled it", "fewer than 30 steps of PyTorch's optimisers"),
     ],
 )
-def test_profilers_that_do_not_work_say_why(
+def test_failing_profilers_are_reported(
     tmp_path: Path, said: str | None, epochs: int, message: str, by_torch: str
 ) -> None:
     """If the profilers fail, the program is still measured and ends normally."""
@@ -327,7 +327,7 @@ def test_profilers_that_do_not_work_say_why(
     assert json.loads((tmp_path / "results/plans" / PLAN / "train/profile/profile.json").read_text())["tools"]
 
 
-def test_a_run_of_profiled_steps_alone_says_so(tmp_path: Path) -> None:
+def test_a_run_with_only_profiled_steps_is_reported(tmp_path: Path) -> None:
     ended = Outcome(0, 1.7e9, 30.0, None, None, [(1.7e9 + 15, 100.0)], {})
     for apart, said in (([(1.7e9 + 10, 1.7e9 + 20)], True), ([(1.7e9 + 20, 1.7e9 + 30)], False)):
         throughput, _ = measured(["python"], tmp_path, tmp_path / "none.csv", ended, Reading(rate="nersc"), apart)

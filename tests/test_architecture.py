@@ -55,12 +55,12 @@ def imports(file: Path) -> set[str]:
 
 
 def below(package: str, modules: list[str]) -> set[str]:
-    """Return those of the `modules` that are inside a package; the package itself does not count."""
+    """Return the modules inside a package; the package itself does not count."""
     return {module for module in modules if module.startswith(f"dlscale.{package}.")}
 
 
 def of_kinds(modules: list[str]) -> dict[str, str]:
-    """Return the kind of each of the `modules` that belongs to a kind of dataset."""
+    """Return the kind of dataset of each module that belongs to a kind."""
     packages = {f"{package}.": kind for kind, package in KINDS.items()}
     return {
         f"{module}.": kind
@@ -104,7 +104,7 @@ def test_computed_imports_are_in_one_place() -> None:
     }
 
 
-def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
+def test_no_study_or_kind_is_named_outside_of_its_own_files() -> None:
     """Shared files name no study and no kind of dataset, not even in a comment."""
     words = {
         "cosmo",
@@ -116,7 +116,7 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
         *(word for name in STUDIES for word in name.split("_")),
     }
     words = words - {"starter"} | {"starter_cnn"}  # «starter» also names a program that starts processes
-    # Match only at the beginning of a word or name, so that «activity» does not match «vit».
+    # Match only at the beginning of a word or name, so «activity» does not match «vit».
     pattern = re.compile(rf"(?<![a-zA-Z])({'|'.join(sorted(words))})", re.IGNORECASE)
     tutorials = [file.parent for file in PACKAGE.glob("extensions/*/study.py")]
     rooms = [PACKAGE / "studies", PACKAGE / "datasets", *tutorials]
@@ -138,7 +138,7 @@ def test_no_study_or_kind_is_named_outside_of_its_rooms() -> None:
 
 
 def test_every_study_has_a_tiny_run() -> None:
-    """`tests/tiny` has a file for each study, so that tests that loop over studies cover the study."""
+    """`tests/tiny` has a file for each study, so tests that loop over studies cover the study."""
     assert set(TINY) == set(STUDIES)
 
 
@@ -169,12 +169,12 @@ def test_kind_resolves(kind: str) -> None:
         assert module and hasattr(importlib.import_module(module), "acquire")
 
 
-# ---- what a stage reaches ---------------------------------------------------------------------------
+# ---- modules that a stage imports -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", RUN_STAGES)
 @pytest.mark.parametrize("study", STUDIES)
-def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> None:
+def test_a_run_imports_only_the_modules_of_one_study(stage: str, study: str) -> None:
     reached = reachable(run_modules(stage, study, LOADERS[0]))
     samples = registry.module_of(registry.study(study).dataset, "samples")
     own = reachable([module for module in (STUDIES[study], samples) if module])
@@ -188,7 +188,7 @@ def test_a_run_reaches_its_own_study_and_no_other(stage: str, study: str) -> Non
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_run_reaches_its_own_loader_and_no_other(loader: str) -> None:
+def test_a_run_imports_only_the_modules_of_one_loader(loader: str) -> None:
     reached = reachable(run_modules("train", next(iter(STUDIES)), loader))
     assert {name for name in LOADERS if registry.loader(name) in reached} == {loader}
 
@@ -221,7 +221,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_what_stands_around_a_training_is_not_imported_by_it(study: str) -> None:
+def test_a_training_does_not_import_the_modules_around_training(study: str) -> None:
     assert MODULES.keys() >= AROUND
     assert not AROUND & set(reachable(run_modules("train", study, *LOADERS), whole=True))
 
@@ -262,7 +262,7 @@ def test_measuring_needs_no_trainer() -> None:
 
 @pytest.mark.parametrize("stage", ["preprocess", "describe", "preview"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -> None:
+def test_a_data_stage_imports_only_the_modules_of_one_kind(stage: str, kind: str) -> None:
     reached = reachable(data_modules(stage, kind))
     assert STAGES[stage].module in reached
     assert {*of_kinds(reached).values()} <= {kind}
@@ -273,8 +273,8 @@ def test_a_data_stage_reaches_its_own_kind_and_no_other(stage: str, kind: str) -
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_a_raw_file_depends_on_what_makes_it(name: str) -> None:
-    """A raw file depends only on its simulator.
+def test_a_raw_file_depends_only_on_the_simulator(name: str) -> None:
+    """A raw file depends only on the simulator that writes the file.
 
     Changes of the download code do not affect downloaded files.
     """
@@ -353,7 +353,7 @@ def test_reach(package: Path) -> None:
     assert probe(package)[0] == expected
 
 
-def test_digest_is_of_content(package: Path) -> None:
+def test_the_digest_depends_only_on_content(package: Path) -> None:
     """The content of every reached file counts, but its time does not. Other files do not count."""
     style = package / "style.css"
     style.write_text("a {}")
@@ -393,7 +393,7 @@ class Scale:
 '''
 
 
-def test_what_is_not_code_makes_nothing_run_again(package: Path) -> None:
+def test_comments_do_not_change_the_fingerprint(package: Path) -> None:
     """Comments, docstrings and formatting do not change the fingerprint; any other change does."""
     file = package / "folder/deep.py"
     file.write_text(BEFORE)
@@ -462,8 +462,8 @@ def test_two_modules_that_swap_their_contents_are_seen(package: Path) -> None:
     assert probe(package)[1] != before
 
 
-def test_data_of_a_study_from_outside_stand_on_their_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Datasets of an external study depend on its data module, but not on its model or on `dlscale.studies`."""
+def test_data_of_an_external_study_depend_only_on_the_data_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datasets of an external study depend on the study's data module, but not on its model or on `dlscale.studies`."""
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.syspath_prepend(TEMPLATE)
     registry.add("waves", TEMPLATE / "waves.py")

@@ -108,7 +108,7 @@ def test_a_file_that_makes_hdf5_loop(
     assert f"{path}: HDF5 loops while it reads the structure of this file" in text and "fetch or make it again" in text
 
 
-def test_a_reader_that_is_killed_blames_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_reader_is_not_reported_as_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the reading process is killed, as by Linux for lack of memory, the message does not blame the file."""
     monkeypatch.setattr(data_source, "_walk_and_exit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match="was killed; give it more memory"):
@@ -163,7 +163,7 @@ def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float
     assert f"{path}: Hydro: channel 'gas_density' is not finite at row 5 " in text
 
 
-def test_an_overdensity_is_no_density(tmp_path: Path, refused: Check) -> None:
+def test_an_overdensity_is_refused(tmp_path: Path, refused: Check) -> None:
     """An overdensity is refused as a density.
 
     Otherwise the logarithm's floor would silently raise its negative values.
@@ -223,7 +223,7 @@ def test_pieces_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: C
     assert "split 'valid' is empty" in text and "without its first 1 rows (the gap)" in text
 
 
-def test_names_that_are_not_there(tmp_path: Path, refused: Check, cosmo_data: Path) -> None:
+def test_missing_names_are_refused(tmp_path: Path, refused: Check, cosmo_data: Path) -> None:
     options = ["--config", cosmo_data / "config.yaml"]
     text = refused("acquire", *options, "--file", "box00.h5", "--out", tmp_path / "x")
     assert "did you mean 'box00" in text
@@ -234,7 +234,7 @@ def test_names_that_are_not_there(tmp_path: Path, refused: Check, cosmo_data: Pa
 # ---- series ----------------------------------------------------------------------------------------------
 
 
-def test_a_channel_that_is_not_there(tmp_path: Path, refused: Check, era5_data: Path) -> None:
+def test_a_missing_channel_is_refused(tmp_path: Path, refused: Check, era5_data: Path) -> None:
     raw = era5_data / "source" / "2001.nc"
     settings = {
         "kind": "era5",
@@ -351,14 +351,14 @@ def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b'{"a": NaN}', b"[-Infinity]", b'{"a": "\xff"}', b"[" * 100_000, b"{"])
-def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
     """Text that is not valid JSON is refused, even if Python's reader would accept the text."""
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file and run its stage again"):
         read_json(tmp_path / "a.json")
 
 
-def test_a_manifest_without_its_files(era5_data: Path, tmp_path: Path) -> None:
+def test_missing_or_truncated_data_files_are_detected(era5_data: Path, tmp_path: Path) -> None:
     """Missing or truncated data files are detected; a scratch file system may delete files that are described."""
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
@@ -430,7 +430,7 @@ def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
             assert text.startswith(f"{log}: no permission to read or write")
 
 
-# ---- a file's fault or the program's ----------------------------------------------------------------------------
+# ---- damaged files and lack of memory ----------------------------------------------------------------------------
 
 
 def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def gpu(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=4 * PATIENCE, env=known)
 
 
-def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_task_loses_no_other_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If a task fails, is skipped or has no time left, no other result is lost; finished results are on disk."""
     seen = []
 
@@ -175,7 +175,7 @@ def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     results = perform_all(given, 100, {"quick": False}, tmp_path / "out.json", lambda: cleaned.append(1))
     assert [result.status for result in results] == ["ok", "FAILED", "skipped", "not run", "pass", "SHORT", "ok"]
     assert [result.why for result in results][1:3] == ["ZeroDivisionError: never mind", "needs luck"]
-    assert results[3].why == "it takes some 1000 s, and 100 s are left"
+    assert results[3].why == "needs about 1000 s, but only 100 s are left"
     assert "ZeroDivisionError" in results[1].trace
     assert [len(state["results"]) for state in seen] == [0, 4, 5, 6]
     assert not any(state["finished"] for state in seen)
@@ -195,7 +195,7 @@ def test_tasks_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(more) == 7 and found["b: reached"] == {"x": 2.0, "y": 0.0}, "earlier rows must be kept"
 
 
-def test_a_check_fails_where_it_should() -> None:
+def test_each_check_detects_an_error() -> None:
     """A check fails if a rung differs from the plain step, or if an error is NaN."""
     errors = Errors()
     errors.hold("x", 0.1, 0.2)
@@ -239,7 +239,7 @@ def test_contestants_take_turns() -> None:
     assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
-def test_ratio_is_that_of_neighbours() -> None:
+def test_ratios_compare_neighbouring_turns() -> None:
     """The ratio compares neighbouring values. If a machine slows to a tenth, both medians change, but the ratio does
     not.
     """

@@ -128,7 +128,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+def test_only_the_last_measurement_is_shown(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """After its stages have run twice, a run shows only the second measurement."""
     folder = tmp_path / "plans" / "p" / "r"
     folder.mkdir(parents=True)
@@ -152,7 +152,7 @@ def test_what_was_measured(tmp_path: Path, tiny_data: Callable[[str], Path]) -> 
 
 
 @pytest.mark.slow
-def test_an_open_tensorboard_shows_what_is_newest(tmp_path: Path) -> None:
+def test_an_open_tensorboard_shows_the_newest_value(tmp_path: Path) -> None:
     """An open TensorBoard shows the new value after its event file was replaced by a file with the same step."""
     boards.write(tmp_path / "runs" / "r", {"value": 1.0})
     words = ["--logdir", tmp_path / "runs", "--port", 0, "--reload_interval", 1, "--host", "127.0.0.1"]

@@ -156,7 +156,7 @@ def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.Capt
     assert words in capsys.readouterr().out.splitlines()
 
 
-def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_runs_are_left_out(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """A run without a result is left out, and all other runs are compared."""
     before, after = machine.measure("before", SPEEDS), machine.measure("after", SPEEDS)
     (before / "plans/p/fast/metrics.jsonl").unlink()
@@ -183,7 +183,7 @@ def test_what_is_not_finished_is_left_out(machine: Machine, capsys: pytest.Captu
         (("p", "empty"), "empty: expected a run (PLAN.RUN), a plan, or the folder of"),
     ],
 )
-def test_what_cannot_be_compared_is_one_message(
+def test_incomparable_results_give_one_message(
     machine: Machine, capsys: pytest.CaptureFixture[str], names: tuple[str, str], said: str
 ) -> None:
     machine.measure("results", SPEEDS)
@@ -205,7 +205,7 @@ def test_what_cannot_be_compared_is_one_message(
 
 
 @pytest.mark.slow
-def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_per_cent_fail_the_comparison_and_noise_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1 % noise, at most two of forty equal results fail; at least 38 of forty fail that are 5 % slower."""
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path, seed=5)
@@ -219,7 +219,7 @@ def test_noise_does_not_fail_it_and_five_per_cent_do(tmp_path: Path, monkeypatch
     assert sum(slower) >= 38
 
 
-def test_what_is_slower_is_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slower_runs_are_named(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """A slower run is named.
 
     A run with other work, another device or a single trial cannot be judged.
@@ -260,7 +260,7 @@ def measured(machine: Machine, speeds: tuple[float, ...]) -> list[str]:
     return folders[::-1]
 
 
-def test_each_is_held_against_the_one_before(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_result_is_compared_with_the_previous_one(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     folders = measured(machine, (100.0, 101.0, 150.0))
     shutil.copytree(folders[0], "copy")  # the copy must count once
     assert main(["history", *folders, "copy", "--json"]) == 0
@@ -282,7 +282,7 @@ def test_other_work_and_other_devices_are_not_compared(machine: Machine, capsys:
     assert [each["over_before"] for each in json.loads(capsys.readouterr().out)] == [None] * 3
 
 
-def test_it_begins_with_a_day_and_is_drawn(
+def test_history_since_a_day_is_printed_and_drawn(
     machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = measured(machine, (100.0, 101.0, 150.0))
@@ -308,7 +308,7 @@ def test_it_begins_with_a_day_and_is_drawn(
         (["--since", "2027-01-01"], "history: no measurements since 2027-01-01"),
     ],
 )
-def test_what_is_wrong_is_one_message(
+def test_a_wrong_history_call_gives_one_message(
     machine: Machine, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert main(["history", *measured(machine, (100.0, 101.0, 150.0)), *words]) == 2

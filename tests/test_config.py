@@ -142,7 +142,7 @@ def in_study(wrong: Raw) -> tuple[Raw, str]:
 
 
 def in_rung_before(wrong: Raw) -> tuple[Raw, str]:
-    # `p` comes first, so that the mistake in `q` is found while the run of `p` is resolved.
+    # `p` comes first, so the mistake in `q` is found while the run of `p` is resolved.
     ladder = plan(kind="ladder", runs={"first": wrong, "second": {"label": "innocent"}})["plans"]["p"]
     first = {"study": "cosmo_unet", "from": "q.second", "runs": {"a": {}}}
     return {"plans": {"p": first, "q": ladder}}, "plans.q.runs.first"
@@ -295,7 +295,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("study", "settings", "words"), UNSHARED.values(), ids=list(UNSHARED))
-def test_what_devices_that_share_a_model_cannot_do(study: str, settings: Raw, words: str) -> None:
+def test_impossible_settings_of_model_parallel_runs_are_refused(study: str, settings: Raw, words: str) -> None:
     said = message(**plan(settings, study=study))
     assert words in said and "\n" not in said, said
 
@@ -307,7 +307,7 @@ def test_two_mistakes_are_two_lines() -> None:
         one(line, f"plans.p.settings.{path}")
 
 
-def test_what_a_later_rung_makes_wrong_is_reported_where_it_stands() -> None:
+def test_an_error_of_a_later_rung_is_reported_at_the_rung_that_set_the_key() -> None:
     """A crop that fits the box of rung `a`, but not the smaller box of rung `b`, is reported at rung `a`."""
     small = {**COSMO, "source": {**COSMO["source"], "grid": 16}}
     rungs = {"a": {"samples": {"crop": 32}}, "b": {"dataset": "small"}}
@@ -419,7 +419,7 @@ def test_a_tag_changes_no_value(value: str, tag: str) -> None:
     assert load_yaml("[!!str 010, !!int 10, !!seq [1], !!map {b: ''}]", "here") == ["010", 10, [1], {"b": ""}]
 
 
-def test_a_key_decides_what_a_plain_value_means(tmp_path: Path) -> None:
+def test_a_plain_value_is_read_by_the_type_of_the_key(tmp_path: Path) -> None:
     """A plain value is read by the type of its key, in every settings file and after --config."""
     base, file = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text(yaml.safe_dump(SOUND))
@@ -499,7 +499,7 @@ def test_later_layers_win_and_the_rest_stays() -> None:
     assert (a.loss.kind, a.model.init_std) == (shipped["loss"]["kind"], shipped["model"]["init_std"])  # type: ignore[union-attr]
 
 
-def test_a_ladder_keeps_what_earlier_rungs_changed_and_a_set_does_not() -> None:
+def test_only_ladders_keep_changes_of_earlier_rungs() -> None:
     runs = {
         "base": {"label": "the base"},
         "workers": {"loader": {"workers": 2}},
@@ -553,9 +553,9 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
 
 
 def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rung that the machine cannot run is treated as if it was not written.
+    """A rung that the machine cannot run is left out.
 
-    Later rungs do not inherit its changes. The missing requirement is reported.
+    Later rungs do not inherit the changes of this rung. The missing requirement is reported.
     """
     runs: Raw = {
         "a": {},
@@ -614,7 +614,7 @@ def test_a_later_layer_changes_between_epochs_and_steps() -> None:
     assert merged == {"epochs": {"seed": 1}, "steps": {"seed": 3}, "parallel": {"bucket_mb": 9, "kind": "ddp"}}
 
 
-def test_a_local_batch_size_stands_for_the_global_one() -> None:
+def test_a_local_batch_size_sets_the_global_batch_size() -> None:
     """The batch size that is set last counts, local or global, in any layer.
 
     Stages only see the global batch size.
@@ -661,11 +661,11 @@ def test_shipped_plans_and_datasets_change_by_name() -> None:
     assert load().plans["cosmo_published"]["base"].run.seed == 0  # the changes must not persist in shipped plans
 
 
-# ---- what the stages see -----------------------------------------------------------------------------
+# ---- settings that the stages get --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "run"), [("sound", "second"), ("weather", "vit")])
-def test_a_resolved_run_reaches_its_stages_slice_by_slice(name: str, run: str, tmp_path: Path) -> None:
+def test_each_stage_gets_a_slice_of_the_resolved_run(name: str, run: str, tmp_path: Path) -> None:
     resolved = load().plans[name][run].run
     file = tmp_path / "config.yaml"
     assert stage("configure", "--settings", resolved.model_dump_json(), "--out", file) == 0
@@ -684,7 +684,7 @@ def test_a_key_that_no_run_has_is_refused_by_every_stage(tmp_path: Path) -> None
             load_run(json.dumps(settings), name)
 
 
-def test_a_dataset_reaches_its_stages(tmp_path: Path) -> None:
+def test_stages_read_the_settings_of_a_dataset(tmp_path: Path) -> None:
     for name, dataset in load().workflow.datasets.items():
         file = tmp_path / f"{name}.yaml"
         assert stage("configure", "--settings", dataset.model_dump_json(), "--out", file) == 0
@@ -705,7 +705,7 @@ def complaints(raw: Any) -> list[list[Any]]:
 
 
 @pytest.mark.slow
-def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_accepts_valid_configurations(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     assert complaints(yaml.safe_load((ROOT / "config.yaml").read_text())) == []
     assert complaints(SOUND) == []
@@ -747,7 +747,7 @@ def test_the_schema_accepts_what_is_valid(capsys: pytest.CaptureFixture[str]) ->
         ({"datasets": {"box": {"source": {"gird": 2}}}}, ["datasets", "box"]),
     ],
 )
-def test_the_schema_rejects_what_is_not(changes: Raw, path: list[Any]) -> None:
+def test_the_schema_rejects_invalid_configurations(changes: Raw, path: list[Any]) -> None:
     found = complaints(config.merge(copy.deepcopy(SOUND), changes))
     assert found and all(complaint[: len(path)] == path for complaint in found)
     message(**changes)  # loading also fails
@@ -913,7 +913,7 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
 
 
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
-def test_the_published_ladders_take_one_step_after_the_other(name: str, steps: list[tuple[str, Raw]]) -> None:
+def test_each_published_rung_changes_one_setting(name: str, steps: list[tuple[str, Raw]]) -> None:
     """Each rung adds one step to the previous rungs, even if the rung comes from another plan."""
     found = config.load(
         {"targets": [name], "site": {"engine": "docker", "image": "some:image", "provides": ["dali"]}}
@@ -946,14 +946,14 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
 
 
 def test_the_larger_model_is_shared_in_the_published_batches() -> None:
-    """Four GPUs share a model and its 16 samples; learning rates equal those in the published file."""
+    """Four GPUs share a model and its 16 samples; learning rates equal the published file's."""
     runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
     assert {run.batch_size: run.optimizer.lr for run in runs.values()} == {16: 5e-4, 32: 7.07e-4, 64: 1e-3}
     for run in runs.values():
         assert (run.local_batch_size, run.geometry.tp, run.geometry.gpus_per_node) == (16, 4, 4)
 
 
-def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
+def test_shipped_plans_resolve_and_figures_name_existing_runs() -> None:
     found, demo = load(), yaml.safe_load((ROOT / "config.yaml").read_text())
     made = {name: {**runs, **found.skipped_runs[name]} for name, runs in found.plans.items()}
     for study in config.study_files().values():
@@ -970,7 +970,7 @@ def test_every_shipped_plan_resolves_and_its_figures_name_its_runs() -> None:
 def test_no_key_of_a_published_figure_is_misspelt() -> None:
     """Published figures have only known keys.
 
-    Records ignore unknown keys, so that a later version may add keys. A misspelt key would therefore be ignored.
+    Records ignore unknown keys, so a later version may add keys. A misspelt key would therefore be ignored.
     """
     for name, study in registry.studies().items():
         for figure in yaml.safe_load(study.yaml.read_text()).get("published", []):
@@ -1041,7 +1041,7 @@ def test_gradients_of_the_published_unet_take_the_published_calls(name: str, cal
         ("era5_vit", "SC23", 12, {"train_loss": 18.227072, "valid_loss": 16.248356}),
     ],
 )
-def test_each_published_log_has_all_its_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
+def test_each_published_log_has_all_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
     """Each run with a published speed has one training loss and one validation loss per epoch.
 
     The sums of the losses equal the sums of all losses in the document.
@@ -1063,7 +1063,7 @@ def test_each_published_log_has_all_its_losses(study: str, source: str, runs: in
         assert sum(sum(losses[metric]) for losses in logs.values()) == pytest.approx(total, abs=1e-9)
 
 
-def test_a_published_figure_says_its_devices_and_its_unit() -> None:
+def test_a_published_figure_has_devices_and_unit() -> None:
     """A figure whose label has a number of GPUs has `gpus`, because the cost is divided by `gpus`.
 
     A metric of time is called `time` and has the unit s, min or h.
@@ -1077,7 +1077,7 @@ def test_a_published_figure_says_its_devices_and_its_unit() -> None:
             ), figure
 
 
-def test_the_published_table_of_imagenet_has_the_batches_of_its_runs() -> None:
+def test_the_published_table_of_imagenet_has_the_batch_sizes_of_the_runs() -> None:
     """The published table has the batch sizes of its runs.
 
     The repository names the runs of May by GPUs and images per GPU. Speeds and times are in `plot.py`.
@@ -1143,12 +1143,12 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
         ),
     ],
 )
-def test_repeats_that_cannot_be(more: Raw, message_: str) -> None:
+def test_impossible_repeats_are_refused(more: Raw, message_: str) -> None:
     found = message(**plan(**more))
     assert message_ in found and "\n" not in found
 
 
-def test_every_key_is_described_and_stands_in_the_reference() -> None:
+def test_every_key_is_described_and_listed_in_the_reference() -> None:
     """Every key has a description, and a row in the reference with its default, if any.
 
     The page equals the output of the command.
@@ -1190,7 +1190,7 @@ def test_every_key_is_described_and_stands_in_the_reference() -> None:
         ([{"targets": ["long" * 10, "name" * 10]}], f"{'long' * 10}+1-39eb2157"),
     ],
 )
-def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, Any]], page: str) -> None:
+def test_a_call_for_other_targets_has_a_separate_page(layers: list[dict[str, Any]], page: str) -> None:
     assert config.report_page([{"results": "results", "targets": ["a", "b"]}, *layers]) == f"report/{page}.html"
     assert config.report_page([{"targets": ["c"]}, {}]) == "report/index.html", "without config.yaml"
 
@@ -1207,7 +1207,7 @@ def test_a_call_for_other_targets_has_a_page_of_its_own(layers: list[dict[str, A
         ([{"targets": ["demo"]}], "dlscale demo"),  # the same targets
     ],
 )
-def test_a_page_of_own_targets_has_its_own_title(layers: list[dict[str, Any]], title: str) -> None:
+def test_a_title_applies_to_targets_of_the_same_layer(layers: list[dict[str, Any]], title: str) -> None:
     """A title applies to targets that are written in the same layer or in an earlier layer."""
     runs = {"study": "mnist_cnn", "runs": {"a": {}}}
     plans = {"demo": runs, "rates": {**runs, "title": "Learning rates"}, "other": runs}
@@ -1216,7 +1216,7 @@ def test_a_page_of_own_targets_has_its_own_title(layers: list[dict[str, Any]], t
     assert found.workflow.report.title == title
 
 
-def test_addresses_of_datasets_are_kept_without_what_is_secret_in_them() -> None:
+def test_secrets_are_removed_from_addresses_of_datasets() -> None:
     source = {"kind": "files", "all": {"images": "http://me:pa55@h/i?sig=t0ken", "labels": "http://h/l?id=7"}}
     source["shares"] = {"train": 0.5, "valid": 0.5}
     raw = {"targets": ["mnist_demo"], "datasets": {"mine": {"kind": "mnist", "source": source}}}
@@ -1288,7 +1288,7 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 
 
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets in a study's own YAML file are hidden like those in the user's file."""
+    """Secrets in a study's own YAML file are hidden like secrets in the user's file."""
     monkeypatch.setattr(registry, "_added", {})  # the other tests use only shipped studies
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "secretive.py").write_text((TEMPLATE / "waves.py").read_text())
@@ -1304,7 +1304,7 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
     assert found.secrets == {"https://h.org/x.npy?sig=***": "https://me:s3cret@h.org/x.npy?sig=s3cret"}
 
 
-def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
+def test_an_error_in_an_external_study_is_reported_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_added", {})  # the other tests use only shipped studies
@@ -1323,7 +1323,7 @@ def test_a_mistake_in_an_outside_study_is_reported_with_its_file(
 
 
 @pytest.mark.parametrize(("here", "seen"), [(".", "its place/"), ("its place", ""), ("elsewhere", "{tmp}/its place/")])
-def test_paths_count_from_the_file_that_they_stand_in(
+def test_paths_are_relative_to_the_file_that_contains_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, seen: str
 ) -> None:
     """Paths are relative to the file that contains them: the user's file or the study's own YAML file.
@@ -1378,7 +1378,7 @@ def test_every_number_has_a_greatest_value_or_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosmo_published_ladder", "era5_published_ladder"])
-def test_settings_that_no_run_of_a_plan_takes_are_refused(name: str) -> None:
+def test_settings_without_effect_on_any_run_are_refused(name: str) -> None:
     base = name.replace("_ladder", ".short")
     assert message(plans={name: {"settings": {"seed": 5}}}).startswith(
         f"configuration: plans.{name}.settings: no run uses these settings, "
@@ -1404,7 +1404,7 @@ BOOLEANS: list[dict[str, Any]] = [{"training": {"epochs": True}}, {"batch_size":
 
 
 @pytest.mark.parametrize("changes", BOOLEANS)
-def test_a_boolean_is_no_number(changes: dict[str, Any]) -> None:
+def test_a_boolean_is_refused_as_a_number(changes: dict[str, Any]) -> None:
     plan = {"study": "starter_cnn", "settings": changes, "runs": {"a": {}}}
     with pytest.raises(UserError, match=r"expected a number as `(epochs|batch_size|lr)`, not (true|false)"):
         config.load({"targets": ["p"], "plans": {"p": plan}})

@@ -146,7 +146,7 @@ def test_displacement_has_no_curl_and_the_fields_divergence() -> None:
 
 
 def test_deposit_equals_the_plain_sum_over_particles() -> None:
-    # Displacements of up to three boxes, so that all particles wrap, and several slabs share planes.
+    # Displacements of up to three boxes, so all particles wrap, and several slabs share planes.
     grid, size = 6, 9.0
     displacement = rng(2).uniform(-3 * size, 3 * size, (3, grid, grid, grid)).astype(np.float32)
     weight = rng(4).standard_normal((grid, grid, grid)).astype(np.float32)

@@ -176,7 +176,7 @@ def test_a_published_figure_is_of_the_full_size(tmp_path: Path, name: str, setti
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_what_was_measured_otherwise_does_not_count(tmp_path: Path, other: dict) -> None:
+def test_a_measurement_with_other_settings_does_not_count(tmp_path: Path, other: dict) -> None:
     """A measurement with other settings or on another device does not count.
 
     The measurement's record decides, because config.yaml next to it may already have newer settings.
@@ -286,7 +286,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("study", TINY)
-def test_an_outline_is_what_the_dataset_will_be(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_outline_equals_the_finished_dataset(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
     """An outline has the channels, grids, classes and rows of the files that the stages will write."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
     outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
@@ -314,7 +314,7 @@ def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
         (1, 2, "shared", 0.5),
         (1, 4, "regular", 1),
         (2, 4, "regular", 2),
-        (1, 3, "regular", 1),  # too large for a part of a node, so that the complete node is charged
+        (1, 3, "regular", 1),  # too large for a part of a node, so the complete node is charged
     ],
 )
 def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) -> None:
@@ -328,7 +328,7 @@ def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) 
     assert row.geometry == slurm.shown(Geometry(nodes=nodes, gpus_per_node=gpus))
 
 
-def test_what_a_dry_run_comes_to(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_cost_of_all_jobs(tmp_path: Path) -> None:
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
     table = cost.price([known, unknown], scheduler(minutes={"train": 720, "data": 120}), tmp_path)
     assert cost.outlook(table, 9, None) == "9 jobs; ≤3.02 node-hours (charged ≤3.02)"
@@ -343,11 +343,11 @@ def test_what_a_dry_run_comes_to(tmp_path: Path) -> None:
         (cost.Expected(90.0, busy=60.0), "3 jobs; about 1 min 30 s (2 min 30 s on a busy machine) until the end"),
     ],
 )
-def test_a_dry_run_marks_what_was_never_timed(here: cost.Expected, words: str) -> None:
+def test_a_dry_run_marks_untimed_jobs(here: cost.Expected, words: str) -> None:
     assert cost.outlook([], 3, here).replace("\u00a0", " ") == words
 
 
-def test_what_a_job_here_takes(tmp_path: Path) -> None:
+def test_the_time_of_a_job_follows_from_earlier_runs(tmp_path: Path) -> None:
     """A job's time is unknown at first. Later it is the last time, or follows from the measured rate."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
     never = cost.Expected(0.0, untimed=1)
@@ -433,7 +433,7 @@ def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gp
     assert cost.estimate(here, tmp_path).basis == ("measured" if gpus else "limit")
 
 
-# ---- what would run ----------------------------------------------------------------------------------
+# ---- jobs that would run -----------------------------------------------------------------------------
 
 
 def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_trials_that_train_again_have_no_results(tmp_path: Path) -> None:
     assert {"seed-1-rung0", "seed-2-rung0"} <= {*again} and len(again) == 3
 
 
-def test_works(tmp_path: Path) -> None:
+def test_unfinished_jobs_are_counted_once(tmp_path: Path) -> None:
     """A run that `use` names counts once, under its own name.
 
     Finished runs do not count, and datasets come first.
@@ -496,7 +496,7 @@ def test_works(tmp_path: Path) -> None:
     assert cost.works(configuration, ["mine"]) == []
 
 
-def test_what_is_fetched_is_no_job() -> None:
+def test_a_download_is_not_a_scheduler_job() -> None:
     """A download is not a scheduler job, unless the site requests a job, because compute nodes have no network."""
     source = {"kind": "files", "train": ["https://example.org/a.h5", "b.h5"], "valid": ["c.h5"]}
     dataset = validate(dataset_type(), {"kind": "cosmo", "source": source}, "d")
@@ -529,7 +529,7 @@ def test_lines(tmp_path: Path) -> None:
     assert note == "≤: upper bound; without an estimate, the full time limit is counted"
 
 
-def test_over(tmp_path: Path) -> None:
+def test_a_cost_above_the_budget_gives_one_message(tmp_path: Path) -> None:
     """The message names the limit, the estimate and the remedy. A limit that is exactly met passes."""
     table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
     gpu = cost.total(table, "gpu_hours")
@@ -563,7 +563,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(
     ("epochs", "steps", "until", "samples"), [(5, None, 2, 24), (None, 10, 2, 24), (None, 10, None, 40)]
 )
-def test_a_training_in_parts_is_its_part(
+def test_a_partial_training_counts_only_the_part(
     epochs: int | None, steps: int | None, until: int | None, samples: int
 ) -> None:
     """A training that stops early counts only its own part.

@@ -72,7 +72,7 @@ def test_formula_operators_and_figures_by_hand_agree(case: Case, by_hand: float)
     assert found.flops["optimizer"] == 0
 
 
-def test_what_the_operators_count_less_is_the_gradient_of_the_input() -> None:
+def test_formulas_exceed_operator_counts_by_the_input_gradient() -> None:
     """Formulas exceed the counted operators by the gradient of the input.
 
     By convention, formulas include this gradient, which is one more product of the first layer.
@@ -96,7 +96,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {study: (study, {}) for study in T
 
 
 @pytest.mark.parametrize(("study", "over"), RUNS.values(), ids=RUNS)
-def test_every_study_has_a_formula_of_its_forward_pass(
+def test_each_studys_formula_equals_the_counted_forward_pass(
     study: str, over: dict[str, Any], tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
     """Each study's formula equals PyTorch's count on real tensors.
@@ -148,7 +148,7 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
 
 
 @pytest.mark.parametrize("study", TINY)
-def test_the_work_of_each_operator_stands_by_its_module(
+def test_each_module_has_the_work_of_its_operators(
     study: str, tmp_path: Path, tiny_data: Callable[[str], Path]
 ) -> None:
     """Each layer has the FLOPs of its shape, even if branches meet; the sums over layers are complete."""
@@ -209,7 +209,7 @@ def test_functions_between_parts_are_the_modules_own() -> None:
     assert where["abs"] == ("forward", 1) and where["sgn"] == ("backward", 1)
 
 
-def test_fused_attention_of_a_cpu_counts_as_its_products_do() -> None:
+def test_fused_attention_on_a_cpu_counts_like_plain_products() -> None:
     """Fused attention on a CPU counts like the products of attention.
 
     PyTorch's counter does not count fused attention. Values that a fused kernel recomputes do not count.
@@ -241,7 +241,7 @@ def test_convolutions(groups: int, transposed: bool) -> None:
     assert counter.flops.total() == 3 * 2 * 5 * cells * 9 * 4 * 6 // groups
 
 
-def test_work_that_is_done_again_is_no_work_of_the_model(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+def test_recomputed_work_is_not_work_of_the_model(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """Activation checkpointing and micro-batches do not change the model's FLOPs.
 
     Checkpointing moves more bytes, because it reads values again.
@@ -318,10 +318,10 @@ def test_bytes_of_a_step_by_hand() -> None:
 # ---- if nothing can be counted ------------------------------------------------------------------------
 
 
-def test_what_cannot_be_counted_is_left_out(
+def test_uncountable_work_is_left_out(
     tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a study reads values of tensors and has no formula, its work is missing, but its speed is still measured."""
+    """If a study reads values of tensors and has no formula, `work` is missing, but the speed is still measured."""
     study = registry.study("mnist_cnn")
     loss = study.loss(None)
 
@@ -364,7 +364,7 @@ def test_a_formula_that_is_wrong_is_named(
 
 
 def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy's rate is not the rate of a cache, and the product's rate is not below that of a small product."""
+    """The copy's rate is not the rate of a cache, and the product's rate is at least the rate of a small product."""
     found = peaks.measure_peaks("fp32", CPU)
     assert found.dtype == "fp32"
     small = torch.ones(96, 96)
@@ -374,7 +374,7 @@ def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch
     assert found.bytes_per_second < 1.5 * peaks.copy_rate(CPU)
 
 
-def test_a_peak_is_not_below_what_the_run_reached(
+def test_a_peak_is_at_least_the_speed_of_the_run(
     tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     low = Peaks(dtype="fp32", flops=1000.0, bytes_per_second=1e9)
@@ -394,7 +394,7 @@ def throughput(folder: Path, manifest: Path) -> Throughput:
     return Throughput.read(folder / "throughput.json")
 
 
-def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+def test_the_stage_records_mfu_and_mbu(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """The stage records MFU and MBU by their definitions.
 
     TensorBoard shows these values once, even after repeated measurements.
@@ -423,7 +423,7 @@ def test_the_stage_says_what_is_reached(tmp_path: Path, tiny_data: Callable[[str
     assert (tmp_path / "tensorboard" / "events.out.tfevents.of.training").exists()
 
 
-def test_what_is_reached_is_in_the_table_and_on_the_page(tmp_path: Path) -> None:
+def test_mfu_and_mbu_are_in_the_table_and_on_the_page(tmp_path: Path) -> None:
     """The table and the page show MFU and MBU for the runs that have them.
 
     The second run has FLOPs but no bytes. The third run was measured before dlscale counted FLOPs and bytes.

@@ -128,7 +128,7 @@ def dlscale(words: list[str]) -> None:
         there = {
             **known.plans.get(plan, {}),
             **known.skipped_runs.get(plan, {}),
-        }  # this machine lacks a requirement of the run, so that the run is left out
+        }  # this machine lacks a requirement of the run, so the run is left out
         assert "/" in name or run in there, f"no run {name}"
 
 
@@ -158,7 +158,7 @@ def check_test(name: str, before: str) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.section[:3]} {row.feature}")
-def test_a_row_names_what_there_is(row: Row) -> None:
+def test_each_row_names_existing_files_commands_and_tests(row: Row) -> None:
     assert row.where and row.commands and row.tests, "a cell lacks a file, a command or a test"
     for path in row.where:
         assert (ROOT / path).exists(), f"no file {path}"
@@ -169,19 +169,21 @@ def test_a_row_names_what_there_is(row: Row) -> None:
         file = check_test(name, file)
 
 
-def test_every_document_has_its_section() -> None:
+def test_every_document_has_a_section() -> None:
     assert re.findall(r"^## (\d{3}):", TEXT, re.MULTILINE) == DOCUMENTS
     assert set(DOCUMENTS) <= {row.section[:3] for row in ROWS}
 
 
-def test_deviations_are_of_studies_that_there_are() -> None:
+def test_deviations_name_existing_studies() -> None:
     deviations = re.findall(r"^\| `(\w+)` \| ", TEXT, re.MULTILINE)
     assert len(deviations) > 10 and set(deviations) <= set(resolve.study_files())
 
 
-def test_each_defect_names_tests_that_there_are() -> None:
+def test_each_defect_names_existing_tests() -> None:
     lines = [line for line in (ROOT / "tests/DEFECTS.md").read_text().splitlines() if line.startswith("|")]
-    defects = [cells(line) for line in lines if set(line) - set("|-: ") and "the test that holds it" not in line]
+    defects = [
+        cells(line) for line in lines if set(line) - set("|-: ") and "the tests that detect the defect" not in line
+    ]
     assert len(defects) > 50
     for defect in defects:
         assert len(defect) == 3 and spans(defect[2]), f"a row lacks a test: {defect[0]}"
@@ -191,7 +193,7 @@ def test_each_defect_names_tests_that_there_are() -> None:
             file = check_test(name, file)
 
 
-def test_a_setting_that_is_not_fails() -> None:
+def test_an_unknown_setting_fails() -> None:
     changes = json.dumps({"cosmo_demo": {"settings": {"trainin": {"epochs": 1}}}})
     with pytest.raises(Exception, match="did you mean 'training'"):
         check(f"snakemake -n plan_cosmo_demo --config 'plans={changes}'")

@@ -39,7 +39,7 @@ from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_v
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 4, 5, 7])
-def test_block_average_is_the_slow_loop(factor: int) -> None:
+def test_block_average_equals_a_slow_loop(factor: int) -> None:
     """Block averages equal the result of a slow loop.
 
     If a size is not a multiple of the factor, the last cells are dropped. Other axes are unchanged.
@@ -67,10 +67,10 @@ def test_transforms_invert(transform: Transform) -> None:
     assert Transform(**json.loads(json.dumps(asdict(transform)))) == transform
 
 
-def test_moments_merge_to_those_of_all_values_in_any_split() -> None:
+def test_merged_moments_equal_moments_of_all_values() -> None:
     """For any division, even with empty pieces, merged moments equal the moments of all values.
 
-    The means are far from zero, so that sums of squares would cancel.
+    The means are far from zero, so sums of squares would cancel.
     """
     rng = np.random.default_rng(1)
     values = np.stack([rng.normal(1e6, 1, 600), rng.exponential(1e-3, 600), rng.normal(0, 1e4, 600)])
@@ -169,7 +169,7 @@ def comparable(folder: Path, part: str) -> dict[str, np.ndarray]:
         return {name: file[name][()] for name in ("Nbody", "Hydro", "fields", "time") if name in file}
 
 
-def test_pieces_and_blocks_do_not_show_in_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_blocks_do_not_change_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Volumes are bitwise equal if made in one piece, in three pieces, or in small blocks with a remainder."""
     paths = [write_volume(tmp_path / name, volume((46, 64, 64), seed)) for seed, name in enumerate(("a.h5", "b.h5"))]
     settings = cosmo(paths[:1], paths[1:], downsample=2)
@@ -283,7 +283,7 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
 # ---- storage -------------------------------------------------------------------------------------------
 
 
-def test_float16_keeps_its_promise(tmp_path: Path) -> None:
+def test_float16_values_are_within_the_recorded_error(tmp_path: Path) -> None:
     """Each value differs by at most the recorded error, and by at most 2^-11 of its distance from the mean."""
     paths = [write_volume(tmp_path / "a.h5", volume((24,) * 3)), write_volume(tmp_path / "b.h5", volume((8,) * 3, 1))]
     for dtype in ("float32", "float16"):
@@ -348,7 +348,7 @@ def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path)
         assert (tmp_path / path).read_bytes() == (cosmo_data / path).read_bytes(), path
 
 
-# ---- no split sees another's data ----------------------------------------------------------------------
+# ---- splits share no data ------------------------------------------------------------------------------
 
 
 def numbered(rows: int) -> dict[str, np.ndarray]:
@@ -459,7 +459,7 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
         check_disjoint(Manifest(kind="cosmo", fields={}, splits=splits))
 
 
-def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:
+def test_files_with_equal_names_get_different_names() -> None:
     """Different files get different names.
 
     `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`. Special characters are replaced.
@@ -472,7 +472,7 @@ def test_files_of_one_name_do_not_stand_in_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", pytest.param("prepared", marks=pytest.mark.slow)])
-def test_statistics_are_of_the_training_part_alone(tmp_path: Path, kind: str) -> None:
+def test_statistics_use_only_the_training_part(tmp_path: Path, kind: str) -> None:
     def described(valid: dict[str, np.ndarray]) -> tuple[dict[str, bytes], dict[str, FieldInfo]]:
         write_volume(tmp_path / "b.h5", valid)
         folder = make_dataset(tmp_path / "data", cosmo([tmp_path / "a.h5"], [tmp_path / "b.h5"], kind))

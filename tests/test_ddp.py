@@ -121,7 +121,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_averaged_in_as_many_calls(found: list[dict[str, Any]], name: str) -> None:
+def test_the_number_of_averaging_calls_is_exact(found: list[dict[str, Any]], name: str) -> None:
     parallel, buckets = CASES[name]
     assert sum(buckets) == (LAYERS if buckets else 0)
     for calls, memory, _ in (rank[name] for rank in found):
@@ -166,7 +166,7 @@ def test_averaging_begins_while_gradients_are_computed() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_learnt(found: list[dict[str, Any]], name: str) -> None:
+def test_two_ranks_learn_like_one_process(found: list[dict[str, Any]], name: str) -> None:
     """Two ranks learn what one process learns from the complete batch.
 
     Without averaging, each rank learns only from its half of the batch.
@@ -210,7 +210,7 @@ def _normalised(share: Share) -> Any:
     return seen, gradients, model.state_dict(), model.eval()(torch.ones(2, 3, 6, 6)).detach()
 
 
-def test_ranks_normalise_as_one_process_does(found: list[dict[str, Any]]) -> None:
+def test_ranks_normalise_like_one_process(found: list[dict[str, Any]]) -> None:
     """Two ranks compute the same values, gradients and running statistics as one process.
 
     The slices of the ranks have different sizes, and one slice is empty.
@@ -251,7 +251,7 @@ def imagenet_data(tiny_data: Any) -> Path:
     return tiny_data("imagenet_resnet50")
 
 
-def test_synchronised_processes_train_as_one_does(tmp_path: Path, imagenet_data: Path) -> None:
+def test_synchronised_processes_train_like_one_process(tmp_path: Path, imagenet_data: Path) -> None:
     """Two processes with synchronised statistics train the residual network like one process.
 
     Without synchronisation, each process would use the statistics of its own samples.
@@ -295,7 +295,7 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 
 
 @pytest.mark.slow
-def test_data_parallel_on_a_cpu_is_one_process(tmp_path: Path, era5_data: Path) -> None:
+def test_data_parallel_on_a_cpu_runs_one_process(tmp_path: Path, era5_data: Path) -> None:
     """On a CPU, a single device without copies, DataParallel gives exactly the numbers of plain training."""
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
         make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)
@@ -343,12 +343,14 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(over: dict[str, Any], message: str) -> None:
+def test_contradictory_ddp_settings_are_refused(over: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         settings("era5_vit", **over)
 
 
-def test_no_training_without_averaging(tmp_path: Path, era5_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_without_averaging_is_refused(
+    tmp_path: Path, era5_data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A training without averaging is refused, also in a plan. Such runs can only be measured."""
     plan: dict[str, Any] = {
         "targets": ["p"],

@@ -71,7 +71,7 @@ def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_table_stands_apart(page: Path) -> None:
+def test_a_table_follows_an_empty_line(page: Path) -> None:
     """A table follows an empty line, because the site would otherwise show the table as text."""
     lines = page.read_text().splitlines()
     glued = [line for before, line in pairwise(lines) if re.match(r"\|.*\|$", line) and before and before[0] != "|"]
@@ -84,7 +84,7 @@ def test_links_of_the_readme() -> None:
         assert (ROOT / target).exists(), target
 
 
-def test_what_is_to_be_short_is_short() -> None:
+def test_readme_and_home_page_are_short() -> None:
     readme, home = (ROOT / "README.md").read_text(), (ROOT / "docs/index.md").read_text()
     assert len(readme.splitlines()) <= 120 and len(readme.split()) <= 700
     assert len(home.splitlines()) <= 30

@@ -179,7 +179,7 @@ NODES = "gpu,a100|128|gpu:a100:4(S:0-1)|2|256000+\ngpu,a100,hbm80g|128|gpu:a100:
         ({"cpus": 128, "gpus": 4, "memory_mb": 256_001}, 3, "FAIL", "4 GPUs, 256,001 MB, --gres gpu wanted"),
     ],
 )
-def test_nodes_have_what_the_site_says(
+def test_nodes_match_the_sites_settings(
     command: Callable[[str, str], None], kind: dict[str, Any], most: int, status: str, word: str
 ) -> None:
     command("sinfo", f"printf '{NODES}'")
@@ -594,7 +594,7 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert wrong["account"]["text"] == "m0000_g may not use QOS shred"
 
 
-def test_what_runs_of_this_machine_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmet_requirements_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unmet requirement is reported with its key and a remedy; met requirements are not reported."""
     runs = {
         "p.plain": {},

@@ -164,7 +164,7 @@ def left(target: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------- the plain case
 
 
-def test_a_file_arrives_whole_and_alone(remote: Remote, tmp_path: Path) -> None:
+def test_a_download_is_complete_and_leaves_no_other_file(remote: Remote, tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder" / "data.bin"
     assert fetch(remote, target, sha256=digest(BODY)) == digest(BODY)
     assert only(target)
@@ -185,7 +185,7 @@ def test_nothing_is_written_through_a_link(remote: Remote, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("at", [1, 2, MIB - 1, MIB, MIB + 1, len(BODY) - 1])
-def test_a_cut_body_is_resumed_at_the_very_byte(remote: Remote, target: Path, at: int) -> None:
+def test_an_interrupted_download_resumes_at_the_exact_byte(remote: Remote, target: Path, at: int) -> None:
     remote.script = [cut(at)]
     fetch(remote, target, sha256=digest(BODY))
     assert only(target)
@@ -193,7 +193,7 @@ def test_a_cut_body_is_resumed_at_the_very_byte(remote: Remote, target: Path, at
     assert remote.requests[1].headers["If-Range"] == '"one"'
 
 
-def test_a_further_call_resumes_what_a_failed_one_kept(remote: Remote, target: Path) -> None:
+def test_a_second_call_resumes_a_failed_download(remote: Remote, target: Path) -> None:
     remote.script = [cut(1000)]
     with pytest.raises(UserError, match=r"connection failed or broke .*run the workflow again.*resumes"):
         fetch(remote, target, attempts=1)
@@ -203,7 +203,7 @@ def test_a_further_call_resumes_what_a_failed_one_kept(remote: Remote, target: P
     assert remote.ranges() == [None, "bytes=1000-"]
 
 
-def test_a_file_that_changed_in_between_is_fetched_afresh(remote: Remote, target: Path) -> None:
+def test_a_changed_file_is_downloaded_from_the_beginning(remote: Remote, target: Path) -> None:
     def old(answer: Answer) -> None:
         remote.body = bytes(len(BODY))
         cut(1000)(answer)
@@ -268,7 +268,7 @@ def test_a_partial_without_a_valid_note_is_not_trusted(remote: Remote, target: P
     ],
     ids=["down", "login", "missing", "digest"],
 )
-def test_what_cannot_be_fetched_is_one_message(
+def test_a_failed_download_gives_one_message(
     remote: Remote, target: Path, script: list[Any], options: dict[str, Any], words: str, requests: int
 ) -> None:
     """A failed download ends with one message and leaves no file.
@@ -325,7 +325,7 @@ def test_hidden(url: str, shown: str) -> None:
         ("https://host/a?bare-token", True),
     ],
 )
-def test_what_has_a_secret(url: str, secret: bool) -> None:
+def test_secrets_in_addresses_are_recognised(url: str, secret: bool) -> None:
     assert urls.has_secret({"a": {"b": [url]}, "c": 1, "d": None}) == secret
 
 

@@ -31,7 +31,7 @@ BEFORE = Environment(
 )
 
 
-def test_it_is_that_of_the_process(tmp_path: Path) -> None:
+def test_the_record_agrees_with_pip_git_and_the_machine(tmp_path: Path) -> None:
     """The record agrees with pip, git and the machine.
 
     The record contains only the listed variables, and no secret. Packages with damaged metadata are left out.
@@ -64,7 +64,7 @@ def test_it_is_that_of_the_process(tmp_path: Path) -> None:
     assert found.kernel == os.uname().release and found.host == os.uname().nodename
 
 
-def test_a_gpu_is_told_in_the_units_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_a_gpu_are_converted_to_the_units_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, device = Mock(), Mock(total_memory=H200.memory_bytes)
     device.name = H200.name
     driver.nvmlDeviceGetEnforcedPowerLimit.return_value = 700_000  # mW
@@ -74,7 +74,7 @@ def test_a_gpu_is_told_in_the_units_of_its_record(monkeypatch: pytest.MonkeyPatc
     assert environment._gpu(device) == H200.model_copy(update={"memory_mhz": 2619})
 
 
-def test_the_state_of_a_checkout_runs_nothing_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_state_of_a_checkout_runs_no_foreign_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, script = tmp_path / "theirs", tmp_path / "script"
     script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
     script.chmod(0o755)
@@ -100,14 +100,14 @@ def test_the_state_of_a_checkout_runs_nothing_of_its_owner(tmp_path: Path, monke
     assert environment.git_state() == {**state, "dirty": False} and not (tmp_path / "ran").exists()
 
 
-def test_a_stage_is_done_without_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_finishes_without_an_environment_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "train.json").write_text("an earlier try's")
     monkeypatch.setattr(environment, "_versions", lambda: 1 / 0)
     environment.record(file)
     assert not file.exists()
 
 
-def test_what_differs_is_named_and_the_rest_counted() -> None:
+def test_differences_are_named_and_further_ones_counted() -> None:
     assert differences(BEFORE, BEFORE.model_copy(update={"host": "nid002", "time": "2027"})) == []
     after = BEFORE.model_copy(
         update={

@@ -142,7 +142,7 @@ def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found[row, position], truth, rtol=2e-6, atol=2e-5, err_msg=channel)
 
 
-def test_what_is_kept_of_a_store_decides_what_is_fetched_again() -> None:
+def test_only_changes_of_the_stored_part_fetch_raw_files_again() -> None:
     """Another crop or downsampling fetches raw files again, but other days of another split do not.
 
     The reason is that raw files contain only cropped and averaged states.

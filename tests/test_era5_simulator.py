@@ -1,4 +1,4 @@
-"""The simulated atmosphere: its transforms, its dynamics and its file."""
+"""The simulated atmosphere: transforms, dynamics and file."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_geopotential_of_solid_rotation() -> None:
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 5), (8, 12)])
-def test_rossby_wave_moves_at_its_phase_speed(m: int, n: int) -> None:
+def test_rossby_wave_moves_at_the_phase_speed(m: int, n: int) -> None:
     # One harmonic of any amplitude is an exact solution, which drifts at -2 Omega / (n (n+1)) rad/s.
     state = zeros(2)
     state[0, m, n] = 2e-5
@@ -107,7 +107,7 @@ def test_rossby_wave_moves_at_its_phase_speed(m: int, n: int) -> None:
     assert abs(after).max() < 1e-9 * 2e-5
 
 
-def test_inviscid_flow_conserves_its_invariants() -> None:
+def test_inviscid_flow_conserves_the_invariants() -> None:
     def invariants(state: simulator.Complex) -> simulator.Real:
         twice = np.where(SPHERE.m > 0, 2, 1)
         psi = simulator.invert_laplacian(SPHERE, state[0])
@@ -125,13 +125,13 @@ def test_inviscid_flow_conserves_its_invariants() -> None:
 
 
 @pytest.mark.parametrize(("year", "steps"), [(2000, 1464), (2001, 1460), (1900, 1460), (2024, 1464)])
-def test_a_year_has_its_days(year: int, steps: int) -> None:
+def test_a_year_has_the_right_number_of_days(year: int, steps: int) -> None:
     times = simulator.times(year)
     assert times.size == steps
     assert times[0] == np.datetime64(f"{year}-01-01T00") and times[-1] == np.datetime64(f"{year}-12-31T18")
 
 
-def test_a_source_says_the_truncation(tmp_path: Path) -> None:
+def test_a_source_limits_the_truncation(tmp_path: Path) -> None:
     """However fine the grid is, the temperature has no waves beyond the source's truncation."""
     source = {"kind": "simulated", "latitudes": 64, "longitudes": 128, "days": 1, "truncation": 17}
     settings = {"kind": "era5", "source": {**source, "train": [2001], "valid": [2002]}}
@@ -176,7 +176,7 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_longer_file_begins_as_the_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # three snapshots per chunk, so that the last chunk is not full
+    # three snapshots per chunk, so the last chunk is not full
     monkeypatch.setattr(simulator, "CHUNK_BYTES", 3 * 4 * 16 * 32)
     with (
         xr.open_dataset(small(tmp_path / "a.nc"), engine="h5netcdf") as short,
@@ -208,9 +208,7 @@ def test_memory_does_not_grow_with_days(tmp_path: Path, monkeypatch: pytest.Monk
     assert peak(21) - peak(1) < more / 10
 
 
-def test_failed_integration_says_what_to_change_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_integration_names_a_remedy_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "STIRRING", 1e-3)
     with pytest.raises(UserError, match=r"integration failed.*lower `truncation`"):
         small(tmp_path / "x.nc")

@@ -196,7 +196,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 @pytest.mark.parametrize("how", BROKEN)
-def test_what_is_broken_is_one_message(tmp_path: Path, folders: dict[str, str], how: str, form: str) -> None:
+def test_broken_input_gives_one_message(tmp_path: Path, folders: dict[str, str], how: str, form: str) -> None:
     place, damage, words = BROKEN[how]
     damage(tmp_path / place)
     with pytest.raises(UserError, match=words):
@@ -299,7 +299,7 @@ def test_packs_are_made_again_where_their_files_changed(tmp_path: Path, folders:
 
 
 @pytest.mark.slow
-def test_packs_of_folders_that_are_gone_stay(tmp_path: Path, folders: dict[str, str]) -> None:
+def test_packs_of_deleted_folders_are_kept(tmp_path: Path, folders: dict[str, str]) -> None:
     """Packs are kept after their folders were deleted, because a pack records the state of its files."""
     data = make_dataset(tmp_path / "made", settings(folders, shards={"train": 3}))
     before = pack_states(folders, data)
@@ -509,7 +509,7 @@ def test_loaders_deliver_the_same_samples(
 def test_dali_serves_ranks_that_have_nothing(tmp_path: Path, folders: dict[str, Any]) -> None:
     """DALI gives an empty batch to a rank without samples.
 
-    With twelve images in batches of five, the last batch has two images, so that the first of three ranks gets none.
+    With twelve images in batches of five, the last batch has two images, so the first of three ranks gets none.
     """
     data = make_dataset(tmp_path / "data", settings(folders))
     with closing(dali(samples(data, "train"), Share(5, 0, 3))) as loader:
@@ -570,7 +570,7 @@ def run_of(**over: Any) -> Any:
     ]
 
 
-def test_the_published_plan_says_what_the_program_did() -> None:
+def test_the_published_plan_has_the_settings_of_the_program() -> None:
     plan = run_of()
     assert [(run.run.geometry.world_size, run.run.batch_size) for run in plan.values()] == [
         (gpus, 208 * gpus) for gpus in (2, 4, 8, 16, 32, 64)
@@ -587,7 +587,7 @@ def test_the_published_plan_says_what_the_program_did() -> None:
     np.testing.assert_allclose(rates, [5.2, 0.52, 0.052, 0.0052, 0.0052], rtol=1e-12)
 
 
-def test_metrics_are_shares_of_right_answers(tmp_path: Path) -> None:
+def test_metrics_are_fractions_of_correct_answers(tmp_path: Path) -> None:
     """Metrics equal counted fractions of correct predictions, also for the answer "most frequent training classes"."""
     dataset = settings({"kind": "simulated", "train": 60, "valid": 37, "edges": [34, 48]})
     folder = make_dataset(tmp_path / "data", dataset)
@@ -692,7 +692,7 @@ def test_every_depth_trains(tmp_path: Path, tiny_data: Callable[[str], Path], de
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["imagenet_simulated", "imagenet_demo"])
-def test_ten_textures_are_told_apart(tmp_path: Path, plan: str) -> None:
+def test_shipped_plans_classify_ten_textures(tmp_path: Path, plan: str) -> None:
     """The shipped plans classify at least 95 % of the validation images correctly."""
     loaded = resolve.load({"targets": [plan]})
     run = loaded.plans[plan]["resnet18"].run

@@ -208,7 +208,7 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
 
 
 @pytest.mark.parametrize("log", LOGS)
-def test_what_is_left_out_is_counted(
+def test_points_left_out_are_counted(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], log: str
 ) -> None:
     files, kept, message = LOGS[log]
@@ -227,8 +227,7 @@ def test_time_begins_with_the_first_file_that_counts(
 ) -> None:
     """Time begins with the first file that has valid points.
 
-    A try that ended before its first point does not count. A training that a later training replaces does not count
-    either.
+    A try that ended before its first point does not count, nor does a training that a later training replaces.
     """
     write(tmp_path / "log/events.out.tfevents.1", [*first, (1, 0.0, {"note": 1.0})])
     write(tmp_path / "log/events.out.tfevents.2", curve(10, 20), start=START + 5000)
@@ -275,7 +274,7 @@ def add(folder: Path, steps: range, value: float, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("purge", [None, 0, 55, 60, 121])
-def test_abandoned_points_are_those_of_tensorboard(
+def test_abandoned_points_equal_tensorboards(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], purge: int | None
 ) -> None:
     add(tmp_path / "log", range(0, 121, 10), 1.0)
@@ -325,9 +324,7 @@ def test_a_log_of_abandoned_points_only_is_refused(
     assert "all points are of an abandoned try" in error_line(capfd)
 
 
-def test_a_long_curve_is_thinned_out_and_says_so(
-    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_thinning_of_a_long_curve_is_reported(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "events.out.tfevents.1", curve(*range(9001)))
     assert bring(tmp_path / "events.out.tfevents.1", "--json") == 0
     found = json.loads(capfd.readouterr().out)
@@ -428,9 +425,7 @@ def test_mistakes(
     assert bring(unet(tmp_path / "events.out.tfevents.1"), *more) == 2 and message in error_line(capfd)
 
 
-def test_plans_of_another_study_would_not_show_it(
-    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_of_another_study_are_refused(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("targets: [mnist_sweep]\n")
     assert bring(unet(tmp_path / "events.out.tfevents.1"), "--plans", "mnist_sweep") == 2
     assert "--plans: mnist_sweep is a plan of study mnist_cnn, not of cosmo_unet" in error_line(capfd)
@@ -444,7 +439,7 @@ def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float,
 
 
 @pytest.mark.slow
-def test_the_page_draws_it_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_draws_an_imported_log_next_to_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page draws a reference and a run on one scale, over steps, samples and seconds."""
     monkeypatch.chdir(tmp_path)
     made = Results(tmp_path / "results")

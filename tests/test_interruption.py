@@ -52,7 +52,7 @@ def same(one: Path, other: Path) -> None:
         pytest.param(7, 0, id="validation", marks=pytest.mark.slow),
     ],
 )
-def test_stopped_again_and_again_is_never_stopped(
+def test_repeated_interruptions_do_not_change_the_result(
     tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch, every: int, workers: int
 ) -> None:
     """A training that is stopped again and again gives the result of an uninterrupted training.
@@ -77,12 +77,12 @@ def test_stopped_again_and_again_is_never_stopped(
 
 
 @pytest.mark.parametrize(("poll", "epoch"), [(4, 0), (-1, -1)], ids=["in an epoch", "in the last validation"])
-def test_another_loader_goes_on_bit_by_bit(
+def test_a_training_continues_bit_by_bit_with_another_loader(
     poll: int, epoch: int, tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training continues bit by bit with another loader.
 
-    All loaders deliver the same samples, so that a checkpoint does not depend on the loader.
+    All loaders deliver the same samples, so a checkpoint does not depend on the loader.
     """
     manifest = era5_data / "manifest.json"
     whole, stopped = (configure(tmp_path / name) for name in ("whole", "stopped"))
@@ -123,8 +123,8 @@ def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int)
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_goes_on(tmp_path: Path, era5_data: Path) -> None:
-    """Two ranks begin and one rank continues from mid-epoch. The result equals that of a single rank."""
+def test_a_training_continues_on_another_number_of_ranks(tmp_path: Path, era5_data: Path) -> None:
+    """Two ranks begin and one rank continues from mid-epoch. The result equals a single rank's result."""
     from tests.test_parallel import close
 
     manifest, plain = era5_data / "manifest.json", {"model": ERA5_RUN["model"]}
@@ -170,7 +170,7 @@ def test_terminated(tmp_path: Path, era5_data: Path, workers: int, how: signal.S
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_one_of_several_processes_is_asked_and_all_save(tmp_path: Path, era5_data: Path) -> None:
+def test_a_signal_to_one_process_makes_all_save(tmp_path: Path, era5_data: Path) -> None:
     from tests.test_parallel import train_by
 
     settings = {"training": {"steps": 1200, "checkpoint_epochs": 1000}, "geometry": {"gpus_per_node": 2}}
@@ -232,7 +232,7 @@ def _agree(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_hear_the_same_at_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_receive_requests_at_the_same_step(tmp_path: Path) -> None:
     spawn(_agree, (20000 + os.getpid() % 20000, str(tmp_path)), 3)
     heard = [eval(Path(tmp_path, str(rank)).read_text()) for rank in range(3)]
     assert heard[0] == heard[1] == heard[2]
@@ -253,7 +253,7 @@ def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_a_warning_outside_of_training_is_no_end(tmp_path: Path) -> None:
+def test_a_warning_outside_training_is_ignored(tmp_path: Path) -> None:
     """Slurm's warning does not end a process that is not training.
 
     Slurm sends its warning to all processes of a job.
@@ -280,10 +280,10 @@ def test_ranks_end_with_torchrun(tmp_path: Path, era5_data: Path) -> None:
     assert "asked to end: saved after step" in (folder / "train.log").read_text()
 
 
-def test_a_kill_between_two_saves_of_a_step_loses_neither(tmp_path: Path) -> None:
-    """A kill between two saves of the same step loses neither checkpoint.
+def test_a_kill_during_a_replacement_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    """A kill while a checkpoint is replaced keeps the old checkpoint, and a later save can replace it.
 
-    A step is saved a second time if its validation was first stopped and then completed.
+    A step is saved twice if its validation was first interrupted and later completed.
     """
     checkpoints = Checkpoints(tmp_path, 1)
 

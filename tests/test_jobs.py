@@ -100,7 +100,7 @@ def test_secrets_of_addresses_are_kept_from_programs(tmp_path: Path) -> None:
         assert words[:3] == ["env", "-u", "DLSCALE_URLS"]
 
 
-def test_secrets_of_a_program_reach_it_by_its_environment_alone(tmp_path: Path) -> None:
+def test_secrets_of_a_program_are_passed_only_by_environment(tmp_path: Path) -> None:
     given = {
         "command": ["train", "--token", "{tok}"],
         "environment": {"API_KEY": "s3cret"},
@@ -127,7 +127,7 @@ def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
-def test_a_file_that_may_not_be_looked_for_is_no_input(tmp_path: Path) -> None:
+def test_an_inaccessible_file_is_no_input(tmp_path: Path) -> None:
     """If a call keeps going, a file in an unreadable folder is left out of the inputs.
 
     The check runs in a child process that is not root.
@@ -231,7 +231,7 @@ def test_a_value_of_a_program_is_no_setting(tmp_path: Path, name: str) -> None:
         jobs(tmp_path, {"program": {"command": ["train", f"{{{name}}}"], "values": {name: 4}}})
 
 
-def test_only_what_a_stage_sees_makes_it_run_again(tmp_path: Path) -> None:
+def test_a_stage_reruns_only_if_its_own_settings_change(tmp_path: Path) -> None:
     """A new learning rate repeats the training but not the timing; a new number of trials does the reverse."""
 
     def params(**settings: Any) -> list[Any]:
@@ -272,7 +272,7 @@ def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
         assert (found.runs.paired_with(RUN) is not None, found.runs.paired_with(other) is not None) == (copied, True)
 
 
-def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
+def test_an_incomplete_import_is_not_a_reference(tmp_path: Path) -> None:
     for name in ("theirs", ".theirs.host.1.ab.part"):
         file = tmp_path / "references" / name / "reference.json"
         file.parent.mkdir(parents=True)
@@ -290,7 +290,7 @@ def test_half_an_import_is_no_reference(tmp_path: Path) -> None:
         ("plans/q/b/model_best.pt", "plans/q/b/model.pt", "copy it out of {}/plans, or "),
     ],
 )
-def test_weights_that_nothing_makes_are_said_once_with_their_key(
+def test_weights_without_a_source_are_reported_once_with_the_key(
     tmp_path: Path, weights: str, read: str, remedy: str | None
 ) -> None:
     said: list[Any] = []
@@ -329,7 +329,7 @@ def test_cores_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert there.commands.resources("data")["cpus_per_task"](DATA, attempt=1) == 32
 
 
-def test_a_container_has_results_behind_a_link_by_the_name_that_commands_say(tmp_path: Path) -> None:
+def test_results_behind_a_link_have_the_same_path_in_a_container(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "scratch").symlink_to("far")
     place = tmp_path / "scratch/results"
@@ -337,7 +337,7 @@ def test_a_container_has_results_behind_a_link_by_the_name_that_commands_say(tmp
     assert [word for word in found if str(tmp_path) in word] == [f"--volume={place}:{place}"]
 
 
-def test_a_call_knows_its_works_and_how_long_they_take(tmp_path: Path) -> None:
+def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
     told = list[str]()
     found = jobs(tmp_path)
     call = Call(found.context, found.plans, ["p"], [], cores=2, tell=lambda *lines: told.extend(lines))
@@ -375,7 +375,7 @@ def test_targets_of_a_call_are_those_of_a_user(tmp_path: Path) -> None:
         read_target("plan_other", configuration)
 
 
-# ---- settings that decide how long a step takes --------------------------------------------------------
+# ---- settings that affect the time of a step -----------------------------------------------------------
 
 
 LEARNT: list[dict[str, Any]] = [
@@ -425,7 +425,7 @@ once = functools.cache(run)
 
 
 @pytest.mark.parametrize("over", LEARNT, ids=str)
-def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
+def test_settings_of_learning_do_not_repeat_timing(over: dict[str, Any]) -> None:
     """Settings of learning do not change the measured speed and repeat only the training.
 
     A change of samples or trials also repeats other stages.
@@ -436,7 +436,7 @@ def test_what_is_learnt_changes_no_step(over: dict[str, Any]) -> None:
     assert again == (AGAIN[key] if (key := next(iter(over))) in AGAIN else {"train"})
 
 
-def test_of_momentum_it_counts_whether_there_is_any() -> None:
+def test_only_the_presence_of_momentum_affects_speed() -> None:
     much, less, none = (
         decisive("throughput", run(optimizer={"kind": "sgd", "momentum": value})) for value in (0.9, 0.8, 0.0)
     )
@@ -444,7 +444,7 @@ def test_of_momentum_it_counts_whether_there_is_any() -> None:
 
 
 @pytest.mark.parametrize("over", COMPUTED, ids=str)
-def test_what_is_computed_does(over: dict[str, Any]) -> None:
+def test_settings_of_computing_repeat_all_stages(over: dict[str, Any]) -> None:
     plain, other = once(), run(**over)
     assert compute_digest(other.model_dump(mode="json")) != compute_digest(plain.model_dump(mode="json"))
     assert all(decisive(stage, other) != decisive(stage, plain) for stage in RUN_STAGES)
@@ -455,7 +455,7 @@ def test_every_setting_that_stages_share_is_judged() -> None:
     assert set(KEYS) == set(RunCore.model_fields) - {"seed"}
 
 
-def test_what_one_stage_sees_of_a_run_has_the_digest_of_the_whole() -> None:
+def test_the_digest_of_a_slice_equals_the_digest_of_the_run() -> None:
     assert compute_digest(run().slice("throughput")) == compute_digest(run().model_dump(mode="json"))
 
 

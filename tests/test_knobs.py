@@ -138,14 +138,14 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
     state = read(checkpoint)
     kept = torch.load(whole / "model_best.pt", weights_only=True)
     assert all(torch.equal(state[f"best.{name}"], value) for name, value in kept.items())
-    # The training is complete, so that the outputs are written again from the checkpoint only.
+    # The training is complete, so the outputs are written again from the checkpoint only.
     (broken / "model_best.pt").unlink()
     era5("broken", training=settings)
     assert (broken / "model_best.pt").read_bytes() == (whole / "model_best.pt").read_bytes()
 
 
 @pytest.mark.slow
-def test_what_is_best_is_asked_of_any_metric(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_any_metric_can_select_the_best_weights(era5: Make, capfd: pytest.CaptureFixture[str]) -> None:
     folder = era5(training={"epochs": 2, "keep_best": "rmse/t2m"})
     values = [record["metrics"]["rmse/t2m"] for record in records(folder)]
     best = provenance(folder)["best"]
@@ -174,7 +174,7 @@ def test_better_is_lower_or_higher() -> None:
 
 
 @pytest.mark.slow
-def test_it_ends_with_the_epoch_that_reaches_the_target(
+def test_a_training_ends_with_the_epoch_that_reaches_the_target(
     era5: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -197,7 +197,7 @@ def test_it_ends_with_the_epoch_that_reaches_the_target(
     # A stricter target continues the training from the end of the looser target.
     trained(1.2, 2)
     assert provenance(folder)["resumed_from_step"] == 20 and len(records(folder)) == 4
-    # A looser target was passed earlier, but its weights are gone, so that the training begins again.
+    # A looser target was passed earlier, but its weights are gone, so the training begins again.
     trained(2.5)
     assert provenance(folder)["resumed_from_step"] is None and len(records(folder)) == 2
     # The target is not reached, or the training continues after the target.
@@ -225,7 +225,7 @@ def result(name: str, epochs: list[Epoch], target: Any, watts: list[float] | Non
     )  # fmt: skip
 
 
-def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None:
+def test_the_cost_of_a_target_ends_with_the_epoch_that_reached_it() -> None:
     # Set-up takes three seconds, an epoch 10 s, and its validation 2 s. The power is 100 W for two epochs, then 50 W.
     epochs = [one(n, 4.0 - n, end=1000 + 3 + 12 * n - 2) for n in (1, 2, 3)]
     watts = [7.0] * 3 + [100.0] * 24 + [50.0] * 20
@@ -247,7 +247,7 @@ def test_what_a_target_took_is_counted_up_to_the_epoch_that_reached_it() -> None
 
 
 @pytest.mark.slow
-def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
+def test_the_table_and_the_page_show_the_cost_of_a_target(tmp_path: Path) -> None:
     results = Results(tmp_path / "results")
     for name, value, speed in (("slow", 0.3, 10.0), ("fast", 0.3, 40.0), ("never", 1e-9, 20.0)):
         target = {"metric": "valid_loss", "value": value, "stop": False}
@@ -280,7 +280,7 @@ def test_the_table_and_the_page_say_what_a_target_took(tmp_path: Path) -> None:
 def test_a_run_starts_from_anothers_weights(era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run starts from another run's weights.
 
-    The second run's learning rate is too small to change a bit, so that it validates the given weights.
+    The second run's learning rate is too small to change a bit, so it validates the given weights.
     """
     first = era5("first", training={"epochs": 1})
     given = str(first / "model.pt")
@@ -326,7 +326,7 @@ def test_a_run_starts_from_a_checkpoint(era5: Make, capfd: pytest.CaptureFixture
 def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
     """Published weights load by name.
 
-    Their form is that of PyTorch's model collections, or of PyTorch's example of distributed training.
+    The files have the form of PyTorch's model collections, or of PyTorch's example of distributed training.
     """
     torch.manual_seed(1)
     published, model = ResNet(18, classes=7, width=8).eval(), ResNet(18, classes=7, width=8).eval()
@@ -350,7 +350,7 @@ def test_published_weights_load_by_name(tmp_path: Path, form: str) -> None:
         assert torch.equal(model(x), published(x))
 
 
-def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
+def test_invalid_weight_files_are_refused_and_never_executed(tmp_path: Path) -> None:
     file, model = tmp_path / "w.pt", plain(ResNet(18, classes=7, width=8))
 
     def message(content: Any) -> str:
@@ -378,7 +378,7 @@ def test_what_is_no_weights_is_said_and_never_executed(tmp_path: Path) -> None:
 # ---- evaluate ------------------------------------------------------------------------------------------
 
 
-def test_evaluate_finds_what_the_training_found(
+def test_evaluate_gives_the_values_of_the_training(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, manifest = tmp_path / "results/plans/p/r", cosmo_data / "manifest.json"
@@ -423,7 +423,7 @@ def test_evaluate_finds_what_the_training_found(
 
 
 @pytest.mark.parametrize("valid", [None, 3])
-def test_evaluate_measures_naive_answers_on_the_split_itself(
+def test_evaluate_measures_baselines_on_the_given_split(
     era5: Make, era5_data: Path, tmp_path: Path, valid: int | None
 ) -> None:
     """`dlscale evaluate` computes the baselines without learning on the evaluated split.
@@ -521,7 +521,7 @@ def test_wandb_offline_has_the_numbers_of_metrics_jsonl(era5: Make, monkeypatch:
     assert not run.host and not run.HasField("git")
 
 
-def test_a_tracker_that_is_not_installed(
+def test_a_missing_tracker_package_is_reported(
     era5: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -554,7 +554,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
     with monkeypatch.context() as patched:
         fake_validation_losses(patched, [2.5])
         folder = era5(training=settings)
-    era5(training=settings)  # already complete, so that no further step is trained
+    era5(training=settings)  # already complete, so no further step is trained
     assert provenance(folder)["resumed_from_step"] == 30
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])
@@ -570,7 +570,7 @@ def test_mlflow_has_one_run_with_the_numbers_of_tensorboard(
         assert {each.step: each.value for each in logged} == pytest.approx(board[tag], rel=1e-6), tag
 
 
-def test_mlflow_takes_any_name(mlflow: Any, tmp_path: Path) -> None:
+def test_mlflow_accepts_any_name(mlflow: Any, tmp_path: Path) -> None:
     """MLflow logs channels of any name, because special characters are replaced."""
     losses = {"learning_rate": 1.0, "train_loss": 1.0, "valid_loss": 1.0}
     times = {"epoch_seconds": 1.0, "samples_per_second": 1.0}
@@ -581,7 +581,7 @@ def test_mlflow_takes_any_name(mlflow: Any, tmp_path: Path) -> None:
     assert run.data.metrics["valid/rmse/T _K__ 95 _"] == 2 and run.data.params == {"scale.T _K_": "3"}
 
 
-def test_an_mlflow_server_that_is_not_there(
+def test_an_unreachable_mlflow_server_is_reported(
     mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as deaf:
@@ -596,7 +596,7 @@ def test_an_mlflow_server_that_is_not_there(
 def test_an_mlflow_database_that_is_lost_for_an_epoch(
     mlflow: Any, era5: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If MLflow's database is locked for an epoch, the training continues and all epochs are logged at its end."""
+    """If MLflow's database is locked for an epoch, the training continues, and logs all epochs at the end."""
     database = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
 
     def losses() -> Iterator[float]:

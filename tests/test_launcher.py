@@ -39,7 +39,7 @@ ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus
 
 
 class Resources(dict[str, Any]):
-    """Resources of a job; like the executor, tests read them by `get` or as attributes."""
+    """Resources of a job. As in Snakemake, `get` and attributes read them."""
 
     __getattr__ = dict.__getitem__
 
@@ -65,7 +65,7 @@ def test_one_process_is_python_alone() -> None:
 
 
 @pytest.mark.slow
-def test_srun_is_told_the_whole_geometry() -> None:
+def test_srun_gets_the_complete_geometry() -> None:
     assert launch(site(engine="none", starter="srun", scheduler=SCHEDULER), HERE, EIGHT) == [
         *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpu-bind=cores", "--cpus-per-task=32", "--gpus-per-node=4"),
         *("--kill-on-bad-exit=1", *PYTHON_HERE),
@@ -90,7 +90,7 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_variable_is_unset_inside(engine: str) -> None:
-    """`env -u` follows the image, so that it also removes variables that the image or a site's module sets."""
+    """`env -u` follows the image, so it also removes variables that the image or a site's module sets."""
     found = launch(site(engine=engine, environment={"A": "b", "NCCL_CROSS_NIC": None}), HERE, ONE)
     place = found.index("NCCL_CROSS_NIC")
     assert found[place - 1] == "-u" and "env" in found[:place] and found[-3:] == PYTHON_HERE[1:]
@@ -108,7 +108,7 @@ def test_variables_of_the_site_win_over_shifters_modules(monkeypatch: pytest.Mon
     assert not any(word.startswith("--env") for word in found)
 
 
-# ---- packages in addition to those of the image -------------------------------------------------------
+# ---- packages in addition to the image's packages -----------------------------------------------------
 
 
 def test_packages_are_found_last(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_packages_reach_every_engine(engine: str) -> None:
     assert re.search(r"--(volume=|bind )/scratch/more:/scratch/more\b", found)
 
 
-def test_packages_are_told_by_version(tmp_path: Path) -> None:
+def test_packages_are_distinguished_by_version(tmp_path: Path) -> None:
     for name in ("b-2.0", "a-1.1"):
         (tmp_path / f"{name}.dist-info").mkdir()
     assert packages(site(packages=str(tmp_path))) == ["a-1.1", "b-2.0"]
@@ -150,7 +150,7 @@ def test_packages_are_told_by_version(tmp_path: Path) -> None:
         resolve(site(packages="/nowhere"))
 
 
-# ---- which GPU a process takes ---------------------------------------------------------------------
+# ---- assignment of GPUs to processes ---------------------------------------------------------------
 
 ORDERED: dict[str, Any] = {"scheduler": SCHEDULER, "gpu_order": [3, 2, 0, 1]}
 
@@ -172,12 +172,12 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     [
         (None, {}),  # a stage that needs no device
         (ONE, {}),
-        (Geometry(gpus_per_node=2), {}),  # part of a node, whose GPUs only Slurm knows
+        (Geometry(gpus_per_node=2), {}),  # part of a node: only Slurm knows which GPUs the job gets
         (FOUR, {"gpu": False}),
         (FOUR, {"gpu_order": None}),
     ],
 )
-def test_else_the_scheduler_decides(geometry: Geometry | None, changes: dict[str, Any]) -> None:
+def test_without_a_site_order_the_scheduler_assigns_gpus(geometry: Geometry | None, changes: dict[str, Any]) -> None:
     found = launch(site(engine="none", starter="srun", **{**ORDERED, **changes}), HERE, geometry)
     assert "CUDA_VISIBLE_DEVICES" not in " ".join(found)
     assert "--gpu-bind=none" not in found
@@ -260,7 +260,7 @@ def test_files_belong_to_the_caller() -> None:
         ("apptainer", ["--nv"]),
     ],
 )
-def test_gpus_are_for_runs_on_machines_that_have_some(engine: str, words_for_gpus: list[str]) -> None:
+def test_only_runs_on_machines_with_gpus_get_gpus(engine: str, words_for_gpus: list[str]) -> None:
     for geometry, gpu in itertools.product((None, ONE, FOUR), (True, False)):
         found = launch(site(engine=engine, gpu=gpu), HERE, geometry)
         assert [word for word in found if word in words_for_gpus] == (words_for_gpus if gpu and geometry else [])
@@ -315,7 +315,7 @@ def test_apptainer() -> None:
 
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
-def test_no_word_is_lost_in_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
+def test_arguments_survive_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
     """Every word passes a shell unchanged, even a hostile name, because the rules put quoted words into a shell."""
     hostile = tmp_path / "a 'b' $(touch pwned) `touch pwned` \"c\" ; touch pwned"
     hostile.mkdir()
@@ -352,14 +352,16 @@ def fake(folder: Path, *names: str) -> Path:
         (["shifter", "apptainer", "podman"], "registry/x:1", "shifter"),
     ],
 )
-def test_auto_takes_what_is_there_and_says_so(tmp_path: Path, there: list[str], name: str, taken: str) -> None:
-    """`auto` takes an available engine that can have the image, and reports the reason for its choice."""
+def test_auto_selects_an_available_engine_and_reports_why(
+    tmp_path: Path, there: list[str], name: str, taken: str
+) -> None:
+    """`auto` selects an available engine that can run the image, and reports the reason."""
     chosen, reasons = resolve(site(engine="auto", image=name), fake(tmp_path, *there))
     assert chosen.engine == taken
     assert reasons[0].startswith(f"engine: {taken}, since ")
 
 
-def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docker_without_a_daemon_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{fake(tmp_path, 'docker')}:{os.environ['PATH']}")
     chosen, reasons = resolve(site(engine="auto"), tmp_path)
     assert chosen.engine == "none" and "docker (docker info fails)" in reasons[0]
@@ -396,7 +398,7 @@ def test_a_docker_without_its_daemon_is_none(tmp_path: Path, monkeypatch: pytest
         ),
     ],
 )
-def test_what_a_site_cannot_be_is_refused(given: dict[str, Any], words: str) -> None:
+def test_impossible_site_settings_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         config.load({"targets": ["cosmo_published"], "site": given})
 
@@ -419,14 +421,14 @@ def perlmutter(monkeypatch: pytest.MonkeyPatch) -> slurm.Scheduler:
     return config.load_files("config.yaml", site="perlmutter").workflow.site.scheduler
 
 
-def test_what_a_run_on_one_gpu_asks_for(perlmutter: slurm.Scheduler) -> None:
+def test_the_request_of_a_run_on_one_gpu(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "train", ONE) == {
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:1", "runtime": 720},
         **{"qos": "shared", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
     }
 
 
-def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
+def test_the_request_of_a_run_on_nodes(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "throughput", EIGHT, minutes=25) == {
         **{"nodes": 2, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:4", "mpi": "srun", "tasks_per_node": 4},
         **{"runtime": 25, "qos": "regular", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g"},
@@ -434,7 +436,7 @@ def test_what_a_run_on_nodes_asks_for(perlmutter: slurm.Scheduler) -> None:
 
 
 @pytest.mark.parametrize(("gres", "gpus"), [("gpu", "1"), ("gpu:a100", "a100:1")])
-def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
+def test_the_request_of_one_gpu_on_each_of_two_nodes(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
     """One GPU on each of two nodes is requested by --gpus-per-node instead of `gres`.
 
     With `gres`, the executor multiplies tasks by GPUs, and it refuses one task per node.
@@ -447,14 +449,14 @@ def test_what_one_gpu_on_each_of_two_nodes_asks_for(perlmutter: slurm.Scheduler,
     }
 
 
-def test_what_one_process_with_four_gpus_asks_for(perlmutter: slurm.Scheduler) -> None:
+def test_the_request_of_one_process_with_four_gpus(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "throughput", FOUR, processes=ONE) == {
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 128, "gres": "gpu:4", "runtime": 60, "qos": "regular"},
         **{"constraint": "gpu&hbm40g", "slurm_account": "m1234_g"},
     }
 
 
-def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
+def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     """A run may set its CPUs and memory, as the job of the MNIST workshop does.
 
     CPUs beyond the GPU's fraction of a node cost extra.
@@ -478,7 +480,7 @@ def test_a_run_names_its_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
         slurm.check(PLACED, Geometry(memory_mb=600_000))
 
 
-def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
+def test_the_request_of_data_jobs(perlmutter: slurm.Scheduler) -> None:
     found = slurm.request(perlmutter, "data", None)
     assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found
     # a project with GPU hours only: data jobs take a GPU with its fixed number of CPUs, and its account
@@ -486,7 +488,7 @@ def test_what_data_ask_for(perlmutter: slurm.Scheduler) -> None:
     assert (data["gres"], data["cpus_per_task"], data["slurm_account"]) == ("gpu:1", 32, "m1234_g")
 
 
-def test_a_queue_has_its_limits(perlmutter: slurm.Scheduler) -> None:
+def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
     debug = perlmutter.model_copy(update={"whole_qos": "debug"})
     assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "the runtime must be in minutes"
     with pytest.raises(UserError, match="9 is more than the 8 that QOS debug allows"):
@@ -547,7 +549,7 @@ PLACED = slurm.Scheduler.model_validate(
     ],
 )
 def test_requests_of_profiles_that_were_never_tried(name: str, gpu: str, two_nodes: str, data: str) -> None:
-    """The expected options are those of users' job scripts for these machines."""
+    """The expected options come from users' job scripts for these machines."""
     place = Site.model_validate(read_yaml(ROOT / f"profiles/{name}/site.yaml"))
     assert place.scheduler
     found = [slurm.words(slurm.request(place.scheduler, "train", each)) for each in (ONE, EIGHT)]
@@ -569,7 +571,7 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
-def test_what_is_shown_is_what_sbatch_gets(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
+def test_the_shown_options_equal_those_given_to_sbatch(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
     """The shown options equal the options that the executor gives to sbatch.
 
     The executor itself adds account, partition and its defaults for one process.
@@ -596,8 +598,8 @@ def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
     assert "--reservation=sc22_tutorial" in shlex.split(asked)
 
 
-def test_auto_without_an_image_is_no_engine(tmp_path: Path) -> None:
-    """Without an image `auto` takes no engine, even if an engine is available, because engines need an image."""
+def test_auto_without_an_image_selects_no_engine(tmp_path: Path) -> None:
+    """Without an image `auto` selects no engine, even if an engine is available, because engines need an image."""
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
     assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
 
@@ -619,7 +621,7 @@ def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert slurm.left_running("/nowhere") == []
 
 
-def test_no_answer_is_not_no_jobs(
+def test_a_failed_query_does_not_mean_an_empty_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If squeue fails, the call waits for an answer.
@@ -641,7 +643,7 @@ def test_no_answer_is_not_no_jobs(
 # ---- the image -------------------------------------------------------------------------------------
 
 
-def test_what_one_process_found_the_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_digest_is_passed_to_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, monkeypatch, "podman", "echo sha256:abc")
     monkeypatch.setenv("DLSCALE_IMAGE", "podman:registry/x:1=sha256:old")
     assert image.image_identity("podman", "registry/x:1", first=False) == "sha256:old"
@@ -659,7 +661,7 @@ def test_versions_of_the_images_are_the_projects() -> None:
         assert f"ghcr.io/dlscale/dlscale:{target}-{version}" in (ROOT / file).read_text(), file
 
 
-def test_a_chain_of_links_is_seen(tmp_path: Path) -> None:
+def test_a_chain_of_links_is_followed(tmp_path: Path) -> None:
     """Every folder on a chain of links is mounted once.
 
     The container follows links to links, relative links and links to folders.

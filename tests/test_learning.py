@@ -38,7 +38,7 @@ def with_one(x: np.ndarray) -> np.ndarray:
     return np.vstack([flat, np.ones(flat.shape[1])]).T
 
 
-def test_a_unet_learns_the_gas_from_its_surroundings(tmp_path: Path) -> None:
+def test_a_unet_learns_the_gas_from_neighbouring_cells(tmp_path: Path) -> None:
     data: dict[str, Any] = {
         "kind": "cosmo",
         "source": {"kind": "simulated", "grid": 64, "box_mpc_h": 32.0, "boxes": {"train": 2, "valid": 1}, "seed": 1},
@@ -119,9 +119,7 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
     assert len(rivals) == 5 and final["rmse/u10"] < 0.9 * min(final[name] for name in rivals)
 
 
-def test_the_shipped_plan_beats_all_naive_answers_on_a_real_month(
-    tmp_path: Path, shared: Callable[[str], Path]
-) -> None:
+def test_the_shipped_plan_beats_all_baselines_on_a_real_month(tmp_path: Path, shared: Callable[[str], Path]) -> None:
     """A run of the shipped plan era5_uk is better than all baselines without learning.
 
     Scores are in kelvin and are checked with the GRIB file.

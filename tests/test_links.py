@@ -45,7 +45,7 @@ NODES, PER_NODE = (*range(1, 20), 63, 64, 65, 1000, 1024), (1, 2, 3, 4, 5, 6, 8,
 @pytest.mark.parametrize(
     ("size", "per_node"), [(n * each, each) for n in NODES for each in PER_NODE if 1 < n * each <= 4096]
 )
-def test_a_schedule_has_everybody_in_few_rounds(size: int, per_node: int) -> None:
+def test_a_schedule_pairs_all_ranks_in_few_rounds(size: int, per_node: int) -> None:
     rounds = selftest.schedule(size, per_node)
     everybody, pairs = set[int](), list[tuple[int, int]]()
     for each in rounds:
@@ -74,7 +74,7 @@ def test_nodes_are_seen_by_their_hosts() -> None:
 # ---- the faulty process -----------------------------------------------------------------------------
 
 
-def test_levels_are_what_both_ends_share() -> None:
+def test_links_are_grouped_by_the_shared_level() -> None:
     hosts = [f"nid{rank // 2}" for rank in range(16)]
     links = [
         *(Link((0, 1), 3e-6, 3e-12), Link((2, 3), 3e-6, 3e-12)),
@@ -91,7 +91,7 @@ def wrong(what: str, *senders: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Ba
     return BadResult(what, ranks, senders, "number 0 is 1, expected 2")
 
 
-def test_who_is_at_fault() -> None:
+def test_faulty_ranks_are_found() -> None:
     sends = [[wrong("all_gather", 2)], [wrong("all_gather", 2)], [], [wrong("all_gather", 2)]]
     assert suspect_ranks(sends) == [2], "the sender must be suspected"
     assert suspect_ranks([[], [], [wrong("all_gather", 0, 1, 3)], []]) == [2], "the receiver must be suspected"
@@ -216,7 +216,7 @@ Tested = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.mark.slow
-def test_two_processes_that_are_right(tested: Tested) -> None:
+def test_two_correct_processes_pass(tested: Tested) -> None:
     one, other = tested("right, of two")
     assert "lost" not in one and "lost" not in other and one["links"]["levels"] == other["links"]["levels"]
     found = Links(**one["links"])
@@ -240,7 +240,7 @@ def test_four_processes_on_pretended_nodes(tested: Tested) -> None:
     "name",
     [pytest.param(name, marks=[pytest.mark.parallel] * (case.ranks > 2)) for name, case in CASES.items() if case.said],
 )
-def test_who_is_wrong_is_named_by_all(tested: Tested, name: str) -> None:
+def test_all_processes_name_the_faulty_rank(tested: Tested, name: str) -> None:
     case = CASES[name]
     messages = {each.get("lost") for each in tested(name)}
     assert len(messages) == 1, "all processes must report the same message"
@@ -339,7 +339,7 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
 
 
 @pytest.mark.slow
-def test_it_is_recorded_and_changes_nothing(tmp_path: Path, era5_data: Path) -> None:
+def test_the_self_test_is_recorded_and_does_not_change_the_training(tmp_path: Path, era5_data: Path) -> None:
     """The self-test is recorded. A training with the self-test is bitwise equal to a training without."""
     for name, parallel in (("tested", {}), ("untested", {"selftest": False})):
         train_by(2, configure(tmp_path / name, "era5_vit", 2, parallel=parallel), era5_data)

@@ -49,7 +49,7 @@ def end(job: live.Job, seconds: float | None = None) -> None:
     Path(f"{job.log}{SUFFIX}").unlink(missing_ok=True)
 
 
-def test_what_is_left_is_time_not_jobs(tmp_path: Path) -> None:
+def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     """The estimate is a time, not a number of jobs.
 
     Jobs that need all cores wait for one another; jobs that need some of the cores run in parallel.
@@ -105,7 +105,7 @@ def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Pat
     ]
 
 
-def test_what_an_earlier_call_left_is_not_done(tmp_path: Path) -> None:
+def test_results_of_an_earlier_call_do_not_count_as_done(tmp_path: Path) -> None:
     one = work(tmp_path, "a")
     end(one)
     progress = live.CallProgress(time.time() + 10, [one])
@@ -129,7 +129,7 @@ def test_a_line(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_drawn(tmp_path: Path) -> None:
+def test_the_display_has_one_bar_and_a_line_per_running_job(tmp_path: Path) -> None:
     """The display has one bar for all jobs, and one line per running job."""
     now = time.time()
     jobs = [work(tmp_path, f"p.{number}") for number in range(20)]
@@ -220,7 +220,7 @@ def say_all(call: Call) -> None:
         ({"dryrun": True, "stdout": True}, ["ours", "FAILED p.a"]),
     ],
 )
-def test_it_shows_what_is_wrong_and_what_the_rules_tell(
+def test_warnings_and_messages_of_the_rules_are_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, settings: dict[str, Any], shown: list[str]
 ) -> None:
     """Warnings and messages of the rules are shown.
@@ -233,7 +233,7 @@ def test_it_shows_what_is_wrong_and_what_the_rules_tell(
     assert out.splitlines() == (["Job stats:", "total 1", WARNING] if settings else [])
 
 
-def test_with_printed_commands_it_shows_snakemakes_messages(
+def test_with_printed_commands_snakemakes_messages_are_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     say_all(Call(request.node.name, printshellcmds=True))
@@ -244,7 +244,7 @@ def test_with_printed_commands_it_shows_snakemakes_messages(
     assert said.index("ours") < said.index("Error in rule train:") < said.index("FAILED p.a")
 
 
-def test_what_an_executor_says_of_a_failed_job_is_shown(
+def test_an_executors_message_about_a_failed_job_is_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """An executor's message about a failed job is shown, but not after Ctrl-C.
@@ -267,7 +267,7 @@ def test_an_error_without_a_failed_job_is_shown(
     assert capsys.readouterr().err == "WorkflowError: no rule\n"
 
 
-def test_after_ctrl_c_it_shows_what_the_rules_tell(
+def test_messages_of_the_rules_are_shown_after_ctrl_c(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     call = Call(request.node.name, printshellcmds=True)
@@ -278,7 +278,7 @@ def test_after_ctrl_c_it_shows_what_the_rules_tell(
     assert capsys.readouterr().err == "Interrupted.\n"
 
 
-def test_a_job_that_is_tried_again_has_not_failed(
+def test_a_retried_job_does_not_count_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """A failed job that is tried again does not count as failed.
@@ -335,7 +335,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_call_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
+def test_a_call_with_closed_output_ends(tmp_path: Path) -> None:
     """A call whose output is closed ends, for example in `snakemake 2>&1 | head`."""
     command = [sys.executable, "-c", UNSEEN, str(tmp_path / "ended")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as call:

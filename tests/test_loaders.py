@@ -256,7 +256,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 
 @pytest.mark.parametrize("symmetry", ["none", "rotations", "published", "published_dali"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
-def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: str) -> None:
+def test_every_loader_applies_all_symmetries(tmp_path: Path, name: str, symmetry: str) -> None:
     """Every loader applies all symmetries exactly.
 
     Transposing, reversing, exchanging channels and changing signs may need no separate pass.
@@ -268,7 +268,7 @@ def test_every_loader_turns_as_it_is_told(tmp_path: Path, name: str, symmetry: s
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, numpy"])
-def test_every_loader_tells_the_history_and_the_time(tmp_path: Path, name: str, split: str) -> None:
+def test_every_loader_adds_history_and_time(tmp_path: Path, name: str, split: str) -> None:
     """Every loader adds history and time exactly.
 
     The first histories of the validation file come from the file before it.
@@ -294,7 +294,7 @@ def test_every_loader_tells_the_history_and_the_time(tmp_path: Path, name: str, 
         if case[0] != "dali, numpy" or case[3] is crops
     ],
 )
-def test_workers_ranks_and_resume_points_do_not_show(
+def test_workers_ranks_and_resume_points_do_not_change_samples(
     tmp_path: Path, name: str, workers: int, ranks: int, make: Any
 ) -> None:
     layout = {"dtype": "float16"}
@@ -355,7 +355,7 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
         assert sum(means) / ranks == pytest.approx(losses[8 * step : 8 * step + 8].mean())
 
 
-def test_chunks_that_were_never_written_are_left_to_the_library(tmp_path: Path) -> None:
+def test_unwritten_chunks_are_read_by_the_library(tmp_path: Path) -> None:
     """The HDF5 library reads chunks that were never written, because their fill value is not in the data."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
@@ -399,7 +399,7 @@ def test_halves_are_decoded_exactly() -> None:
 @pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])
 @pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
 @pytest.mark.parametrize("form", ["wide", "half", "single"])
-def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
+def test_compiled_loops_equal_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
     """Compiled loops equal the formula in every form.
 
     The channels of a cell are contiguous, in any order.
@@ -425,7 +425,7 @@ def test_compiled_loops_are_the_formula(form: str, step: tuple[int, int, int], c
 def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
     """A batch is overwritten only after the next batch is requested.
 
-    Buffers are reused, so that memory does not grow with the epoch.
+    Buffers are reused, so memory does not grow with the epoch.
     """
     samples = crops(tmp_path, VOLUMES["half"])
     with closing(build("direct", samples, Share(2), 2)) as loader:
@@ -505,7 +505,7 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str) -
 def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
     """DALI's processes end with the loader, but not by a signal to all processes of a job.
 
-    The training survives such a signal until it has saved its state.
+    After such a signal, the training first saves its state.
     """
     loader = build("dali", crops(tmp_path, {}), Share(4), 2)
     next(iter(loader.epoch(0)))
@@ -557,7 +557,7 @@ def published_mirror(field: Any, path: Path) -> np.ndarray:
     return values
 
 
-def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path: Path) -> None:
+def test_mirrors_next_to_a_file_are_read_and_kept(whole_file: Crops, tmp_path: Path) -> None:
     """Mirrors with the published names next to a file are read and left unchanged; no other mirrors are written."""
     fields = {"data": whole_file.input, "label": whole_file.target}
     for name, field in fields.items():
@@ -587,7 +587,7 @@ def test_the_mirrors_beside_a_file_are_read_and_left(whole_file: Crops, tmp_path
     ],
     ids=["rows", "type", "order", "values", "no array", "torn header", "pipe"],
 )
-def test_what_is_no_mirror_is_refused(whole_file: Crops, tmp_path: Path, wrong: Any, said: str) -> None:
+def test_invalid_mirrors_are_refused(whole_file: Crops, tmp_path: Path, wrong: Any, said: str) -> None:
     path = tmp_path / "0_data.npy"
     values = np.ascontiguousarray(published_mirror(whole_file.input, path))
     if callable(wrong):
@@ -626,7 +626,7 @@ def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_damaged_mirror_beside_its_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
+def test_a_damaged_mirror_next_to_a_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
     """A mirror next to its file with a few wrong values is refused, even if sampled cells do not reveal them."""
     path = tmp_path / "0_data.npy"
     published_mirror(whole_file.input, path)
@@ -683,8 +683,8 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert [path.name for path in (tmp_path / "mirrors").iterdir()] == ["lock"]
 
 
-def test_the_stage_makes_the_mirrors_that_its_loader_reads(tmp_path: Path) -> None:
-    """Before it begins, the stage writes the mirrors that its loader reads; other loaders need no mirrors."""
+def test_the_stage_writes_the_mirrors_for_the_loader(tmp_path: Path) -> None:
+    """Before the stage begins, it writes the mirrors that the loader reads; other loaders need no mirrors."""
     crops(tmp_path, VOLUMES["published"])
     fields, described = volume_fields(EDGES[0]), {"train": [("0.h5", 13), ("1.h5", 9)], "valid": []}
     manifest_of(tmp_path, "cosmo", fields, described).write(tmp_path / "manifest.json")
@@ -753,10 +753,10 @@ def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
     assert set(device.memory.values()) == {"overwritten"}, "all buffers must be released at the end"
 
 
-def test_what_fits_becomes_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_data_that_fit_become_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Data become resident if they fit in the device's memory that this process does not use.
 
-    The memory of other processes does not count, so that parallel runs decide alike.
+    The memory of other processes does not count, so parallel runs decide alike.
     """
     samples = crops(tmp_path, VOLUMES["half"])
     needed = samples.input.bytes + samples.target.bytes

@@ -35,7 +35,7 @@ def f32(x: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25])
-def test_l1_is_its_formula(weight: float) -> None:
+def test_l1_equals_the_formula(weight: float) -> None:
     p, t = 0.2 * random(3, 5, 4, 4, 4), 0.2 * random(3, 5, 4, 4, 4, seed=1)
     density = np.abs(np.exp(14 * p[:, 0]) - np.exp(14 * t[:, 0])).mean(axis=(1, 2, 3))
     expected = np.abs(p - t).mean(axis=(1, 2, 3, 4)) + weight * density
@@ -93,7 +93,7 @@ def test_latitude_weights_are_cosines_with_mean_one() -> None:
     assert torch.equal(latitude_weights(torch.zeros(4)), torch.ones(4, 1))
 
 
-def test_anomaly_correlation_is_its_formula() -> None:
+def test_anomaly_correlation_equals_the_formula() -> None:
     p, t, c = random(2, 3, 5, 7), random(2, 3, 5, 7, seed=1), random(3, 5, 7, seed=2)
     latitude = np.linspace(80, -40, 5)
     w = np.cos(np.radians(latitude))[:, None]
@@ -236,7 +236,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
         assert (perfect[f"rmse/{name}"], perfect[f"skill/{name}"]) == (0, 1)
 
 
-def test_naive_answers_go_without_what_nobody_knows(era5_data: Path) -> None:
+def test_baselines_without_data_are_left_out(era5_data: Path) -> None:
     """A baseline without learning is left out if its data are missing.
 
     Without times of day, the climatology is the mean of all times.

@@ -57,8 +57,8 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
     """Return the allocated bytes at the end of each range of a step, and the peak.
 
-    The bytes are relative to the begin of the step, at which gradients do not exist. They come from the profiler's
-    allocator events.
+    The bytes are relative to the begin of the step, when gradients do not exist. The bytes come from the
+    profiler's allocator events.
     """
     step(x, y)  # this step creates the optimiser's state
     step.weights.clear_gradients()
@@ -88,7 +88,7 @@ def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, i
     ],
     ids=str,
 )
-def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, Any]) -> None:
+def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[str, Any]) -> None:
     """After forward, after backward and at the peak, prediction and allocation agree except for a few scalars."""
     step, (x, y) = case.step(CPU, **over), case.batch(CPU)
     found = predicted(case, **over)
@@ -110,7 +110,7 @@ def test_prediction_is_what_the_allocator_hands_out(case: Case, over: dict[str, 
     assert most == pytest.approx(found.peak - (found.parameters + found.optimizer + masters + batch), abs=64)
 
 
-def test_activations_are_what_autograd_saves() -> None:
+def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
     """PyTorch's hook for saved tensors gives the same bytes of distinct memory, without parameters."""
     step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
@@ -211,7 +211,7 @@ def sample_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_measured_beside_predicted(tmp_path: Path, cosmo_data: Path) -> None:
+def test_measured_memory_equals_predicted_memory(tmp_path: Path, cosmo_data: Path) -> None:
     """On a CPU, the process's memory grows by the predicted bytes and by memory that the system retains.
 
     A new process measures, because a process that has already computed reuses freed memory and does not grow.
@@ -250,7 +250,7 @@ def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
 # ---- available memory, and the peak -----------------------------------------------------------------
 
 
-def test_a_peak_sees_what_was_freed_and_forgets_it() -> None:
+def test_a_peak_includes_freed_memory_until_it_is_reset() -> None:
     memory.reset_peak(CPU)
     before = memory.peak(CPU)
     held = np.ones(100_000_000, np.uint8)
@@ -299,9 +299,7 @@ def test_texts_of_too_little_memory(error: Exception) -> None:
 
 
 def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosmo_data: Path) -> None:
-    """A killed loader worker is reported as lack of memory; the system's killer was once reported as a defect of
-    dlscale.
-    """
+    """A killed loader worker is reported as lack of memory, not as a defect of dlscale."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})
     session = open_session(run, cosmo_data / "manifest.json", World(), 1)
     expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
@@ -360,7 +358,7 @@ def failing(tmp_path: Path, data: Path, limit: float) -> str:
 
 
 @pytest.mark.slow
-def test_the_message_says_where_and_what_would_fit(tmp_path: Path, cosmo_data: Path) -> None:
+def test_the_out_of_memory_message_lists_settings_that_fit(tmp_path: Path, cosmo_data: Path) -> None:
     """The message lists only settings that fit, the cheapest first, and the predicted memory of each setting."""
     manifest = Manifest.read(cosmo_data / "manifest.json")
 

@@ -45,7 +45,7 @@ from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
 
-#: Samples per batch, and samples in total: two batches and three samples, so that five of eight ranks have no sample of
+#: Samples per batch, and samples in total: two batches and three samples, so five of eight ranks have no sample of
 #: the third batch.
 BATCH, SAMPLES = 8, 19
 STEPS = 3
@@ -94,7 +94,7 @@ class Case:
             static=torch.ones(1, 2 * rows, 3 * columns),
             checkpointing=bool(self.over.get("activation_checkpointing")),
         )
-        with torch.no_grad():  # all parameters get random values, so that a missing parameter is noticed
+        with torch.no_grad():  # all parameters get random values, so a missing parameter is noticed
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape))
         return model
@@ -321,8 +321,8 @@ def compare(case: Case, found: list[dict[str, Any]]) -> None:
             )
         parts = {each["dp"]: each["prediction"] for each in found}
         for each in found:
-            # Ranks that share a model give the same predictions. The predictions of all ranks together equal those of
-            # one process.
+            # Ranks that share a model give the same predictions. All ranks' predictions together equal the predictions
+            # of one process.
             torch.testing.assert_close(each["prediction"], parts[each["dp"]], rtol=0, atol=0)
         near(torch.cat([parts[dp] for dp in sorted(parts)]), alone["prediction"], tolerance, "prediction")
         for number in range(STEPS):
@@ -352,7 +352,7 @@ def near(
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
-def test_a_strategy_learns_what_one_process_learns(learnt: Any, name: str) -> None:
+def test_each_strategy_learns_like_one_process(learnt: Any, name: str) -> None:
     compare(STRATEGIES[name], learnt(name))
 
 
@@ -368,7 +368,7 @@ def test_evaluate_computes_in_the_format_in_which_weights_are_gathered(learnt: A
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
-def test_ranks_exchange_what_the_formula_says(learnt: Any, name: str) -> None:
+def test_exchanged_bytes_equal_the_formula(learnt: Any, name: str) -> None:
     small = 64  # bytes of the exchanged norms and overflow flags
     for number, rank in enumerate(learnt(name)):
         counted, expected = rank["counted"], rank["formula"]
@@ -404,7 +404,7 @@ def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_compiled_strategy_learns_what_one_process_learns(tmp_path: Path, name: str) -> None:
+def test_each_compiled_strategy_learns_like_one_process(tmp_path: Path, name: str) -> None:
     need_compiler()
     ranks = COMPILED[name].ranks
     learn_together(ranks, tmp_path, [name])
@@ -454,7 +454,7 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
         (nn.Dropout(0.0), None),
     ],
 )
-def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
+def test_a_study_with_hidden_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
     """Hidden drop-out is refused, because devices that share a model would draw equal numbers for different tokens."""
 
     def model() -> nn.Module:
@@ -472,7 +472,7 @@ def test_a_study_that_hides_its_drop_out_is_refused(layer: nn.Module, name: str 
             assert drawing(model()) is None
 
 
-# ---- checkpoints under other meshes ----------------------------------------------------------------
+# ---- checkpoints loaded on other meshes ------------------------------------------------------------
 
 ADAM: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}
 SAVED = 2  #: Batches before a step is saved; one more batch follows after loading.
@@ -538,7 +538,7 @@ def _pass_on(rank: int, ranks: int, port: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.parallel) for ranks in (4, 8))])
-def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> None:
+def test_a_training_continues_on_any_other_mesh(tmp_path: Path, ranks: int) -> None:
     torch.set_num_threads(1)
     alone = Case(1, over=ADAM)
     begin_and_save(alone, World(), tmp_path / "alone")
@@ -560,7 +560,7 @@ def test_a_training_goes_on_under_any_other_mesh(tmp_path: Path, ranks: int) -> 
                 near(*moved, 1e-4, f"{origin} to {place}: {name}", float(value.abs().max()) * 1e-2)
 
 
-# ---- tokens over two axes --------------------------------------------------------------------------
+# ---- tokens split over two axes --------------------------------------------------------------------
 
 
 def _divide_and_unite(rank: int, ranks: int, port: int, folder: str) -> None:

@@ -73,7 +73,7 @@ def test_idx_files_are_stored_as_they_are(
 
 
 @pytest.mark.slow
-def test_a_run_keeps_to_its_cpus(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+def test_a_run_uses_only_the_assigned_cpus(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """The run's threads and the loader's workers use no other CPUs. Too few CPUs give a message."""
     manifest = tiny_data("mnist_cnn") / "manifest.json"
     tiny = copy.deepcopy(TINY["mnist_cnn"])
@@ -145,7 +145,7 @@ def test_the_network_is_the_published_one() -> None:
     torch.testing.assert_close(nll(truth, labels), F.nll_loss(truth, labels, reduction="none"))
 
 
-def test_the_published_plan_says_what_the_script_did() -> None:
+def test_the_published_plan_has_the_settings_of_the_script() -> None:
     run = resolve.load({"targets": ["mnist_published"]}).plans["mnist_published"]["base"].run
     assert (run.batch_size, run.training.epochs, run.loader.kind, run.loader.workers) == (64, 14, "torch", 1)
     assert (run.optimizer.kind, run.optimizer.lr) == ("adadelta", 1.0)
@@ -165,7 +165,7 @@ def test_the_published_plan_says_what_the_script_did() -> None:
         *((damage, False) for damage in ("cut", "more", "fewer rows")),  # only gzip files have a checksum
     ],
 )
-def test_a_file_that_is_not_what_it_says(tmp_path: Path, damage: str, zipped: bool) -> None:
+def test_damaged_idx_files_are_refused(tmp_path: Path, damage: str, zipped: bool) -> None:
     """A wrong gzip checksum is detected, and also a file that does not end with its last row."""
     plain = bytearray(struct.pack(">4I", 0x803, 50, 6, 6) + bytes(range(200)) * 9)
     if damage == "more":

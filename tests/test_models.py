@@ -28,7 +28,7 @@ def count(model: nn.Module) -> int:
 
 
 def vit(**settings: object) -> ViT:
-    """Return a small ViT; its grid and its patches are not square."""
+    """Return a small ViT whose grid and patches are not square."""
     chosen = {"image_size": (8, 18), "patch": (2, 3), "in_channels": 3, "out_channels": 3, "embed_dim": 16}
     return ViT(**{**chosen, "depth": 2, "heads": 4, **settings})  # type: ignore[arg-type]
 
@@ -38,7 +38,7 @@ def unet(**settings: object) -> UNet3D:
 
 
 def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Add random numbers to every parameter, also biases, norms and positions, so that a missing one is noticed."""
+    """Add random numbers to every parameter, also biases, norms and positions, so a missing one is noticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -49,7 +49,7 @@ def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
 # --- sizes ------------------------------------------------------------------------------------------------------
 
 
-def test_the_published_unet_has_its_parameters() -> None:
+def test_the_published_unet_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         model = UNet3D(4, 5)
     assert count(model) == 116_977_029
@@ -62,7 +62,7 @@ def test_the_published_vits_have_their_parameters(embed_dim: int, parameters: in
     assert count(model) == parameters
 
 
-def test_a_unet_of_any_size_has_the_parameters_of_its_layers() -> None:
+def test_the_parameters_of_a_unet_equal_the_sum_over_layers() -> None:
     a, b, c, cells = 7, 11, 3, 4**3
     expected = (2 * a + a * b + b * c + c * b + 2 * b * a + 2 * a * 5) * cells  # weights on the way down, then up
     assert count(UNet3D(2, 5, widths=(a, b, c))) == expected + a + b + c + b + a + 5
@@ -145,7 +145,7 @@ def conv_up(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("widths", "grid"), [((2,), (8, 16, 8)), ((2, 3, 4), (8, 16, 8)), ((2, 3, 4), (8, 8, 8))], ids=str
 )  # in the last case, the lowest level has a single cell
-def test_unet_is_its_explicit_form(widths: tuple[int, ...], grid: tuple[int, ...]) -> None:
+def test_unet_equals_an_explicit_implementation(widths: tuple[int, ...], grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = roughened(UNet3D(2, 3, widths=widths).double())
     x = torch.randn(1, 2, *grid, dtype=torch.float64)
@@ -229,7 +229,7 @@ def explicit_attention(x: np.ndarray, w: dict[str, np.ndarray], heads: int) -> n
     return np.concatenate(parts, axis=1) @ w["projection.weight"].T + w["projection.bias"]
 
 
-def test_attention_is_its_formula() -> None:
+def test_attention_equals_the_formula() -> None:
     torch.manual_seed(0)
     attention = roughened(Attention(12, 3, 0.0).double()).eval()
     x = torch.randn(2, 7, 12, dtype=torch.float64)
@@ -244,7 +244,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarra
 
 
 @pytest.mark.parametrize("residual", [False, True, "linear"])
-def test_vit_is_its_explicit_form(residual: bool | str) -> None:
+def test_vit_equals_an_explicit_implementation(residual: bool | str) -> None:
     torch.manual_seed(0)
     model = roughened(vit(in_channels=3, out_channels=2, residual=residual).double()).eval()
     with torch.no_grad():  # the tokens are so small that the epsilon of the norms (1e-6) matters

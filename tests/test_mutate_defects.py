@@ -8,7 +8,7 @@ from tests.mutate_code import MUTATIONS, ROOT
 from tests.mutate_defects import DEFECTS, mutations, rows
 
 
-def test_each_row_has_its_defect() -> None:
+def test_each_row_has_a_defect_or_a_reason() -> None:
     """A row without a defect has a reason, and each defect belongs to one existing row."""
     found = rows()
     assert len(found) == len(DEFECTS) >= 52
@@ -18,7 +18,7 @@ def test_each_row_has_its_defect() -> None:
     assert len({*without} - {each.name for each in MUTATIONS}) == len(DEFECTS) - len(mutations()) == 2
 
 
-def test_each_defect_fits_the_code_and_has_a_test_of_its_row() -> None:
+def test_each_defect_fits_the_code_and_a_test_in_its_row() -> None:
     found = rows()
     for beginning, defect in mutations().items():
         changed = defect.applied((ROOT / defect.path).read_text())

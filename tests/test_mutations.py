@@ -272,7 +272,7 @@ def mutated(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 def outcome(read: Read, folder: Path) -> tuple[str, str]:
-    """Run a reader in a separate process; return its outcome and its last output."""
+    """Run a reader in a separate process; return the outcome and the last output."""
     ends, words = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_report, args=(read, folder, words))
     child.start()

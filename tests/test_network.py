@@ -36,7 +36,7 @@ def test_the_log_names_the_network(name: str) -> None:
     assert read_network("n1:7:7 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>") is None
 
 
-def test_nccl_writes_its_log_unless_the_user_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_writes_a_log_unless_the_user_sets_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that the variable is restored
         monkeypatch.delenv(name)

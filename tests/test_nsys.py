@@ -113,7 +113,7 @@ def test_a_report_is_read_and_kept(tmp_path: Path, pretended: Any) -> None:
         ("unread", "nsys.rank0.nsys-rep: nsys 2099.1.2 cannot export the report. See the log"),
     ],
 )
-def test_what_fails_says_why(tmp_path: Path, pretended: Any, behaviour: str, words: str) -> None:
+def test_failures_of_nsys_are_reported(tmp_path: Path, pretended: Any, behaviour: str, words: str) -> None:
     folder = pretended("report" if behaviour == "unread" else behaviour)
     if behaviour == "unread":
         (folder / "database").unlink()
@@ -153,8 +153,8 @@ def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
-    """After SIGTERM to the stage, no file is left. After SIGKILL, its child sees the end of its standard input."""
+def test_the_child_of_a_killed_stage_ends(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
+    """After SIGTERM to the stage, no file is left. After SIGKILL, the child sees the end of standard input."""
     folder = pretended("sleeps")
     configure(tmp_path)
     process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=variables(), cwd=tmp_path)
@@ -167,7 +167,7 @@ def test_a_stage_that_is_ended_takes_its_child_along(tmp_path: Path, pretended: 
         until("the child's end", (folder / "ended").exists)
 
 
-def test_what_is_recorded_with_cuda() -> None:
+def test_nsys_options_with_cuda() -> None:
     words = nsys.recording("nsys", Path("folder/nsys.rank0.nsys-rep"), cuda=True)
     assert "--trace=cuda,nvtx" in words and "--cuda-graph-trace=node" in words
     assert "--capture-range=cudaProfilerApi" in words and "--output=folder/nsys.rank0" in words

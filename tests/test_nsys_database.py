@@ -125,18 +125,18 @@ def test_a_cut_database_is_one_message(tmp_path: Path) -> None:
             summarize(tmp_path / "cut.sqlite")
 
 
-def test_a_report_without_steps_says_so(tmp_path: Path) -> None:
+def test_a_report_without_steps_is_refused(tmp_path: Path) -> None:
     """A report without steps is refused, for example if nsys cannot see the process's `nvtx`."""
     path = Recording(calls=[(1, 2, 0, 1, "cudaLaunchKernel")]).write(tmp_path / "nsys.sqlite")
-    with pytest.raises(ValueError, match="contains no step"):
+    with pytest.raises(ValueError, match="contains no range with the name step"):
         summarize(path)
     with sqlite3.connect(path) as connection:
         connection.execute("DROP TABLE NVTX_EVENTS")
-    with pytest.raises(ValueError, match="contains no step"):
+    with pytest.raises(ValueError, match="contains no range with the name step"):
         summarize(path)
 
 
-# ---- against a count of every nanosecond --------------------------------------------------------------
+# ---- compared with a count of every nanosecond --------------------------------------------------------
 
 
 @st.composite

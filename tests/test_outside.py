@@ -105,7 +105,7 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
     assert found.training == pytest.approx(0.08 * 270 / (300 * 0.08 + 4 * 11), rel=0.05)
 
 
-def test_what_is_between_loops_is_no_part_of_a_step(tmp_path: Path) -> None:
+def test_a_validation_between_loops_is_not_a_step(tmp_path: Path) -> None:
     """An unrecorded validation between two loops does not count as a step, even if it is shorter than a pause."""
     clock = Clock(tmp_path, way="timed")
     for _ in range(20):
@@ -185,7 +185,7 @@ def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) 
     assert found and found.steps == counted
 
 
-def test_a_pause_in_a_log_is_judged_by_its_steps() -> None:
+def test_the_limit_for_a_pause_applies_per_step() -> None:
     """The limit for a pause applies per step, not per line: a single step may take as long as ten other steps."""
     points, time, step = [(0.0, 0.0)], 0.0, 0
     for steps_, seconds in ((10, 1.0), (10, 1.0), (1, 1.0), (10, 1.0), (1, 0.1), (10, 1.0)):
@@ -216,7 +216,7 @@ def test_waits_in_bursts_count_by_the_clock(
         speed, clock = interval(pace.rates)[0], 8 * (count - warm_up) / (trained[-1] - trained[warm_up])
         if warm_up == every or not (validation and wait > 1 and workers > 1):
             assert speed == pytest.approx(clock, rel=0.1)
-        else:  # a wait is nearly as long as a validation, so that both may count
+        else:  # a wait is nearly as long as a validation, so both may count
             assert speed < 1.1 * clock
         assert pace.training > 0.9 or validation
 
@@ -272,7 +272,7 @@ def test_batches_of_another_thread_are_not_waited_for(
     assert bool(found.waits_of_ranks) != ahead
 
 
-def test_the_named_batch_size_replaces_what_batches_show(tmp_path: Path) -> None:
+def test_the_batch_size_option_replaces_the_detected_size(tmp_path: Path) -> None:
     Clock(tmp_path).epoch(100, wait=0.0, seconds=0.1)
     found = steps.pace(steps.read(tmp_path)[1], batch_size=32)
     assert found and (found.batch_size, found.samples) == (32, True) and found.rates == pytest.approx([320.0] * 10)
@@ -288,7 +288,7 @@ def test_steps_without_samples_count_as_steps_or_as_the_batch_that_is_named(tmp_
     assert named and named.samples and named.rates == pytest.approx([320.0] * 10)
 
 
-def test_what_a_program_says_itself_counts_more_than_what_is_seen(tmp_path: Path) -> None:
+def test_reported_steps_take_precedence_over_detected_steps(tmp_path: Path) -> None:
     for way, seconds in (("seen", 0.1), ("timed", 0.2)):
         Clock(tmp_path, way=way).epoch(100, wait=0.0, seconds=seconds)
     (tmp_path / "timed.host.7").write_text("begin 1.0 1.0 0\ns 5.0 0.0 0\ns 6.")  # a killed process leaves half a line
@@ -613,7 +613,7 @@ def test_a_pattern_has_one_number(text: str, message: str) -> None:
     ],
 )
 @pytest.mark.parametrize("pattern", [r"rate (\S+)", r"rate ([\d.,'eE+-]+)"])
-def test_a_printed_rate_has_its_suffix_and_its_unit(
+def test_a_printed_rate_is_read_with_suffix_and_unit(
     text: str, expected: tuple[str, float] | None, pattern: str
 ) -> None:
     match = re.search(pattern, plain(f"rate {text}"))
@@ -704,7 +704,7 @@ def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
         assert finder.slow[""] == 3 and not finder.found[""]
 
 
-def test_a_batch_confirms_the_size_of_its_loader() -> None:
+def test_a_batch_confirms_the_loaders_batch_size() -> None:
     """A batch confirms the size if it contains an array or list of that length; a matching first axis is not enough."""
 
     class Array:
@@ -851,7 +851,7 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nsight_systems_may_stand_between(tmp_path: Path, real_nsys: Path) -> None:
+def test_a_program_may_run_under_nsight_systems(tmp_path: Path, real_nsys: Path) -> None:
     """The documented command writes the reports of Nsight and dlscale, and prints the rate under Nsight."""
     path = program(tmp_path, TRAIN + "raise SystemExit(3)\n")
     words = ["--trace=nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--output=mine"]  # these options need no GPU
@@ -870,7 +870,7 @@ def test_nsight_systems_may_stand_between(tmp_path: Path, real_nsys: Path) -> No
         ("import os; os.kill(os.getpid(), 9)", 137, "the program ended with status 137"),
     ],
 )
-def test_a_program_without_steps_has_one_message_and_its_own_status(
+def test_a_program_without_steps_gives_one_message_and_keeps_the_status(
     tmp_path: Path, code: str, status: int, message: str
 ) -> None:
     ended = measure(tmp_path, "--", sys.executable, "-c", code)
@@ -878,7 +878,7 @@ def test_a_program_without_steps_has_one_message_and_its_own_status(
     assert not any((tmp_path / "results/plans" / PLAN).glob("*")), "no partial result may be left"
 
 
-def test_secrets_of_a_command_are_in_none_of_its_files(tmp_path: Path) -> None:
+def test_secrets_of_a_command_are_not_written_to_files(tmp_path: Path) -> None:
     code = "import sys; assert sys.argv[2] == 's3cret1'; [print('avg', 100 + k, 'samples/sec') for k in range(9)]"
     words = [*("env", "API_KEY=s3cret2", sys.executable, "-c", code, "--token", "s3cret1", "--max-tokens", 4096)]
     url = "https://me:s3cret3@h.example/x?X-Amz-Signature=s3cret4&split=train"
@@ -905,7 +905,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_it_left_goes_on(tmp_path: Path) -> None:
+def test_grandchildren_of_a_program_are_ended(tmp_path: Path) -> None:
     """A grandchild in its own session that ignores SIGTERM is also ended."""
     stubborn = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(99)"
@@ -963,7 +963,7 @@ def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def test_signals_are_the_programs(tmp_path: Path) -> None:
-    """The program can save its state on a signal, and its own exit status is returned."""
+    """The program can save its state on a signal, and the program's exit status is returned."""
     code = (
         "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(9)); print('on', flush=True); time.sleep(60)"
     )
@@ -1253,7 +1253,7 @@ def test_loops_of_all_kinds(
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
 
 
-def test_a_program_goes_on_where_its_steps_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_continues_if_steps_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording stops with a reason: a missing folder, a read-only file, or a disk that fills within a line."""
     log = writes(tmp_path, monkeypatch)
     assert log.on and log._file.endswith(str(os.getpid())) and steps.stopped(tmp_path) is None
@@ -1293,7 +1293,7 @@ def test_an_optimiser_that_is_compiled_is_not_seen_and_not_disturbed(tmp_path: P
     assert ended.returncode == 0 and not list((tmp_path / "steps").glob("seen.*")), ended.stderr
 
 
-def test_a_training_before_or_after_is_none_of_its_processes(tmp_path: Path) -> None:
+def test_the_longest_of_consecutive_trainings_counts(tmp_path: Path) -> None:
     """Of three consecutive trainings the longest counts, with all processes that trained at the same time."""
     for number, (begin, count) in enumerate(((0, 100), (1000, 300), (1001, 290), (2000, 100))):
         clock = Clock(tmp_path, number)
@@ -1345,7 +1345,9 @@ def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
         (None, 0, 126, "Permission denied"),
     ],
 )
-def test_what_cannot_be_run(tmp_path: Path, text: str | None, mode: int, status: int, message: str) -> None:
+def test_a_command_that_cannot_be_run_gives_one_message(
+    tmp_path: Path, text: str | None, mode: int, status: int, message: str
+) -> None:
     path = tmp_path / "it"
     if text is None:
         path.mkdir()
@@ -1465,7 +1467,7 @@ def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measure
 
 
 @pytest.mark.parametrize("output", ["2>/dev/full", "2>&1 >/dev/null | true"])
-def test_what_cannot_be_printed_changes_no_status(tmp_path: Path, output: str) -> None:
+def test_closed_output_does_not_change_the_exit_status(tmp_path: Path, output: str) -> None:
     train = program(tmp_path, DOING_LOOP.replace("\nDO\n", "\n"))
     command = shlex.join([sys.executable, "-m", "dlscale", "measure", "--", sys.executable, str(train)])
     ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command} {output}"], cwd=tmp_path, timeout=PATIENCE)
@@ -1508,7 +1510,7 @@ def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
     measure_here: Measured, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If the record cannot be written, the command, its exit status, its steps and its telemetry are still kept."""
+    """If the record cannot be written, command, exit status, steps and telemetry are still kept."""
     status, folder = measure_here("os.mkdir(f'{steps}/../throughput.json')")
     assert status == 3 and f"; the run's record is kept in {folder.relative_to(Path.cwd())}\n" in capfd.readouterr().err
     kept = read_yaml(folder / "config.yaml")["program"]
@@ -1534,7 +1536,7 @@ def test_others_runs_cost_no_page(measure_here: Measured, capfd: pytest.CaptureF
 
 @pytest.mark.parametrize("name", ["results", "results/plans", f"results/plans/{PLAN}"])
 @pytest.mark.parametrize("kind", ["dangling link", "file"])
-def test_results_that_cannot_be_made_are_told_at_once(measure_here: Measured, name: str, kind: str) -> None:
+def test_unwritable_results_are_reported_at_once(measure_here: Measured, name: str, kind: str) -> None:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).symlink_to("gone") if kind == "dangling link" else Path(name).write_text("mine")
     with pytest.raises(OSError) as caught:
@@ -1621,7 +1623,7 @@ def test_a_program_without_a_step_is_warned_of_while_it_runs(
         ({"full": True}, "is full: no step could be written"),
     ],
 )
-def test_each_reason_for_no_step_has_its_own_message(
+def test_each_reason_for_missing_steps_has_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "hook").touch()
@@ -1667,7 +1669,7 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
     assert all(f"name: {name}\n" in plan for name in names)
 
 
-def test_it_runs_as_if_alone(tmp_path: Path) -> None:
+def test_a_program_has_its_own_environment_and_modules(tmp_path: Path) -> None:
     """A program has its own environment, modules, signals and `sitecustomize`; the hook is valid Python 3.8."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import sys; sys.own = True")
@@ -1715,7 +1717,7 @@ def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -
     assert sorted(lines) == sorted(expected)
 
 
-def test_its_own_words_stay(tmp_path: Path) -> None:
+def test_a_pythonpath_in_the_command_is_kept(tmp_path: Path) -> None:
     """A command that sets PYTHONPATH keeps its value, which disables the hook; a message names the remedies."""
     path = program(tmp_path, "import os, sys; print(os.environ['PYTHONPATH'], sys.argv[1:])")
     words = ["env", "PYTHONPATH=/its own", sys.executable, str(path), "PYTHONPATH=x"]
@@ -1734,7 +1736,7 @@ def test_its_own_words_stay(tmp_path: Path) -> None:
         assert (lost in ended.stderr) is (not more)
 
 
-def test_output_that_nobody_takes(tmp_path: Path) -> None:
+def test_a_closed_standard_output_is_accepted(tmp_path: Path) -> None:
     ended = subprocess.run(
         ["sh", "-c", f'exec "{sys.executable}" -m dlscale measure -- true >&-'],
         cwd=tmp_path,
@@ -1778,7 +1780,7 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_log_counts_the_steps_of_the_training(counted: str, counts: str | None) -> None:
-    """The step of a log may count something else than steps, and would give a wrong rate."""
+    """The key `step` of a log may count epochs or samples, which would give a wrong rate."""
     made = [float(number) for number in range(1, 201)]  # a step per second, of two batches of 16 samples
     batches = [(second - part, "0", 0.0, 16) for second in made for part in (0.9, 0.4)]
     one = (1.0, 200.0)

@@ -81,7 +81,7 @@ TYPES = {"image": "uint8", "mask": "uint8", "label": "int64", "scalars": "float3
 
 @pytest.fixture
 def module(tmp_path: Path) -> str:
-    """Register a study with its own kind of dataset; return the name of its module."""
+    """Register a study with its own kind of dataset; return the name of the study's module."""
     name = f"marks_{tmp_path.parent.name}_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / f"{name}.yaml").write_text("{}")
@@ -296,7 +296,7 @@ def test_a_file_that_parts_do_not_name_is_refused(
 
 
 @pytest.mark.parametrize(("place", "code"), [("early", OWN), ("listed", "(HERE / 'other.txt').read_text()")])
-def test_named_files_those_of_its_own_and_of_packages_are_read(tmp_path: Path, place: str, code: str) -> None:
+def test_a_source_may_read_named_own_and_package_files(tmp_path: Path, place: str, code: str) -> None:
     assert preprocessed(tmp_path, **{place: code}) == 0
     np.testing.assert_array_equal(h5py.File(tmp_path / "piece.h5")["y"], np.arange(6))
     np.load(tmp_path / "other.npy")  # the check must be off after the stage
@@ -372,7 +372,7 @@ def write(path: Path, text: str, yaml: str = "settings: {}\n") -> Path:
     return path
 
 
-def test_a_file_and_what_it_imports_are_its_sources(tmp_path: Path) -> None:
+def test_the_sources_of_a_study_are_its_file_and_imports(tmp_path: Path) -> None:
     write(tmp_path / "ripples.py", "import torch, helper_of_ripples\n" + STUDY.format(kind="ripples"))
     (tmp_path / "helper_of_ripples.py").write_text("from dlscale.scores import l1\n")
     (tmp_path / "stranger.py").write_text("")
@@ -432,7 +432,7 @@ def test_one_module_name_in_two_studies_is_refused(tmp_path: Path) -> None:
         registry.source("common")
 
 
-def test_a_failure_inside_a_study_names_its_place(tmp_path: Path) -> None:
+def test_an_error_in_a_study_is_reported_with_file_and_line(tmp_path: Path) -> None:
     write(tmp_path / "late.py", "def fail():\n    return [][1]\n" + STUDY.format(kind="late"))
     registry.add("late", tmp_path / "late.py")
     with pytest.raises(IndexError) as caught:

@@ -32,7 +32,7 @@ def test_no_profiler_makes_steps_faster() -> None:
     assert found.noise == pytest.approx(0.36) and "take equally long, within ± 36" in found.words
 
 
-def test_words() -> None:
+def test_the_text_of_an_overhead() -> None:
     assert Overhead(ratio=1.2, noise=0.05).words == "profiled steps take 20\u00a0% longer (± 5\u00a0%)"
     assert "within ± 25" in Overhead(ratio=1.2, noise=0.25).words
     one = overhead([0.1], [0.2], [0.1])

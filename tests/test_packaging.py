@@ -80,7 +80,7 @@ def test_cuda_12_is_the_default() -> None:
     assert EXTRAS["dali"] == ["nvidia-dali-cuda120>=2.0"]
 
 
-def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_copied_to_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make version` writes the version to all other files, and `make release-check` compares the files."""
     spec = spec_from_file_location("release", ROOT / ".ci/release.py")
     release = module_from_spec(spec)
@@ -91,7 +91,7 @@ def test_the_version_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line.split(":")[0] for line in release.wrong(None)} == {*release.PLACES, "CHANGELOG.md"}
 
 
-def test_the_source_distribution_lists_what_git_has() -> None:
+def test_the_source_distribution_contains_all_tracked_files() -> None:
     """MANIFEST.in names all top-level files and folders except CI's; README and LICENSE are included by default."""
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     listed = {word.partition("/")[0] for word in (ROOT / "MANIFEST.in").read_text().split()}
@@ -239,7 +239,7 @@ def test_a_wheel_brings_the_workflow_along(installed: Installed) -> None:
 
 
 @pytest.mark.long
-def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) -> None:
+def test_the_commands_of_agents_md_work(installed: Installed, tmp_path: Path) -> None:
     """The commands of AGENTS.md work with a wheel and without a clone; they write only to the user's folder."""
     before = installed.files()
     (commands,) = re.findall(
@@ -256,7 +256,7 @@ def test_a_study_as_assistants_are_told(installed: Installed, tmp_path: Path) ->
 
 
 def test_the_package_alone_is_mounted_in_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the package is mounted, because other packages in its site-packages would hide the image's packages."""
+    """Only the package dlscale is mounted, because the host's other packages would hide the image's packages."""
     monkeypatch.chdir(tmp_path)
     assert launcher.sources(Site(engine="podman", image="any")) == PACKAGE.parent
     monkeypatch.setattr(launcher, "CHECKOUT", None)

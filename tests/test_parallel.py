@@ -94,7 +94,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            # Each process has the base batch size, so that the global batch is twice as large.
+            # Each process has the base batch size, so the global batch is twice as large.
             *("era5_vit", 2, {"schedule": {"kind": "constant", "scaling": "linear", "base_batch_size": 2}}),
             id="scaled rate",
             marks=pytest.mark.slow,
@@ -122,7 +122,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
 def test_several_train_as_one_does(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
 ) -> None:
-    """Losses, metrics and weights equal those of one process with the same global batch, up to the order of sums."""
+    """Losses, metrics and weights equal one process's with the same global batch, up to the order of sums."""
     data = cosmo_data if study == "cosmo_unet" else era5_data
     alone = configure(tmp_path / "alone", study, 1, **changes)
     assert train(alone, data / "manifest.json") == 0
@@ -150,7 +150,7 @@ def test_several_train_as_one_does(
     "shared", [{}, {"geometry": {"tp": 2}}, {"geometry": {"cp": 2}}, {"parallel": {"kind": "fsdp"}}], ids=str
 )
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path, shared: dict[str, Any]) -> None:
-    """After a resume, weights agree bit by bit with those of an uninterrupted training, even with drop-out on each
+    """After a resume, weights equal the weights of an uninterrupted training bit by bit, even with drop-out on each
     rank.
     """
     drops = {"model": {**ERA5_RUN["model"], "dropout": 0.2}}
@@ -189,8 +189,8 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data: Path) -> None:
-    """A mistake in one process ends all processes; the others do not wait forever."""
+def test_an_error_in_one_process_ends_all_with_one_message(tmp_path: Path, era5_data: Path) -> None:
+    """An error in one process ends all processes; no process waits forever."""
     folder = configure(tmp_path, "era5_vit", 2, optimizer={"lr": 1e30}, precision="fp32")
     arguments = [
         *("--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2),
@@ -202,8 +202,8 @@ def test_a_mistake_ends_all_processes_with_its_message(tmp_path: Path, era5_data
     assert not (folder / "provenance.json").exists()
 
 
-def test_a_world_of_one_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on one device works alone, even with Slurm's variables: it may be a task of a larger job."""
+def test_one_device_runs_without_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on one device works alone, even with Slurm's variables, because the run may be a task of a larger job."""
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
         monkeypatch.setenv(name, value)
     with join(Geometry(), "cpu") as alone:
@@ -230,7 +230,7 @@ TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
         (1, {**TASK, "MASTER_ADDR": "node1"}, "MASTER_PORT is not set"),
     ],
 )
-def test_too_few_processes_and_no_place_to_meet_are_one_message(
+def test_too_few_processes_or_no_rendezvous_give_one_message(
     monkeypatch: pytest.MonkeyPatch, devices: int, environment: dict[str, str], message: str
 ) -> None:
     for name in (

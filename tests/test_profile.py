@@ -58,7 +58,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
 # ---- files of a profile ------------------------------------------------------------------------------------------
 
 
-def test_the_record_has_each_profiler_beside_none(done: Path) -> None:
+def test_each_profiler_is_timed_against_plain_steps(done: Path) -> None:
     found = Profile.read(done / "profile/profile.json")
     assert [tool.name for tool in found.tools] == ALL == found.settings["tools"]
     assert len(found.seconds_per_step) == 2 * STEPS * len(ALL), (
@@ -125,7 +125,7 @@ def test_where_other_processes_read_this_one_does_for_once(tmp_path: Path, cosmo
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 
-def test_a_profiler_that_does_not_work_says_why(
+def test_a_failing_profiler_is_reported(
     tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a profiler fails, the other profilers continue. If all profilers fail, the stage fails."""
@@ -200,7 +200,7 @@ def test_ranges_are_balanced_and_nested(window: Window) -> None:
     assert set(seen) <= {*ranges.RANGES, *(f"/{name}" for name in ranges.RANGES)}
 
 
-def test_a_profiler_closes_what_it_opens(window: Window, tmp_path: Path) -> None:
+def test_a_profiler_closes_ranges_after_an_error(window: Window, tmp_path: Path) -> None:
     """A profiler closes its ranges even if a step fails."""
     with pytest.raises(ZeroDivisionError), TorchProfiler(tmp_path, 0, torch.device("cpu")).attached():
         window.run(1)

@@ -138,8 +138,8 @@ def test_profiles_of_other_studies_are_refused(tmp_path: Path, capsys: pytest.Ca
     assert stage("compare", "--profiles", a, b, "--force") == 0
 
 
-def test_names_of_kernels_are_short_and_stay_apart() -> None:
-    """Long C++ names are shortened to begin and end; equal short names get a number."""
+def test_names_of_kernels_are_short_and_unique() -> None:
+    """Long C++ names keep only their beginning and end; if two names become equal, the second gets a number."""
     long = "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, (bool)1, (bool){}, (cudnnKernelDataType_t)0>(T1 *)"
     names = ["aten::mm", long.format(0), long.format(1), long.format(0), "aten::mm"]
     assert short_names(names) == [
@@ -206,7 +206,7 @@ def test_a_report_of_a_later_nsys(
 
 
 def published(folder: Path, forward: int, version: str = "2022") -> Path:
-    """Write a report like those of the published programs: 3 steps with the programs' range names, times in ms."""
+    """Write a report like the published programs' reports: 3 steps with the programs' range names, times in ms."""
     ms, recording = 1_000_000, Recording()
     for number in range(3):
         at = 100 * number * ms
@@ -239,7 +239,7 @@ def test_reports_of_other_programs_are_compared(tmp_path: Path, capsys: pytest.C
     assert "copy 10.0 noise unknown 10.0 20.0 1 range, nsys" in words(capsys)
 
 
-def test_what_is_no_report_is_one_message(
+def test_an_invalid_report_gives_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = published(tmp_path / "a", 30)
@@ -247,7 +247,7 @@ def test_what_is_no_report_is_one_message(
     (tmp_path / "a.nsys-rep").write_bytes(b"")
     monkeypatch.setenv("NSYS", "nosuch")
     for name, expected in {
-        none: "contains no step",
+        none: "contains no range with the name step",
         tmp_path / "nosuch.sqlite": "nosuch.sqlite: no such file",
         tmp_path / "a.nsys-rep": "Export the report on a machine with nsys: nsys export --type=sqlite a.nsys-rep",
     }.items():

@@ -114,7 +114,8 @@ def gpu_trace() -> list[dict[str, Any]]:
             ),
             event("aten::_local_scalar_dense", "cpu_op", t + 90, t + 99),
             event("cudaStreamSynchronize", "cuda_runtime", t + 92, t + 98),
-            # The loader keeps pace, so that its waits do not delay a step.
+            # The loader thread waits for the device in parallel with the steps; this wait must not count as a wait of
+            # a step.
             event("cudaEventSynchronize", "cuda_runtime", t + 30, t + 90, LOADER),
             # Reading the optimiser's step counter on the host does not wait for the device.
             event("aten::_local_scalar_dense", "cpu_op", t + 84, t + 85),
@@ -204,7 +205,7 @@ def test_steps_that_differ_have_a_spread() -> None:
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="contains no step"):
+    with pytest.raises(ValueError, match="contains no range with the name step"):
         summarise(read([event("forward", "user_annotation", 0, 10)]), "torch")
 
 
@@ -231,7 +232,7 @@ def random_traces(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str,
 
 @given(random_traces())
 def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """The overlaps equal those of sets of microseconds."""
+    """The overlaps equal overlaps of sets of microseconds."""
     trace, device = found
     activity = summarise(read(trace), "torch")[0].activity
 

@@ -53,7 +53,7 @@ STARTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
-def test_words(engine: str, starter: str, tmp_path: Path) -> None:
+def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
     """Each process of a launcher has its own container; the program's command follows, in the program's folder."""
     site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
@@ -104,14 +104,17 @@ def launch_torchrun() -> list[str]:
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "1 2 1"),
     ],
 )
-def test_a_task_is_told_what_torchrun_tells(given: dict[str, str], told: str) -> None:
+def test_an_srun_task_gets_the_variables_of_torchrun(given: dict[str, str], told: str) -> None:
     words = ["sh", "-c", TORCHRUN_VARIABLES, "sh", "sh", "-c", "echo $RANK $WORLD_SIZE $LOCAL_RANK"]
     environment = {"PATH": os.environ["PATH"], **given}
     assert subprocess.run(words, env=environment, capture_output=True, text=True).stdout == f"{told}\n"
 
 
-def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
-    """The program's variables do not reach its starter: its PATH or PYTHONPATH would hide dlscale and the engine."""
+def test_the_programs_variables_do_not_reach_the_starter(tmp_path: Path) -> None:
+    """The program's variables do not reach the starter.
+
+    The program's PATH or PYTHONPATH would hide dlscale and the engine.
+    """
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
@@ -120,7 +123,7 @@ def test_its_variables_are_none_of_what_starts_it(tmp_path: Path) -> None:
     assert found.environment == {} and found.words == ["train"]
 
 
-def test_its_secrets_are_in_no_record_and_in_no_word_of_what_starts_it(
+def test_the_programs_secrets_are_in_no_record_and_no_starter_argument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = {"***secret.tok***": "s3{{cret", "***secret.API_KEY***": "s3cret2"}
@@ -135,7 +138,7 @@ def test_its_secrets_are_in_no_record_and_in_no_word_of_what_starts_it(
 
 
 @pytest.mark.parametrize(("engine", "named"), [("podman", ["--env=API_KEY"]), ("docker", ["--env=API_KEY"])])
-def test_a_container_gets_its_secrets_by_name(engine: str, named: list[str]) -> None:
+def test_a_container_gets_secrets_by_variable_name(engine: str, named: list[str]) -> None:
     program = Program(command=["train"], image="theirs:2", environment={"API_KEY": "***secret.API_KEY***", "A": "b"})
     site = Site(engine=engine, image="ours:1", gpu=False)
     words = launch_program(site, HERE, SimpleNamespace(program=program, geometry=ONE))[1]
@@ -171,7 +174,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_later_try_goes_on(tmp_path: Path, status: int) -> None:
+def test_a_retry_continues_a_program(tmp_path: Path, status: int) -> None:
     """A program that saved after SIGTERM is incomplete, whatever its exit status. The final result covers all tries."""
     configure(tmp_path, f"--ended={status}", "--seconds=0.1")
     process = start(tmp_path)
@@ -240,7 +243,7 @@ def test_steps_of_a_log_that_counts_epochs() -> None:
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
 
 
-def test_a_metric_is_of_the_validation_at_its_step() -> None:
+def test_a_metric_comes_from_the_validation_at_the_same_step() -> None:
     """A metric that this validation did not log is missing; an earlier value does not replace it."""
     found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
     valid = [(10.0, 4, 0.5), (20.0, 8, 0.4), (30.0, 12, 0.3)]
@@ -346,7 +349,7 @@ def words(**program: Any) -> list[str]:
         ),
     ],
 )
-def test_words_that_cannot_be(program: dict[str, Any], message: str) -> None:
+def test_invalid_words_are_refused(program: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         words(**program)
 
@@ -363,13 +366,13 @@ def named_files(results: Path, run: Any) -> list[str]:
     return ProgramJobs(context, commands=Any).named_files(run)
 
 
-def test_a_word_may_be_long(tmp_path: Path) -> None:
+def test_long_words_are_accepted(tmp_path: Path) -> None:
     """A word may be longer than a file name can be, such as a script after `-c`."""
     run = SimpleNamespace(program=Program(command=["python", "-c", "pass;" * 100]))
     assert named_files(tmp_path, run) == []
 
 
-def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
+def test_an_executable_script_belongs_to_the_sources(tmp_path: Path) -> None:
     """An edited script reruns the run. A changed interpreter does not, in whatever folder it is."""
     (tmp_path / "python").symlink_to(sys.executable)
     for name in ("train.sh", "train.py"):
@@ -383,7 +386,7 @@ def test_its_own_script_may_be_the_first_word(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log reports steps too late for paired timing, so that its first steps cause an error without a long wait."""
+    """A log reports steps too late for paired timing, so its first steps cause an error without a long wait."""
     monkeypatch.setattr(turns, "PATIENCE", 60.0)
     write = """
         import json, sys, time
@@ -530,7 +533,7 @@ def foreign(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [assumed, skipped, shadowed, staged, filtered, foreign])
-def test_what_a_folder_holds_beside_its_revision_does_not_matter(
+def test_a_program_runs_as_committed(
     published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
     """A program runs as it was committed. No command in the folder's git configuration runs."""
@@ -552,7 +555,10 @@ def test_names_of_files_are_any_bytes(published: tuple[Path, list[str]], tmp_pat
 
 
 def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """A subfolder of a revision also works in a linked work tree. A command must not name a file by its path in it."""
+    """A subfolder of a revision also works in a linked work tree.
+
+    A command must not name a file by a path in the work tree.
+    """
     folder, (first, _) = published
     git(folder, "worktree", "add", "--quiet", str(tmp_path / "linked"), "HEAD")
     assert started(tmp_path, first, folder=str(tmp_path / "linked/torch")) == tmp_path / "checkout/torch"
@@ -569,9 +575,7 @@ def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path:
 
 
 @pytest.mark.parametrize("what", ["submodules", "files in Git LFS"])
-def test_what_a_commit_does_not_contain_is_refused(
-    published: tuple[Path, list[str]], tmp_path: Path, what: str
-) -> None:
+def test_files_outside_the_commit_are_refused(published: tuple[Path, list[str]], tmp_path: Path, what: str) -> None:
     folder, (first, _) = published
     if what == "submodules":
         git(folder, "update-index", "--add", "--cacheinfo", f"160000,{first},its module")

@@ -173,7 +173,7 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
     ],
     ids=["hourly", "gap", "backwards", "nan", "short", "text", "even", "integers"],
 )
-def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.ndarray, message: str | None) -> None:
+def test_files_with_other_time_steps_are_refused(tmp_path: Path, times: np.ndarray, message: str | None) -> None:
     """Files with other time steps are refused. Otherwise lead times, clocks and hourly means would be wrong without an
     error.
     """
@@ -192,8 +192,8 @@ def test_times_are_as_far_apart_as_the_settings_say(tmp_path: Path, times: np.nd
 
 
 @pytest.mark.slow
-def test_a_folder_that_we_preprocessed_is_a_prepared_one(tmp_path: Path, era5_data: Path) -> None:
-    """Samples of both agree up to the rounding of the statistics; names and units agree exactly."""
+def test_a_preprocessed_folder_is_read_as_prepared_data(tmp_path: Path, era5_data: Path) -> None:
+    """Samples of both folders agree up to the rounding of the statistics; names and units agree exactly."""
     again = make_dataset(tmp_path / "again", era5(era5_data))
     ours, theirs = (Manifest.read(folder / "manifest.json") for folder in (era5_data, again))
     assert [theirs.path(file) for file in theirs.files("train")] == [

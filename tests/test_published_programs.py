@@ -67,7 +67,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("plan", COMMANDS)
-def test_a_plan_has_the_command_of_its_document_and_our_run_of_the_same_settings(plan: str) -> None:
+def test_a_plan_pairs_the_documents_command_with_a_run_of_equal_settings(plan: str) -> None:
     command, like = COMMANDS[plan]
     found, (other, run) = runs(plan), like.split(".")
     assert list(found) == ["program", "ours"]
@@ -80,7 +80,7 @@ def test_a_plan_has_the_command_of_its_document_and_our_run_of_the_same_settings
     )
 
 
-def test_what_the_documents_print_has_their_rates() -> None:
+def test_rates_are_read_from_the_documents_output() -> None:
     """Printed rates are samples/s of all processes, under both names of the pattern."""
     line = (
         "2022-11-09 15:34:28,412 - root - INFO - Time taken for epoch 2 is 48.7 sec, avg 84.05503431279347 samples/sec"
@@ -89,7 +89,7 @@ def test_what_the_documents_print_has_their_rates() -> None:
     assert match and rate_of(match) == ("", pytest.approx(84.055, abs=0.001))
 
 
-def test_settings_of_a_run_are_in_its_command() -> None:
+def test_the_command_contains_the_settings_of_the_run() -> None:
     found = runs(
         "mnist_published_program", {"batch_size": 128, "optimizer": {"lr": 0.5}}, {"values": {"options": ["-x"]}}
     )

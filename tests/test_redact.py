@@ -75,7 +75,7 @@ OPEN: tuple[Any, ...] = (
 
 
 @pytest.mark.parametrize("kind", SECRETS)
-def test_secrets_are_replaced_and_come_back(kind: str) -> None:
+def test_secrets_are_redacted_and_restored(kind: str) -> None:
     given, secrets = SECRETS[kind], dict[str, str]()
     found = redact.redact(given, secrets)
     assert S not in str(found) and "***" in str(found)
@@ -85,12 +85,12 @@ def test_secrets_are_replaced_and_come_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize("given", OPEN)
-def test_what_only_looks_like_a_secret_stays(given: Any) -> None:
+def test_harmless_words_are_not_redacted(given: Any) -> None:
     assert redact.redact(given) == given
     assert not urls.has_secret(given)
 
 
-def test_a_secret_is_known_by_its_form() -> None:
+def test_secrets_are_recognised_by_form() -> None:
     forms = ("ghp_" + "a1" * 18, "hf_" + "aB3" * 11, "sk-proj-" + "aB3" * 9, "AKIA" + "A1" * 8, "glpat-" + "a1" * 10)
     for form in forms:
         assert redact.redact(["login", form]) == ["login", "***secret.token***"]
@@ -106,7 +106,7 @@ def test_a_marker_has_the_secrets_name_and_a_number_where_two_differ() -> None:
     assert secrets == {"***secret.HF_TOKEN***": "a" * 9, "***secret.HF_TOKEN.2***": "b" * 9}
 
 
-def test_values_that_stand_where_a_secret_does_are_secrets() -> None:
+def test_values_inserted_into_secret_options_are_redacted() -> None:
     given = {
         "settings": {
             "program": {"command": ["t", "--token", "{tok}", "--n={n}"], "environment": {"API_KEY": "{inner}"}}

@@ -57,7 +57,7 @@ PUBLISHED = [
 ]
 
 
-# ---- results, written like the stages' results ---------------------------------------------------
+# ---- results as the stages write them ------------------------------------------------------------
 
 
 def png(path: Path, width: int = 60, height: int = 40) -> None:
@@ -82,7 +82,7 @@ class Study:
 
 
 def forecast_values(shrink: float) -> dict[str, float]:
-    """Return the metrics of two channels; errors are `shrink` times those of persistence."""
+    """Return the metrics of two channels; errors are `shrink` times the errors of persistence."""
     persistence, std = {"u10": 2.0, "t2m": 2.67}, {"u10": 4.0, "t2m": 8.0}
     values: dict[str, float] = {}
     for channel, naive in persistence.items():
@@ -170,7 +170,7 @@ STUDIES = {
         LossInfo(title="L1", unit="model units"),
         gas_values,
     ),
-    # A study with a score of which higher is better, and without channels, baseline or description of the loss.
+    # A study with a score that should be high, and without channels, baseline or description of the loss.
     "digits": Study(
         {"dataset": "digits", "model": {"kind": "net"}, "loss": {"kind": "entropy"}},
         [Metric(name="accuracy", title="accuracy", meaning="share of right answers", better="higher")],
@@ -411,7 +411,7 @@ def with_ladder(results: Results) -> Results:
     return results
 
 
-def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None:
+def test_runs_left_out_are_listed_once_with_the_reason(ladder: Results) -> None:
     path = ladder.plans[0]
     lacking = {"compile": "a C++ compiler", "d4": "4 GPUs (it has 2)", "d4_large": "4 GPUs (it has 2)"}
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "left_out": lacking}))
@@ -420,7 +420,7 @@ def test_what_was_left_out_is_said_once_with_its_reason(ladder: Results) -> None
     assert "Left out because the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
 
 
-def test_the_card_hears_of_a_neighbour(results: Results) -> None:
+def test_the_card_warns_of_a_neighbour(results: Results) -> None:
     """The card reports other programs if they used 1.2 and 0.9 of the two cores, although the rates agree."""
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
         folder = results.run("p", name, precision=name)
@@ -548,7 +548,7 @@ def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
     )
 
 
-def test_text_in_a_table_is_no_formula(results: Results, tmp_path: Path) -> None:
+def test_text_in_a_table_is_not_read_as_a_formula(results: Results, tmp_path: Path) -> None:
     """Text and column names are escaped; numbers are unchanged."""
     labels = {"a": '=HYPERLINK("x")', "b": "@SUM(1)", "c": "\tx", "d": "-1", "e": "- 1", "f": "plain"}
     for name in labels:
@@ -593,7 +593,7 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
     }
     assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
     assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 110 / 24, 180 / 24])
-    # All figures come from the source with the most runs, so that their ratios are comparable.
+    # All figures come from the source with the most runs, so their ratios are comparable.
     keys = ("samples_per_second", "as", "hardware", "source")
     assert [[row[f"published_{key}"] for key in keys] for row in rows] == [
         ["8.8", "baseline", "A100 40 GB", "S2"],
@@ -603,7 +603,7 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
     assert [row["published_speed_up"] for row in rows] == ["1.0", "", str(64.0 / 8.8)]
 
 
-def test_published_figures_are_told_with_what_they_are_of() -> None:
+def test_published_figures_are_shown_with_kind_unit_and_device() -> None:
     figures = [
         Published(label="baseline", samples_per_second=8.8, std=0.25, kind="IO", source="S1", runs=["p.a"], **A100),
         Published(label="4 GPUs", samples_per_second=2202, gpus=4, batch_size=1024, source="S1", like=["p.b"], **A100),
@@ -629,7 +629,7 @@ def test_published_figures_are_told_with_what_they_are_of() -> None:
     )
 
 
-def test_a_published_loss_stands_below_that_of_its_run(ladder: Results) -> None:
+def test_a_published_loss_is_shown_below_the_loss_of_the_run(ladder: Results) -> None:
     plan = read_plan(ladder.plans[0])
     loss = Published(label="p", metric="valid_loss", by_epoch=[0.4, 0.347524], source="S1", runs=["ladder.baseline"])
     other = Published(label="p", metric="valid_loss", value=0.3, source="S1", like=["ladder.bf16"])
@@ -656,7 +656,7 @@ def test_times_are_of_one_loader(results: Results) -> None:
     assert results.report().count(text.duration(64)) == 1, "only run b may show a training time"
 
 
-def test_only_what_the_plan_measures_is_read(results: Results) -> None:
+def test_only_results_of_the_plans_stages_are_read(results: Results) -> None:
     (results.run("p", "a") / "throughput.json").write_text("torn {")
     assert results.collect(results.plan("p", {"a": "a"}, measure=("train",)))[0]["io_samples_per_second"] == ""
 
@@ -696,7 +696,7 @@ def test_damage_is_one_message_with_the_file_and_nothing_is_written(
     assert not list(ladder.root.rglob("*.part*")) and not (ladder.root / "report" / "index.html").exists()
 
 
-def test_tables_and_page_do_without_torch() -> None:
+def test_tables_and_page_need_no_torch() -> None:
     code = "import sys, dlscale.report.collect, dlscale.report.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -722,7 +722,7 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
     ],
 )
-def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
+def test_the_limit_of_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
     found = bound(triplet(*rates))
     assert found and found.what == what and why in found.why
 
@@ -738,7 +738,7 @@ def test_what_bounds_a_run(rates: tuple[float, float, float], what: str, why: st
         ((242.0, 0.0), 0.0, 1, False),
     ],
 )
-def test_what_cannot_be_is_noise_or_a_disturbed_machine(
+def test_impossible_rates_are_noise_or_a_disturbed_machine(
     full: tuple[float, float], std: float, count: int, beyond: bool
 ) -> None:
     rates = {"IO": (1000.0, 1.0), "SYNTHETIC": (143.0, std), "FULL": full}
@@ -752,7 +752,7 @@ def test_what_cannot_be_is_noise_or_a_disturbed_machine(
         f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
     ) is not beyond
     said = f"{full[0]:.0f} samples/s, which is more than noise explains. Training cannot be faster than the slower of"
-    assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again." in found.why) is beyond
+    assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again" in found.why) is beyond
 
 
 @pytest.mark.parametrize(
@@ -870,14 +870,14 @@ def page(html: str) -> Page:
     return Page(html)
 
 
-def test_the_page_answers_at_a_glance(ladder: Results) -> None:
+def test_the_first_view_has_the_main_results(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
         "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
-        "7.50× ± 0.64 Speed-up of run bf16 over baseline. The rate of training of bf16, measured separately, is 180 "
+        "7.50× ± 0.64 Speed-up of run bf16 over baseline. In a separate measurement of training, bf16 reached 180 "
         "samples/s, loading and",
-        "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # what bounds it
+        "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # the fastest run's limit
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00
         "published for the full-size model and data: 8.8 samples/s on A100 40 GB (baseline; S2)",
         "published for the full-size model and data: 64 samples/s on A100 40 GB (fast, 7.27× baseline; S2)",
@@ -891,7 +891,7 @@ def test_the_page_answers_at_a_glance(ladder: Results) -> None:
     )
 
 
-def test_a_published_figure_of_another_size_stands_in_the_table_alone(ladder: Results) -> None:
+def test_a_published_figure_of_another_size_is_only_in_the_table(ladder: Results) -> None:
     path = ladder.plans[0]
     record = yaml.safe_load(path.read_text())
     for figure in record["published"]:
@@ -901,7 +901,7 @@ def test_a_published_figure_of_another_size_stands_in_the_table_alone(ladder: Re
     assert "published for the full-size model" not in shown and "64.07.27×, fast, A100 40 GB, S2" in shown
 
 
-def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
+def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
     """The bars show the ratios of the paired timing. The rates may have been measured at different times."""
     plan = read_plan(ladder.plans[0])
     shown = sections.speed(plan)
@@ -911,7 +911,7 @@ def test_bars_are_the_ratios_that_are_told(ladder: Results) -> None:
     assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "rate 110 samples/s" in Page(html).text
 
 
-def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
+def test_a_software_difference_to_the_first_run_is_reported(results: Results) -> None:
     """A software difference is reported once for all runs. A different commit is not reported: relevant changes rerun a
     run.
     """
@@ -927,7 +927,7 @@ def test_other_software_than_the_first_runs_is_said(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_worse_than_naive_is_red_and_to_the_left(results: Results) -> None:
+def test_results_worse_than_the_baseline_are_red_and_to_the_left(results: Results) -> None:
     for name, final in (("good", 0.75), ("bad", 1.5)):
         results.run("p", name, final=final, triplet=None)
         results.plan("p", {name: name}, measure=("train",))
@@ -937,7 +937,7 @@ def test_what_is_worse_than_naive_is_red_and_to_the_left(results: Results) -> No
         assert ("50 % more error" in Page(html).text) is (name == "bad")
 
 
-def test_what_to_try_next_is_a_block_to_copy(ladder: Results, tmp_path: Path) -> None:
+def test_the_suggestion_is_a_block_to_copy(ladder: Results, tmp_path: Path) -> None:
     """The block is a valid plan in YAML with two runs; the second run applies the suggested change."""
     call = "snakemake --configfile 'my plans.yaml'"
     plan = read_plan(ladder.plans[0])
@@ -960,7 +960,7 @@ def test_what_to_try_next_is_a_block_to_copy(ladder: Results, tmp_path: Path) ->
     assert known["next"].run.precision == "bf16" and known["next"].run.compile.mode == "default"
 
 
-def test_a_live_page_shows_what_is_there(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_page_shows_available_results(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     """The live page exists once there is a dataset, and redirects to the complete page at the end."""
     monkeypatch.setattr(report, "EVERY", 0.0)
     ladder.run("q", "one")
@@ -1054,14 +1054,14 @@ def test_links_reach_their_anchors_and_names_are_unique(page: Page) -> None:
     assert {"plan.ladder", "study.forecast", "dataset.demo_states", "run.gas.once"} <= targets
 
 
-def test_what_users_write_stays_text(html: str, page: Page) -> None:
+def test_user_texts_are_escaped(html: str, page: Page) -> None:
     assert html.count("</script") == html.count("<script") and "49" not in re.findall(r"<title>(.*?)</title>", html)[0]
     assert page.text.count("<script>alert(1)</script>") > 5
     specs = re.findall(r'<script type="application/json">(.*?)</script>', html)
     assert all(json.loads(spec)["layer"] for spec in specs)
 
 
-def test_pictures_and_tables_speak_and_figures_follow_the_theme(html: str, page: Page) -> None:
+def test_pictures_have_descriptions_and_figures_follow_the_theme(html: str, page: Page) -> None:
     assert all(value for tag, key, value in page.attributes if tag == "img" and key in ("alt", "width", "height"))
     html = html[: html.rindex("<script>")]  # without the chart library
     assert html.count("<img ") == 11 == html.count(" alt=") == html.count('loading="lazy"')
@@ -1074,7 +1074,7 @@ def test_pictures_and_tables_speak_and_figures_follow_the_theme(html: str, page:
     )
 
 
-def test_colours_are_told_from_their_background_in_both_themes() -> None:
+def test_colours_have_enough_contrast_in_both_themes() -> None:
     """WCAG 2 requires a contrast of 4.5 for text and of 3 for lines and bars."""
     style = (Path(report.__file__).parent / "templates/style.css").read_text()
     themes = re.findall(r"--(\w+): light-dark\(#(\w+), #(\w+)\)", style)
@@ -1119,7 +1119,7 @@ def test_the_same_results_give_the_same_bytes(full: Results, html: str, monkeypa
         assert full.report(title=HOSTILE) == html
 
 
-def test_a_study_of_which_more_is_better(results: Results) -> None:
+def test_a_study_with_a_metric_to_maximise(results: Results) -> None:
     """The best run has the highest accuracy, whatever its loss. Accuracy is not compared with a baseline."""
     results.run("p", "a", study="digits", final=0.5)
     folder = results.run("p", "b", study="digits", final=0.2)
@@ -1135,11 +1135,11 @@ def test_a_study_of_which_more_is_better(results: Results) -> None:
     assert [row[table[1].index("accuracy (higher is better)")] for row in table[2:]] == ["0.950", "0.980"]
     assert "b · more epochs, the run with the best accuracy: one validation sample" in page.text
     assert not [word for word in ("baseline", "skill", "Errors by channel", "loss loss") if word in page.text]
-    assert "label, one value a row." in page.text
+    assert "label, one value per row." in page.text
 
 
-def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> None:
-    """Each weaker baseline is a row in the table of its metric, without a table of its own."""
+def test_weaker_baselines_are_listed_below_the_strongest(results: Results) -> None:
+    """Each weaker baseline is a row in the metric's table, without a separate table."""
     folder = results.run("p", "a")
     provenance = Provenance.read(folder / "provenance.json")
     rivals = [
@@ -1166,7 +1166,7 @@ def test_weaker_naive_answers_stand_below_the_strongest(results: Results) -> Non
     assert "a prediction without training: yesterday's weather; persistence" in page.text
 
 
-def test_a_run_that_diverged_hides_no_naive_answer(results: Results) -> None:
+def test_a_diverged_run_does_not_hide_baselines(results: Results) -> None:
     """A diverged run without metrics, or with metrics of NaN, does not hide the baselines without learning."""
     for name in ("a", "lost"):
         folder = results.run("p", name, triplet=None)
@@ -1209,7 +1209,7 @@ def test_a_ladder_is_a_waterfall(results: Results) -> None:
     assert sections.waterfall(alone, sections.Page()) is None
 
 
-def test_charts_are_files_too(ladder: Results) -> None:
+def test_charts_are_also_written_as_files(ladder: Results) -> None:
     """Each chart is written as SVG and PDF with the library of the page, and its values are written as CSV."""
     html, folder = ladder.report(), ladder.root / "report/figures"
     specs = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', html)]
@@ -1312,7 +1312,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     assert [row["full"] for row in chart.rows][-1] == pytest.approx(1e3 * 16 / 490, rel=1e-5)
 
 
-def test_operators_and_modules_stand_below_the_roof(explained: Results) -> None:
+def test_operators_and_modules_are_below_the_roof(explained: Results) -> None:
     """The roof (2 TFLOP/s, 200 GB/s) bends at 10 FLOP/byte. Operators without matrix products count one FLOP per
     number.
     """
@@ -1345,7 +1345,7 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
     return ProfiledTool(name="torch", seconds_per_step=0.1, ranges=ranges, activity=activity)
 
 
-def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
+def test_a_step_on_a_device_consists_of_work_and_idle_time() -> None:
     """Work that overlaps takes 80 ms in total: 120 ms in ranges, of which 6 ms are outside the named ranges."""
     parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
@@ -1354,7 +1354,7 @@ def test_a_step_on_a_device_is_its_work_and_its_idle_time() -> None:
     assert parts == pytest.approx({"data": 0.02, "copy": 0.02, "forward": 0.024, "backward": 0.032, "other": 0.004})
 
 
-def test_what_a_profile_left_is_linked_and_told(explained: Results) -> None:
+def test_files_of_a_profile_are_linked_and_problems_shown(explained: Results) -> None:
     html = explained.report()
     page = Page(html)
     assert "../plans/ladder/first/profile/torch.rank0.json.gz" in html and "trace &lt;1&gt;" in html
@@ -1439,7 +1439,7 @@ def test_curves_are_where_the_numbers_are(results: Results) -> None:
     assert loss.runs == ["a"] and loss.scale == "linear"
 
 
-def test_a_loss_that_is_no_number_leaves_the_axis_to_the_others() -> None:
+def test_a_nan_loss_does_not_affect_the_axis() -> None:
     rows = [{"run": "a", "x": 1, "y": math.nan}, *({"run": "b", "x": x, "y": y} for x, y in ((1, 100.0), (2, 1.0)))]
     chart = charts.lines("x", "", rows, {"x": "x"}, {"y": "y"})
     assert chart.scale == "log" and "y" not in chart.rows[0] and "NaN" not in chart.text
@@ -1473,7 +1473,7 @@ def test_datasets_are_described(page: Page) -> None:
     assert parts[1:] == [["train", "2", "2,924", "96.0\u00a0MB"], ["valid", "1", "100", "3.30\u00a0MB"]]
 
 
-def test_provenance_is_told_and_axes_are_labelled(page: Page) -> None:
+def test_provenance_is_shown_and_axes_are_labelled(page: Page) -> None:
     for fact in (
         *("epoch", "time, validation included (s)", "optimiser steps", "training samples"),
         "python -m dlscale train --config results/plans/ladder/bf16/config.yaml",
@@ -1625,12 +1625,12 @@ def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
     assert charts.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
 
 
-def test_a_tuned_plan_shows_what_won(results: Results) -> None:
-    """The page shows the winner (two workers, 1.5 times as fast) or, without a significant winner, the own setting."""
+def test_a_tuned_plan_shows_the_winner(results: Results) -> None:
+    """The page shows the winner (two workers, 1.5 times as fast) or, without a significant gain, the old settings."""
     results.run("p", "a", triplet=None, epochs=0)
     plan = read_plan(results.plan("p", {"a": "a"}, measure=()))
     tried = [Tried(changes={}, rates=[[100.0]]), Tried(changes={"loader.workers": 2}, rates=[[150.0]])]
-    for low, settings, speed in ((1.4, "loader.workers: 2", 150.0), (0.9, "the run's own setting", 100.0)):
+    for low, settings, speed in ((1.4, "loader.workers: 2", 150.0), (0.9, "the run's original settings", 100.0)):
         duel = Duel(challenger=1, rates=[(150.0, 100.0)] * 2, ratio=1.5, low=low, high=1.6)
         run = replace(plan.runs[0], tuning=Tuning(candidates=tried, duel=duel))
         found = sections.tuned_winner(replace(plan, runs=[run]))

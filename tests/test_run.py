@@ -68,7 +68,7 @@ def test_words_are_sorted(words: str, call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("option", ["--profile", "--configfile"])
-def test_an_option_without_its_word(option: str) -> None:
+def test_an_option_without_a_value_is_refused(option: str) -> None:
     with pytest.raises(UserError, match=f"{option}.*: expected "):
         run.sort(["a", option])
 
@@ -102,7 +102,7 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("mine/plan.json", "no target is called 'mine/plan.json'"),
     ],
 )
-def test_a_target_that_is_none(configuration: resolve.Configuration, word: str, said: str) -> None:
+def test_an_unknown_target_is_refused(configuration: resolve.Configuration, word: str, said: str) -> None:
     with pytest.raises(UserError) as error:
         run.typed_target(word, configuration)
     assert str(error.value).startswith(f"{word}: {said}")
@@ -121,7 +121,7 @@ def test_words_after_snakemakes_options_are_refused(
     assert str(error.value) == f"{word}: write plans and settings before Snakemake's options: {example}"
 
 
-def test_snakemakes_line_on_its_profile_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_snakemakes_line_about_the_profile_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     run.print_without_profile("Using workflow specific profile profiles/default for setting ...", file=sys.stderr)
     run.print_without_profile("Error: a mistake", file=sys.stderr)
     assert capsys.readouterr().err == "Error: a mistake\n"
@@ -147,7 +147,7 @@ def test_a_profile_without_a_site_is_of_this_machine() -> None:
     assert typed("--profile", "local", "cosmo_demo") == (["plan_cosmo_demo"], {})
 
 
-def test_a_key_from_its_beginning_is_of_the_whole_configuration() -> None:
+def test_a_full_key_sets_any_part_of_the_configuration() -> None:
     """Keys from the top set any part of the configuration, and can even define the target plan."""
     assert typed("results=/tmp/x", "report.title=Mine and yours") == (
         [],
@@ -203,7 +203,7 @@ def test_the_call() -> None:
         ("-q plan_x", "argument --quiet/-q: invalid choice: 'plan_x' (choose from 'all', "),
     ],
 )
-def test_an_option_that_snakemake_has_not_is_one_message(words: str, said: str) -> None:
+def test_an_unknown_snakemake_option_gives_one_message(words: str, said: str) -> None:
     done = subprocess.run(run.command(run.sort(words.split()), [], {}), capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith(f"dlscale run: {said}") and done.stderr.count("\n") == 1
 

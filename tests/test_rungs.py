@@ -150,7 +150,7 @@ COMPILE = {"mode": "default"}
 VIT, UNET = ("era5_vit",), ("cosmo_unet",)
 
 RUNGS = {
-    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # no effect on a CPU, so that the step must be equal
+    "tf32": Rung({"precision": "tf32"}, value=0, gradient=0),  # no effect on a CPU, so the step must be equal
     "fp16": Rung({"precision": "fp16"}, **FP16),
     "bf16": Rung({"precision": "bf16"}, **BF16),
     "fp16_master": Rung({"precision": "fp16_master"}, **FP16),
@@ -219,7 +219,7 @@ def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("study", "name"), CASES)
-def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
+def test_each_rung_trains_like_the_plain_step(study: str, name: str) -> None:
     rung = RUNGS[name]
     if "compile" in rung.over:
         need_compiler()
@@ -234,7 +234,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
         assert abs(float(loss - truth)) <= rung.value * float(truth)
         assert found.keys() == expected.keys()
         for key, value in expected.items():
-            # the gradient of this bias is mathematically zero, so that only rounding remains
+            # the gradient of this bias is mathematically zero, so only rounding remains
             if not key.endswith("attention.k.bias"):
                 assert distance(found[key], value) <= rung.gradient, key
         weights = step.weights.state_dict()
@@ -250,7 +250,7 @@ def test_a_rung_trains_as_the_plain_step_does(study: str, name: str) -> None:
 
 @studies
 @pytest.mark.parametrize("name", ["bf16", "fp16_master", "accumulation 3", "checkpointing", "channels_last"])
-def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
+def test_a_step_keeps_no_memory_of_the_batch(study: str, name: str) -> None:
     """After a step, the loader may reuse or release the memory of its batch."""
     step = make_step(study, **RUNGS[name].over)
     x, y = batch(study, 6)
@@ -260,7 +260,7 @@ def test_a_step_keeps_nothing_of_its_batch(study: str, name: str) -> None:
     assert [ref() for ref in seen] == [None, None]
 
 
-def test_checkpointing_drops_the_same_again() -> None:
+def test_checkpointing_repeats_the_same_drop_out() -> None:
     """The recomputed pass drops the same values as the first pass, and the random state after the step is unchanged."""
     found = []
     for checkpointing in (False, True):
@@ -289,7 +289,7 @@ def test_checkpointing_drops_the_same_again() -> None:
         ("bf16_pure", torch.bfloat16, torch.bfloat16, False),
     ],
 )
-def test_what_has_which_format(
+def test_formats_of_weights_and_products(
     study: str, precision: str, weights: torch.dtype, compute: torch.dtype, scaled: bool
 ) -> None:
     step = make_step(study, precision=precision)
@@ -341,7 +341,7 @@ def without_part(**over: Any) -> Step:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> None:
-    """An unused weight keeps its value, with and without master weights, despite weight decay; the other one learns."""
+    """An unused weight stays unchanged despite weight decay, with and without master weights; a used one learns."""
     step = without_part(precision=precision, optimizer={"kind": "adamw", "lr": 1e-3, "weight_decay": 0.1})
     before = copy.deepcopy(step.weights.state_dict())
     step(torch.ones(1, 1), torch.ones(1, 1))
@@ -350,7 +350,7 @@ def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> Non
 
 
 @pytest.mark.parametrize("optimizer", [SGD, {"kind": "adamw", "lr": 1e-3}])
-def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]) -> None:
+def test_a_training_with_an_empty_shard_continues(optimizer: dict[str, Any]) -> None:
     one, other, x = without_part(optimizer=optimizer), without_part(optimizer=optimizer), torch.ones(1, 1)
     one.load(one.shards(), one.scaler.state_dict())  # the state was saved before the optimiser's first step
     one(x, x)
@@ -362,7 +362,7 @@ def test_a_training_with_a_weight_without_part_goes_on(optimizer: dict[str, Any]
     assert all(torch.equal(value, one.weights.state_dict()[key]) for key, value in other.weights.state_dict().items())
 
 
-def test_weights_that_are_loaded_are_those_that_compute() -> None:
+def test_loaded_weights_are_used_for_computing() -> None:
     """Loaded weights, including frozen weights, are used for computing, even if no weight has a master copy."""
     run = settings("era5_vit", precision="bf16_master")
     for frozen in ("weight", "bias"), ("weight",):
@@ -387,7 +387,7 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     assert not any(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items() if "norm" in key)
 
 
-def test_a_scaled_gradient_is_clipped_by_its_own_norm() -> None:
+def test_a_scaled_gradient_is_clipped_after_unscaling() -> None:
     """The gradient is clipped after unscaling; the scaled norm is thousands of times greater."""
     moved = []
     for precision in ("fp32", "fp16"):
@@ -401,7 +401,7 @@ def test_a_scaled_gradient_is_clipped_by_its_own_norm() -> None:
 @studies
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16_master", "fp16_master", "bf16_pure"])
-def test_a_restored_step_goes_on_bit_by_bit(study: str, precision: str, fused: bool, tmp_path: Path) -> None:
+def test_a_restored_step_continues_bit_by_bit(study: str, precision: str, fused: bool, tmp_path: Path) -> None:
     over = {"precision": precision, "optimizer": {**ADAM, "fused": fused}, "memory_format": "channels_last"}
     batches = [batch(study, 6, seed) for seed in range(4)]
     straight, first, second = (make_step(study, **over) for _ in range(3))
@@ -464,7 +464,9 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
 SHAPE = (2, 2, 32, 8)
 
 
-def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_selects_the_fastest_and_reports_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     seconds = {"flash": 3e-3, "math": 2e-3, "cudnn": 4e-3}
 
     def pretended(name: str, *rest: Any) -> float:
@@ -483,7 +485,7 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.parametrize("kind", ["auto", "flash"])
-def test_too_little_memory_for_any_kernel_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_too_little_memory_for_any_kernel_is_reported(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def failed(*values: Any) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -492,7 +494,7 @@ def test_too_little_memory_for_any_kernel_is_said_to_be_that(monkeypatch: pytest
         attention_context(kind, SHAPE, torch.bfloat16, CPU)
 
 
-def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_is_registered_for_the_trial_and_if_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated package is registered only during its trial, and permanently after it was chosen."""
     log: list[str] = []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
@@ -520,7 +522,7 @@ def test_flash_attention_3_is_registered_for_its_trial_and_for_the_run(monkeypat
     ],
     ids=["efficient", "cudnn", "graph"],
 )
-def test_what_a_cpu_has_not_is_refused(over: dict[str, Any], said: str) -> None:
+def test_gpu_features_are_refused_on_a_cpu(over: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         make_step("era5_vit", **over)
 
@@ -548,7 +550,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
     assert seen.count("aten._scaled_dot_product_flash_attention_for_cpu") == flash
 
 
-def test_a_share_without_samples_is_predicted_plainly() -> None:
+def test_an_empty_batch_runs_without_kernels() -> None:
     """An empty batch runs without kernels and without compiled code, in training and in prediction."""
     step, (x, y) = make_step("cosmo_unet"), batch("cosmo_unet", 2)
 
@@ -720,7 +722,7 @@ def capturable(study: str, **over: Any) -> Step:
     ],
     ids=str,
 )
-def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
+def test_a_replayed_step_equals_the_plain_step(over: dict[str, Any]) -> None:
     """Replayed and plain steps agree bit by bit, even if gradients overflow: the graph scales the loss and skips
     updates.
     """
@@ -746,7 +748,7 @@ def test_a_replayed_step_is_the_plain_one(over: dict[str, Any]) -> None:
         assert {after / before for before, after in itertools.pairwise(scales)} == {0.5, 1.0, 2.0}
 
 
-def test_what_averages_gradients_is_made_on_the_graphs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_averaging_is_created_on_the_graphs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[Any] = []
 
     @contextmanager
@@ -823,7 +825,7 @@ def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_cuda_graph_trains_as_the_eager_step_does(study: str, over: dict[str, Any]) -> None:
+def test_a_cuda_graph_trains_like_the_eager_step(study: str, over: dict[str, Any]) -> None:
     device = torch.device("cuda")
     over = config.merge({"optimizer": {"fused": True}}, over)
     steps = []

@@ -119,7 +119,7 @@ def truth(split: str, name: str) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Return the manifest of files with all kinds of fields; one file is compressed, so that only HDF5 can read it."""
+    """Return the manifest of files with all kinds of fields; one file is compressed, so only HDF5 can read it."""
     folder = tmp_path_factory.mktemp("table")
     fields = []
     for name, (axis, make_values) in FIELDS.items():
@@ -294,7 +294,7 @@ def content(manifest: Manifest, file: File, field: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("epoch", [0, 7])
-def test_a_sample_is_what_its_place_says(volumes: Manifest, epoch: int) -> None:
+def test_input_and_target_are_the_same_cells(volumes: Manifest, epoch: int) -> None:
     """Input and target are the same cells of a volume with the same symmetry, which also turns vectors."""
     samples = crops(volumes, seed=5)
     assert (samples.input_spec.shape, samples.target_spec.shape) == ((4, 4, 4, 4), (5, 4, 4, 4))
@@ -336,7 +336,7 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
 @pytest.mark.parametrize(
     ("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48), ("published", 24), ("published_dali", 4)]
 )
-def test_symmetries_are_those_asked_for(volumes: Manifest, symmetry: str, count: int) -> None:
+def test_all_symmetries_of_a_setting_are_equally_likely(volumes: Manifest, symmetry: str, count: int) -> None:
     """All symmetries of the setting are equally likely."""
     times = np.bincount(crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4])
     assert len(times) == count and abs(times - 2000 / count).max() < 5 * np.sqrt(2000 / count)
@@ -379,7 +379,7 @@ def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -
 
 
 @pytest.mark.parametrize("dt", [1, 2, 5])
-def test_pairs_are_dt_apart_in_one_file_and_standardised(series: Manifest, dt: int) -> None:
+def test_pairs_differ_by_dt_within_a_file_and_are_standardised(series: Manifest, dt: int) -> None:
     samples = pairs(series, dt=dt)
     assert samples.input_spec.shape == samples.target_spec.shape == (2, 4, 4)
     assert samples.size == samples.available == sum(max(times - dt, 0) for _, times in YEARS["train"])
@@ -492,7 +492,7 @@ def test_validation_rows_are_in_order_and_evenly_spread(table: Manifest) -> None
             assert labels == truth("valid", "label")[expected].tolist()
 
 
-def test_fields_that_no_row_has_are_one_message(table: Manifest, volumes: Manifest) -> None:
+def test_unknown_fields_give_one_message(table: Manifest, volumes: Manifest) -> None:
     with pytest.raises(
         UserError, match=r"samples\.target: the dataset has no field 'lable' \(did you mean 'label'\?\)"
     ):
@@ -534,7 +534,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(make: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int) -> None:
+def test_workers_resume_and_abandoned_epochs_do_not_change_samples(make: Any, workers: int) -> None:
     samples = make()
     expected = {epoch: stream(samples, epoch) for epoch in range(3)}
     torch.manual_seed(99)
@@ -557,7 +557,7 @@ def test_workers_resume_and_abandoned_epochs_do_not_show(make: Any, workers: int
     assert not multiprocessing.active_children()
 
 
-def test_shares_cover_every_batch_as_equally_as_can_be() -> None:
+def test_slices_of_ranks_cover_every_batch_evenly() -> None:
     for size, batch, ranks in itertools.product(range(1, 25), range(1, 9), range(1, 5)):
         shares = [Share(batch, rank, ranks) for rank in range(ranks)]
         steps = {share.steps(size) for share in shares}

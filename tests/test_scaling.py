@@ -55,7 +55,7 @@ def test_weak_scaling_keeps_each_devices_batch() -> None:
     assert labels == ["8 devices, 16 each", "2 devices, 16 each, no sync"]
 
 
-def test_a_twin_that_is_typed_is_one() -> None:
+def test_an_explicit_twin_is_recognised() -> None:
     """A twin run is recognised although `--config` passes all values as strings."""
     variants = {"ddp": {}, "no_sync": {"parallel": {"sync": "false"}}}
     runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [64], "variants": variants}})
@@ -74,7 +74,7 @@ def test_devices_that_share_a_model_count_as_one_for_the_batch() -> None:
     assert [(each.run.geometry.dp, each.run.batch_size) for each in runs.values()] == [(1, 16), (4, 64)] * 2
 
 
-def test_a_run_that_is_there_takes_the_place_of_one_that_would_be_made() -> None:
+def test_an_explicit_run_replaces_a_generated_run() -> None:
     block = {"devices": [1, 4], "batch_sizes": [64]}
     named = {"b64_ddp_1": {"use": "cosmo_published.bs64_opt"}, "more": {"batch_size": 128}}
     runs = load({**WEAK, "from": "cosmo_published.bs64_opt", "scaling": block, "runs": named})
@@ -191,7 +191,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(plan: dict[str, Any], where: str, message: str) -> None:
+def test_impossible_scaling_plans_are_refused_with_the_key(plan: dict[str, Any], where: str, message: str) -> None:
     path = ".".join(filter(None, ("configuration: plans.p", where)))
     with pytest.raises(UserError, match=f"{re.escape(path)}.*{re.escape(message)}") as caught:
         load({**WEAK, **plan})
@@ -261,9 +261,9 @@ def cells(table: Table, row: int) -> dict[tuple[str, str], tuple[str, str]]:
     return dict(zip(zip(groups, headings, strict=True), found, strict=True))
 
 
-def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> None:
+def test_efficiency_and_communication_equal_values_by_hand(weak: PlanResult) -> None:
     (series,) = series_of(weak)
-    assert (series.batch, series.label) == (16, "16 samples a device")
+    assert (series.batch, series.label) == (16, "16 samples per device")
     assert [point.devices for point in series.points] == [1, 2, 8]
     modes = ("IO", "SYNTHETIC", "FULL")
     for point in series.points:
@@ -280,18 +280,18 @@ def test_efficiency_and_communication_are_those_by_hand(weak: PlanResult) -> Non
         assert (point.alone.value if point.alone else None) == (None if point.devices == 1 else pytest.approx(0.2))
 
 
-def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
+def test_the_table_shows_measured_and_ideal_values(weak: PlanResult) -> None:
     view = scaling.section(weak)
     row = cells(view.tables[0], 2)
     assert row["Run", "run"] == ("b16_ddp_8", "b16 ddp 8")
     expected = {
         ("Run", "devices"): ("8", "2 nodes"),
-        ("Run", "samples a step"): ("128", ""),
+        ("Run", "samples per step"): ("128", ""),
         ("FULL", "samples/s"): ("576 (standard deviation 0)", "ideal 720"),
         ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 5 % of 0.8, by which two processes may differ
         ("SYNTHETIC", "communication"): ("25 %", "± 4 %"),
         ("FULL", "communication"): ("20 %", "± 4 %"),
-        ("IO", "communication"): ("1 %", "± 5 %"),  # loading does not communicate, so that this is noise
+        ("IO", "communication"): ("1 %", "± 5 %"),  # loading does not communicate, so this is noise
         ("One process", "communication"): ("20 %", ""),
         ("Training step", "time (ms)"): ("222", ""),
     }
@@ -300,7 +300,7 @@ def test_the_table_says_what_was_measured_and_what_is_ideal(weak: PlanResult) ->
     assert len(view.tables[0].rows) == 3  # twin runs have no rows
     said = scaling.glance(weak)
     assert said and said.replace("\u00a0", " ") == (
-        "efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication costs 20 % ± 4 % of a step"
+        "efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step"
     )
 
 
@@ -324,11 +324,11 @@ def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> Non
     view = scaling.section(plan)
     assert view and [chart.y for chart in view.charts][-1] == {"value": "energy (J per sample)"}
     assert [row["value"] for row in view.charts[-1].rows] == [1.0, 1.25]
-    assert cells(view.tables[0], 1)["Energy of training", "a sample"] == ("1.25 J", "")
+    assert cells(view.tables[0], 1)["Energy of training", "per sample"] == ("1.25 J", "")
     plan = replace(plan, record=plan.record.model_copy(update={"grams_per_kwh": 400.0}))
     view = scaling.section(plan)
     assert view and [row["grams"] for row in view.charts[-1].rows] == pytest.approx([111.111, 138.889], rel=1e-5)
-    assert cells(view.tables[0], 1)["Energy of training", "CO₂ of a million samples"] == ("139 g", "")
+    assert cells(view.tables[0], 1)["Energy of training", "CO₂ per million samples"] == ("139 g", "")
 
 
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
@@ -349,7 +349,7 @@ def test_strong_scaling_compares_runs_of_one_batch(results: Results) -> None:
         measured(results, f"d{devices}", devices, 64, (trials(900.0), trials(rate), trials(rate)))
     plan = read_plan(results.plan("plan", {"d2": "2", "d4": "4"}, kind="strong_scaling", measure=("throughput",)))
     (series,) = series_of(plan)
-    assert series.label == "64 samples a step"
+    assert series.label == "64 samples per step"
     efficiency = series.points[1].efficiency("FULL")
     assert efficiency and efficiency.value == pytest.approx(0.75)  # relative to two devices, the smallest number
     assert series.points[1].communication("FULL") is None
@@ -367,17 +367,17 @@ def test_variants_are_series_of_their_own_and_share_a_twin(results: Results) -> 
                 runs[f"{variant}_{devices}"] = f"{variant} {devices}"
     found = series_of(read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",))))
     assert [each.label for each in found] == [
-        "8 samples a device; bucket_mb none",
-        "8 samples a device; bucket_mb 100",
+        "8 samples per device; bucket_mb default",
+        "8 samples per device; bucket_mb 100",
     ]
     shares = [each.points[1].communication("SYNTHETIC") for each in found]
     assert [share and pytest.approx(share.value) for share in shares] == [0.2, 0.1]
 
 
-def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -> None:
+def test_the_charts_show_measured_and_ideal_values(weak: PlanResult) -> None:
     view = scaling.section(weak)
     assert view and [chart.about.split(":")[0] for chart in view.charts] == [
-        "16 samples a device",
+        "16 samples per device",
         "Overhead of communication",
         "Efficiency",
     ]
@@ -398,10 +398,10 @@ def test_the_charts_show_what_was_measured_and_what_is_ideal(weak: PlanResult) -
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
 
 
-def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
+def test_the_first_view_of_weak_scaling_shows_the_efficiency(weak: PlanResult) -> None:
     """The efficiency on 8 devices is 80 %. A twin run without gradient averaging shows 20 % communication."""
     assert sections.line(weak).replace("\u00a0", " ") == (
-        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples a device); communication costs 20 % ± 4 % of a step, "
+        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step, "
         "576 samples/s"
     )
     found = sections.fastest_bound(weak, "snakemake")
@@ -410,14 +410,14 @@ def test_weak_scaling_leads_with_its_efficiency(weak: PlanResult) -> None:
 
 
 @pytest.mark.parametrize("rate", [576.0, 560.0])
-def test_communication_within_noise_is_no_share(results: Results, rate: float) -> None:
+def test_communication_within_noise_has_no_fraction(results: Results, rate: float) -> None:
     """Communication is reported as noise if the twin run without gradient averaging is equally fast or slower."""
     runs = {}
     for name, devices, sync, full in (("one", 1, True, 90.0), ("all", 8, True, 576.0), ("twin", 8, False, rate)):
         measured(results, name, devices, 16 * devices, (trials(5000.0), trials(600.0), trials(full)), sync)
         runs[name] = name
     plan = read_plan(results.plan("plan", runs, kind="weak_scaling", measure=("throughput",)))
-    assert (scaling.glance(plan) or "").endswith("(16 samples a device); communication is within noise")
+    assert (scaling.glance(plan) or "").endswith("(16 samples per device); communication is within noise")
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
         changed.append(replace(run, throughput=run.throughput.model_copy(update={"full": full})))
     plan = PlanResult(weak.record, changed)
     assert sections.line(plan).startswith(
-        f"plan: the efficiency on 8 devices (16 samples a device) is not known: {why}, 576 samples/s"
+        f"plan: the efficiency on 8 devices (16 samples per device) is not known: {why}, 576 samples/s"
     )
     speed = sections.speed(plan)
     assert speed and (speed["efficiency"]["ratio"], speed["efficiency"]["interval_text"]) == ("not known", why)
@@ -443,12 +443,12 @@ def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
     assert found and found["bound"].what != "communication"
 
 
-def test_its_card_leaves_twins_out(weak: PlanResult) -> None:
+def test_the_card_of_a_scaling_plan_omits_twins(weak: PlanResult) -> None:
     speed = sections.speed(weak)
     assert speed and (speed["fastest"], speed["of"]) == ("b16_ddp_8 · b16 ddp 8", 3)
 
 
-def test_published_efficiency_stands_beside_the_run_it_is_of(weak: PlanResult) -> None:
+def test_published_efficiency_is_shown_next_to_the_run(weak: PlanResult) -> None:
     figure = Published(
         label="x", source="SC22", gpus=8, runs=["plan.b16_ddp_8"], metric="scaling_efficiency", value=78, unit="%"
     )
@@ -506,7 +506,7 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
             assert (row["low"], row["high"]) == (min(losses), max(losses)) and row["low"] < row["high"]
 
 
-def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None:
+def test_the_cost_of_a_target_is_the_mean_over_seeds(results: Results) -> None:
     wanted = 0.3 * 0.7 + 0.01
     plan = converged(results, target={"metric": "valid_loss", "value": wanted, "stop": False})
     view = scaling.convergence(plan)
@@ -526,7 +526,7 @@ def test_what_a_target_took_is_the_mean_over_the_seeds(results: Results) -> None
     assert other and "the lowest value that all trainings reach" in other.about, "two different targets"
 
 
-def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: Results) -> None:
+def test_a_diverged_training_is_reported_and_drawn_until_divergence(results: Results) -> None:
     plan = converged(results)
     path = plan.runs[-1].folder / "metrics.jsonl"
     epochs = [*plan.runs[-1].epochs[:2], plan.runs[-1].epochs[2].model_copy(update={"valid_loss": math.nan})]
@@ -542,7 +542,7 @@ def test_a_training_that_diverged_is_said_and_drawn_as_far_as_it_came(results: R
 # ---- the page: parallelism --------------------------------------------------------------------------
 
 
-def test_memory_is_told_as_predicted_measured_and_published(results: Results) -> None:
+def test_predicted_measured_and_published_memory_is_shown(results: Results) -> None:
     use = MemoryUse(parameters=2, gradients=2, optimizer=4, activations=20, peak=30_000_000_000)
     for name, settings in (
         ("ddp", {"parallel": {"kind": "ddp", "sync": True}}),
@@ -575,5 +575,5 @@ def test_memory_is_told_as_predicted_measured_and_published(results: Results) ->
         ("FULL", "published"): ("114.4 samples/s", "16 × A100, SC23"),
     }
     assert {key: tp4[key] for key in expected} == expected
-    assert (ddp["Devices", "weights"], fsdp["Devices", "weights"]) == (("ddp", "copied"), ("fsdp", "shared"))
+    assert (ddp["Devices", "weights"], fsdp["Devices", "weights"]) == (("ddp", "copied"), ("fsdp", "sharded"))
     assert ddp["FULL", "published"] == ("–", "")

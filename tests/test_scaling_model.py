@@ -116,7 +116,7 @@ def double_tree(ranks: int, pieces: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_rings_are_the_messages(ranks: int) -> None:
+def test_the_time_of_a_ring_equals_simulated_messages(ranks: int) -> None:
     """Rings take the time of their messages, which are so large that a ring is faster than a tree."""
     machine = Machine((Level("links", 2**31, 1e-6, 1e-9),))
     assert machine.all_reduce(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=2))
@@ -124,7 +124,7 @@ def test_rings_are_the_messages(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16, 64])
-def test_trees_are_the_messages(ranks: int) -> None:
+def test_the_time_of_a_tree_equals_simulated_messages(ranks: int) -> None:
     """Trees take the time of their messages: with many ranks and small messages a tree is faster than a ring."""
     latencies = Machine((Level("links", 2**31, 1e-5, 1e-15),)).all_reduce(1.0, ranks)
     tree = 2 * (ranks.bit_length() - 1)  # up and down the tree; the number of ranks is a power of two
@@ -211,7 +211,7 @@ def test_buckets_are_pytorchs(bucket_mb: int, published: int) -> None:
     assert list(ours) == pytest.approx(expected) and abs(len(ours) - published) <= 1
 
 
-def test_the_slowest_of_many() -> None:
+def test_the_expected_slowest_of_many_devices() -> None:
     draws = np.random.default_rng(0)
     assert expected_maximum(1) == pytest.approx(0, abs=1e-6)
     assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi), abs=1e-6)
@@ -307,7 +307,7 @@ VARIED = st.fixed_dictionaries({field.name: st.floats(0.3, 3.0) for field in fie
 @given(
     VARIED, st.sampled_from([UNET, VIT, replace(UNET, gathered=(468e6, 234e6))]), st.integers(1, 12), st.integers(1, 64)
 )
-def test_what_must_be_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
+def test_predictions_are_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
     """More devices do less work each; a higher cost or more bytes slow a step; a larger batch is never slower."""
     costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
     job = Job(2**doublings, batch)
@@ -333,7 +333,7 @@ def points(
             yield Point(job, rate(CLUSTER, UNET, costs, job, of) * noise(), of)
 
 
-def test_a_fit_finds_what_made_the_points() -> None:
+def test_a_fit_recovers_the_true_costs() -> None:
     """The fit finds the costs that the measurements can distinguish, and predicts many devices from a few."""
     truth = replace(COSTS, fixed=12e-3, sample=1.4e-3, load=1.1e-3, far=3.0, host=0.06)
     found = fit(CLUSTER, UNET, list(points(truth)))
@@ -378,7 +378,7 @@ def test_the_band_grows_with_the_distance() -> None:
     )
 
 
-def test_nothing_to_start_from() -> None:
+def test_a_prediction_without_a_throughput_is_refused() -> None:
     with pytest.raises(UserError, match="a throughput is missing"):
         fit(CLUSTER, UNET, [Point(Job(1, 8), 100.0, Measure("IO"))])
 
@@ -403,7 +403,7 @@ def tripled(figure: Published) -> Published:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("study", ["cosmo_unet", "era5_vit", "imagenet_resnet50"])
-def test_the_model_does_not_see_what_it_predicts(study: str) -> None:
+def test_predicted_figures_do_not_influence_the_fit(study: str) -> None:
     file = study_files()[study]
     for name, series in series_of(file).items():
         changed = [tripled(figure) if figure.gpus > series.fit else figure for figure in file.published]
@@ -454,7 +454,7 @@ def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert found == pytest.approx(expected, rel=0.05, abs=2.5), again
 
 
-def test_priors_and_machines_say_where_they_are_from() -> None:
+def test_priors_and_machines_have_sources() -> None:
     assert set(PRIORS) == {field.name for field in fields(Costs)}
     assert all(prior.source and prior.factor > 1 for prior in PRIORS.values())
     assert all(each.source and each.machine.levels for each in shipped().values())
@@ -516,7 +516,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_speeds_are_listed_next_to_predictions(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
     assert [row["measured"] for row in planned(capsys, *both)] == [90, pytest.approx(90 * 2**0.9), None]
     assert told(capsys, *both)[0].startswith(
@@ -524,7 +524,7 @@ def test_what_was_measured_stands_beside_what_is_predicted(results: Path, capsys
     )
 
 
-def test_a_batch_that_the_data_have_not(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_larger_than_the_data_is_refused(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A batch larger than the dataset is reported and not recommended."""
     training = predict.read([results / "plans/cosmo_unet/one"], None, math.inf).epoch[0]
     assert training is not None and training < 64 * 4
@@ -618,10 +618,10 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
         ({"kind": "fsdp", "reduce_dtype": "bf16", "shard": 2}, 4, True, 2),
     ],
 )
-def test_what_a_run_sends_is_what_its_exchanges_are(
+def test_the_predicted_bytes_of_a_run_equal_the_formula(
     results: Path, parallel: dict[str, Any], gathers: int, again: bool, width: int
 ) -> None:
-    """The bytes equal those of a formula that is tested against real exchanges, with the model's own parameters."""
+    """The bytes equal a formula that is tested against real exchanges, with the model's own parameters."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(update={"parallel": TypeAdapter(Parallel).validate_python(parallel)})
     work = predict.workload(run, results)
@@ -648,8 +648,8 @@ def test_what_a_run_sends_is_what_its_exchanges_are(
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_what_devices_that_share_a_model_send(results: Path, axis: str, again: bool) -> None:
-    """The bytes equal those of a formula tested against real exchanges, except for the last layer's outputs."""
+def test_the_predicted_bytes_of_devices_that_share_a_model(results: Path, axis: str, again: bool) -> None:
+    """The bytes equal a formula that is tested against real exchanges, except for the last layer's outputs."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(
         update={"geometry": type(run.geometry)(gpus_per_node=2, **{axis: 2}), "activation_checkpointing": again}
@@ -742,13 +742,13 @@ def test_mistakes_are_one_message(
     assert expected in error and len(error.strip().splitlines()) == 1 and "Traceback" not in error
 
 
-def test_a_run_that_was_not_measured(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unmeasured_run_is_refused(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "plans/cosmo_unet/one/throughput.json").unlink()
     assert stage("predict", "cosmo_unet.one") == 2
     assert "neither a throughput nor a training was measured" in capsys.readouterr().err
 
 
-def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+def test_a_user_defined_machine(tmp_path: Path) -> None:
     """A machine file from a self-test of collectives has, by level, the latency in s and a device's bandwidth in
     bytes/s.
     """

@@ -23,7 +23,7 @@ def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: 
 
 @pytest.mark.parametrize("warmup", [0, 1, 128, 900])
 @pytest.mark.parametrize("end", [0.0, 1e-3])
-def test_the_cosine_ends_at_its_end(warmup: int, end: float) -> None:
+def test_the_cosine_reaches_the_end_rate(warmup: int, end: float) -> None:
     """The cosine reaches its end. The published code ignored the warm-up in the period and ended at 4 % of the first
     rate.
     """
@@ -121,7 +121,7 @@ def test_the_schedule_of_published_image_classifiers() -> None:
         ({"kind": "step", "milestones": [30, 30]}, "each epoch must come after"),
     ],
 )
-def test_what_does_not_go_together(settings: dict[str, Any], words: str) -> None:
+def test_contradictory_schedules_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         validate(Schedule, settings)
 

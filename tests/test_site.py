@@ -45,6 +45,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("words", "page"), SEARCHES.items(), ids=SEARCHES)
-def test_a_search_finds_its_page(found: dict[str, list[str]], words: str, page: str) -> None:
+def test_a_search_finds_the_page(found: dict[str, list[str]], words: str, page: str) -> None:
     pages = list(dict.fromkeys(location.partition("#")[0] for location in found[words]))
     assert f"{page}.html" in pages[:3], pages[:6]

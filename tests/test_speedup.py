@@ -51,7 +51,7 @@ def plan_of(results: Results, *names: str, kind: str = "set") -> PlanResult:
 # ---- the interval ----------------------------------------------------------------------------------
 
 
-def test_the_interval_holds_the_mean_in_nineteen_of_twenty() -> None:
+def test_the_interval_contains_the_mean_in_95_per_cent() -> None:
     """Intervals of 2,000 draws of 20 normal values contain the mean in 95 % of cases, even with bursts in a tenth of
     them.
     """
@@ -65,7 +65,7 @@ def test_the_interval_holds_the_mean_in_nineteen_of_twenty() -> None:
         assert 0.93 < held / 2000 < 0.985, (burst, held)
 
 
-def test_few_values_are_students() -> None:
+def test_few_values_use_students_t() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.302653 / math.sqrt(3)))
     assert interval([0.1 + 0.2, 0.3, 0.3]) == (pytest.approx(0.3), 0.0)
     assert interval([1.0]) == (1.0, math.inf)
@@ -77,7 +77,7 @@ def test_the_pooled_spread_is_that_within_groups() -> None:
     assert pooled([[1.0], [2.0]]) == (0.0, 0)
 
 
-def test_an_opening_counts_all_its_rounds_but_the_bursts() -> None:
+def test_an_opening_counts_all_rounds_except_bursts() -> None:
     rounds = [(2.0, 1.0), (8.0, 1.0), (1.0, 2.0), (2.0, 2.0), (500.0, 1.0)]
     found = Beside(compute="first", openings=[rounds[:2], rounds]).ratios
     assert found == pytest.approx([math.log(4), math.log(2 * 8 * 1) / 3])
@@ -86,7 +86,7 @@ def test_an_opening_counts_all_its_rounds_but_the_bursts() -> None:
 # ---- compared runs ---------------------------------------------------------------------------------
 
 
-def test_turns_count_and_not_what_was_measured_apart(results: Results) -> None:
+def test_paired_timing_takes_precedence_over_separate_timing(results: Results) -> None:
     """Another program halved the second run's speed when timed alone. In paired timing, this run is 3 % faster."""
     timed(results, "first", 100, noisy(1.0, seed=1))
     timed(results, "second", 50, noisy(1.03, spread=0.02, seed=2))
@@ -108,8 +108,8 @@ def test_two_runs_are_compared_by_their_turns_with_a_third(results: Results) -> 
     assert one and found.error > one.error, "the error must include both runs"
 
 
-def test_the_floor_is_what_a_run_and_its_copy_differ_by(results: Results) -> None:
-    """The copies differ by 4 %, so that 3 % of another run may be chance, however exact the run's own timing is."""
+def test_the_noise_floor_is_the_difference_between_copies(results: Results) -> None:
+    """The copies differ by 4 %, so 3 % of another run may be chance, however exact the run's own timing is."""
     timed(results, "first", 100, noisy(1.04, spread=0.001, seed=1))
     timed(results, "second", 100, noisy(1.03, spread=0.001, seed=2))
     plan = plan_of(results, "first", "second")
@@ -141,7 +141,7 @@ def test_a_run_that_was_disturbed_is_less_sure_than_the_others(results: Results)
 
 
 def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) -> None:
-    """The gain over an earlier measurement of 3 % is noise if openings vary by 5 %, but not if they vary by 0.1 %."""
+    """A gain of 3 % over an earlier measurement is noise if openings vary by 5 %, but not if openings vary by 0.1 %."""
     for spread, noise in ((0.05, True), (0.001, False)):
         timed(results, "first", 100, None)
         timed(results, "before", 100, noisy(1.10, count=4, spread=spread, seed=1))
@@ -156,7 +156,7 @@ def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) ->
         assert found.error == pytest.approx(math.hypot(error, FLOOR))
 
 
-def test_apart_the_spread_of_trials_counts_and_what_the_same_work_shows(results: Results) -> None:
+def test_separate_timing_uses_the_spread_of_trials_and_of_equal_work(results: Results) -> None:
     timed(results, "first", 100, None)
     timed(results, "second", 130, None)
     plan = plan_of(results, "first", "second")
@@ -211,7 +211,7 @@ def test_rates_of_different_units_are_not_compared(results: Results) -> None:
 # ---- texts of the report ---------------------------------------------------------------------------
 
 
-def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
+def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
     """Two runs of a plan of learning rates do the same work; one was measured at 105 and one at 46 samples/s."""
     for name, full in (("slow", 46.0), ("fast", 105.0)):
         timed(results, name, full, None, compute="same")
@@ -225,7 +225,7 @@ def test_runs_that_do_the_same_work_are_no_headline(results: Results) -> None:
 
 
 @pytest.mark.parametrize("several", [2, 9, 16])
-def test_of_many_equal_runs_none_is_the_headline(results: Results, several: int) -> None:
+def test_many_equal_runs_give_no_headline(results: Results, several: int) -> None:
     """In at most 5 % of 200 plans of equal runs (spread 5 %), the headline names another run than the first.
 
     With intervals for single comparisons, the headline did so in 25 % of the plans of sixteen runs.
@@ -245,14 +245,14 @@ def test_of_many_equal_runs_none_is_the_headline(results: Results, several: int)
     assert wrong <= 10
 
 
-def test_a_headline_has_its_error_and_who_is_as_fast(results: Results) -> None:
+def test_the_headline_has_an_error_and_equally_fast_runs(results: Results) -> None:
     timed(results, "plain", 140, noisy(1.0, seed=1))
     timed(results, "bf16", 240, noisy(1.74, spread=0.02, seed=2))
     timed(results, "fused", 242, noisy(1.745, spread=0.02, seed=3))
     said_ = sections.speed(plan_of(results, "plain", "bf16", "fused", kind="ladder"))
     assert said_ and said_["fastest"] == "fused" and said_["like"] == ["bf16"]
     said = Page(results.report()).text
-    assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain; runs of one process are timed", said)
+    assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain; single-process runs are timed", said)
     assert "As fast as fused within noise: bf16." in said
     rows = results.collect(results.plans[0])
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)

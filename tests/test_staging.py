@@ -42,7 +42,7 @@ def files(disk: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("place", ["memory", "local"])
-def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
+def test_the_copy_equals_the_data(era5_data: Path, disk: Path, place: Any) -> None:
     original = Manifest.read(era5_data / "manifest.json")
     with staged(era5_data / "manifest.json", place) as path:
         copy = Manifest.read(path)
@@ -62,7 +62,7 @@ def test_the_copy_is_the_data(era5_data: Path, disk: Path, place: Any) -> None:
     assert bool(files(disk)) == (place == "local")
 
 
-def test_what_a_run_is_timed_with_reads_what_its_own_loader_asks_for(era5_data: Path, disk: Path) -> None:
+def test_each_run_of_a_paired_timing_reads_by_its_own_staging(era5_data: Path, disk: Path) -> None:
     manifest = str(era5_data / "manifest.json")
     plain, near = (json.dumps({"loader": {"staging": place}}) for place in ("none", "memory"))
     for own, first in ((near, plain), (plain, near)):
@@ -124,7 +124,7 @@ def test_a_damaged_copy_heals(era5_data: Path, disk: Path, what: str, of: str) -
 
 
 @pytest.mark.parametrize("place", ["memory", "local"])
-def test_what_does_not_fit_is_refused_with_sizes(
+def test_data_that_do_not_fit_are_refused_with_sizes(
     era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, place: Any
 ) -> None:
     if place == "memory":
@@ -151,7 +151,7 @@ def test_the_sites_disk_reaches_the_stages() -> None:
 
 
 @pytest.mark.parametrize("what", ["a link", "mode 0750"])
-def test_a_folder_of_others_is_refused(era5_data: Path, tmp_path: Path, disk: Path, what: str) -> None:
+def test_a_folder_of_another_user_is_refused(era5_data: Path, tmp_path: Path, disk: Path, what: str) -> None:
     """A folder that other users can write to is refused, because they could change data; a link could redirect the
     copy.
     """
@@ -173,7 +173,7 @@ def test_a_folder_of_others_is_refused(era5_data: Path, tmp_path: Path, disk: Pa
 def test_a_disk_that_cannot_be_written_to_is_one_message(
     era5_data: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """If the disk is not writable, one message says so; it does not suggest a problem with `results`."""
+    """If the disk is not writable, one message reports it, and does not suggest a problem with `results`."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -184,7 +184,7 @@ def test_a_disk_that_cannot_be_written_to_is_one_message(
         pass
 
 
-def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) -> None:
+def test_a_copy_in_memory_stays_while_a_run_reads_it(era5_data: Path, disk: Path) -> None:
     """A copy in memory stays while a run reads it. The next run removes the copy of a killed run."""
     left = disk / f"dlscale-{os.getuid()}" / "0123456789abcdef" / "train"
     left.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_memory_is_kept_for_those_who_still_read(era5_data: Path, disk: Path) ->
 
 
 @pytest.mark.parametrize("given", ["", "$NOBODY_SET_THIS/x"])
-def test_nobody_said_where_the_disk_is(era5_data: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_staging_without_a_local_disk_is_refused(era5_data: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv(LOCAL_DISK, given)
     with pytest.raises(UserError, match=r"set site\.local_disk"), staged(era5_data / "manifest.json", "local"):
         pass
@@ -261,7 +261,7 @@ def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, chan
         Manifest.read(manifest)
 
 
-def test_once(manifest: Path) -> None:
+def test_files_are_verified_once(manifest: Path) -> None:
     """A file is read again after a change, even if its modification time was reset; unchanged files are not."""
     data, splits = Manifest.read(manifest), ("train", "valid")
     files = data.splits["train"] + data.splits["valid"]
@@ -286,7 +286,7 @@ class Ranks(World):
         return ["elsewhere" if isinstance(value, str) and value else value, value]
 
 
-def test_each_node_reads_its_own_copy(manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_node_verifies_its_own_copy(manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[int]()
     monkeypatch.setattr(staging, "damaged", lambda manifest, files: read.append(len(files)) or [])
     copy = tmp_path / f"dlscale-{os.getuid()}" / "0123"
@@ -297,7 +297,7 @@ def test_each_node_reads_its_own_copy(manifest: Path, tmp_path: Path, monkeypatc
     assert read[0] < read[1] and not (manifest.parent / staging.RECORD).exists() and (copy / staging.RECORD).exists()
 
 
-def test_what_was_described_here_is_known(era5_data: Path) -> None:
+def test_files_described_on_this_machine_are_not_read_again(era5_data: Path) -> None:
     """Files are not read again if they were described on this machine, because their digests are new."""
     data = Manifest.read(era5_data / "manifest.json")
     record = json.loads((era5_data / staging.RECORD).read_text())

@@ -57,7 +57,7 @@ def test_the_network_is_the_published_one() -> None:
     torch.testing.assert_close(model(x), y)
 
 
-def test_the_published_plan_says_what_the_scripts_did() -> None:
+def test_the_published_plan_has_the_settings_of_the_scripts() -> None:
     plan = resolve.load({"targets": ["starter_published"]}).plans["starter_published"]
     for resolved in plan.values():
         run = resolved.run
@@ -85,7 +85,7 @@ def test_steepness_pixel_by_pixel() -> None:
 
 
 def test_no_linear_filter_explains_the_target() -> None:
-    """The best filter of 5 x 5 pixels gains less than 3 % over the mean, so that a network must be non-linear."""
+    """The best filter of 5 x 5 pixels gains less than 3 % over the mean, so a network must be non-linear."""
     columns, answers = [], []
     for number in range(20):
         field, target = pair([7, number], 32, "gradient")
@@ -97,7 +97,7 @@ def test_no_linear_filter_explains_the_target() -> None:
     assert np.var(y - x @ weights) > 0.97 * np.var(y)
 
 
-def test_samples_depend_on_nothing_but_their_number() -> None:
+def test_a_sample_depends_only_on_the_index() -> None:
     """Samples do not depend on the number of samples or on the piece; splits and seeds give different samples."""
 
     def images(split: str = "train", **changes: Any) -> np.ndarray:
@@ -133,7 +133,7 @@ def test_a_part_runs_again_when_it_changes_and_only_then() -> None:
     assert settings("valid", arrays) == settings("valid", {"kind": "arrays", **swapped})
 
 
-def test_a_file_is_fetched_again_for_nothing_that_others_are() -> None:
+def test_changes_of_other_files_do_not_fetch_a_file_again() -> None:
     def settings(source: dict[str, Any]) -> Any:
         dataset = StarterDataset.model_validate({"kind": "starter", "source": {"kind": "arrays", **source}})
         return KIND.raw_settings(dataset, next(iter(parts.raws(dataset).values())))
@@ -282,9 +282,7 @@ def test_samples_of_any_shape_are_prepared(tmp_path: Path, axis: str) -> None:
         *[((4,), {"channel_axis": axis}) for axis in ("first", "last")],
     ],
 )
-def test_a_shape_that_can_be_read_in_two_ways_is_refused(
-    tmp_path: Path, stored: tuple[int, ...], info: dict[str, Any]
-) -> None:
+def test_an_ambiguous_shape_is_refused(tmp_path: Path, stored: tuple[int, ...], info: dict[str, Any]) -> None:
     y = write(tmp_path / "y.npy", y=np.zeros(4, np.float32))
     x = write(tmp_path / "x.npy", x=np.zeros(stored, np.float32))
     for key, files in (("input", {"input": x, "target": y}), ("target", {"input": y, "target": x})):
@@ -473,7 +471,7 @@ def test_a_field_that_the_data_lack_is_one_message(tiny_data: Callable[[str], Pa
 # ---- training ----------------------------------------------------------------------------------------
 
 
-def test_it_trains_as_a_plain_loop_does(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+def test_the_stage_trains_like_a_plain_loop(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
     """The stage gives the same losses as a plain PyTorch loop with the same initial weights and order of samples."""
     tiny = TINY["starter_cnn"]
     make_run(tmp_path, "starter_cnn", {**tiny["run"], "training": {"epochs": 3}}, tiny["dataset"])
@@ -528,7 +526,7 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
+def test_noise_cannot_be_learnt(tmp_path: Path) -> None:
     """On noise, a smaller version of the published plan keeps the error of predicting the mean."""
     shipped = {
         **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
@@ -541,7 +539,7 @@ def test_nothing_is_learnt_of_noise(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_channels_of_any_name_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A $ in a channel's name stays a $ in the preview, although matplotlib uses $ for mathematics."""
+    """A $ in a channel's name is shown in the preview, although matplotlib uses $ for mathematics."""
     x = np.random.default_rng(0).normal(size=(4, 2, 6, 5)).astype(np.float32)
     files = {"input": write(tmp_path / "x.npy", x=x), "target": write(tmp_path / "y.npy", x=x[:, :1])}
     source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
@@ -572,12 +570,12 @@ def dlscale(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         *((name, "Python module, has this name") for name in ("starter_cnn", "mnist", "numpy")),
     ],
 )
-def test_names_that_cannot_be(name: str, message: str) -> None:
+def test_invalid_names_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         new_study.check_name(name)
 
 
-def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one of the files exists, no file is written."""
     monkeypatch.chdir(tmp_path)
     assert stage("new-study", "ripples") == 0
@@ -607,7 +605,7 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )
-def test_a_new_study_is_the_example_under_its_name(
+def test_a_new_study_is_the_example_with_another_name(
     tmp_path: Path, more: list[str], words: tuple[str, str], tested: str, plan: str
 ) -> None:
     """In a folder with special characters, code style, printed commands and configuration are valid."""
@@ -638,7 +636,7 @@ def test_a_new_study_is_the_example_under_its_name(
     assert told.stdout == f"{plan} steep_fields_ladder\n", told.stderr
 
 
-def test_the_guide_shows_what_a_new_study_is(tmp_path: Path) -> None:
+def test_the_guide_names_all_files_of_a_new_study(tmp_path: Path) -> None:
     """docs/adding.md names all written files, and includes the only file without a linked original."""
     guide = (ROOT / "docs/adding.md").read_text()
     new_study.write("waves", tmp_path, images=False)

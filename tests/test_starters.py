@@ -71,7 +71,7 @@ STAY = (
 )
 
 
-def test_nobody_gets_into_a_run_on_one_node() -> None:
+def test_a_run_on_one_node_listens_only_on_loopback() -> None:
     """No store listens, and ports for gradients are on loopback, whatever address the host name has."""
     words = launcher.launch(site(engine="none"), HERE, Geometry(gpus_per_node=2))
     command = [*words[:-3], "-c", STAY.format(nodes=1, each=2)]  # replaces -P -m dlscale
@@ -112,7 +112,7 @@ def test_nodes_that_cannot_meet_are_one_message(
 # ---- torchrun on several nodes ---------------------------------------------------------------------
 
 
-def test_torchrun_meets_at_the_sites_place() -> None:
+def test_torchrun_uses_the_sites_rendezvous() -> None:
     chosen = site(engine="none", rendezvous="node1:29400", start=["pdsh", "-w", "node[1-{nodes}]"])
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(chosen, HERE, eight) == [
@@ -127,7 +127,7 @@ def test_torchrun_meets_at_the_sites_place() -> None:
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 3), ("killed", 137), ("asked", 143)])
-def test_torchrun_ends_with_what_a_process_said(tmp_path: Path, how: str, status: int) -> None:
+def test_torchrun_ends_with_the_message_of_a_process(tmp_path: Path, how: str, status: int) -> None:
     """The process's message comes last: torchrun's own traceback does not follow."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -156,7 +156,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_two_nodes_train_as_one_process_does(tmp_path: Path, era5_data: Path) -> None:
+def test_two_nodes_train_like_one_process(tmp_path: Path, era5_data: Path) -> None:
     """Each of two nodes runs the command that the workflow prints, with one device per node."""
     alone = configure(tmp_path / "alone", "era5_vit", 1)
     assert train(alone, era5_data / "manifest.json") == 0
@@ -228,7 +228,7 @@ def test_a_site_that_starts_nothing_is_refused(over: dict[str, Any], message: st
         site(**over)
 
 
-def test_several_nodes_need_somebody_who_starts_them() -> None:
+def test_several_nodes_need_a_starter() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
     with pytest.raises(UserError, match=r"a\.b\.geometry\.nodes: 2 nodes need a scheduler"):
         launcher.check(site(engine="none"), eight, "a.b.")
@@ -242,7 +242,7 @@ def test_several_nodes_need_somebody_who_starts_them() -> None:
 # ---- MPI -------------------------------------------------------------------------------------------
 
 
-def test_mpirun_is_told_the_geometry_and_where_ranks_meet() -> None:
+def test_mpirun_gets_the_geometry_and_the_rendezvous() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
     assert launcher.launch(site(engine="none", starter="mpirun"), HERE, eight) == [
         *(*launcher.PYTHON_HERE[:-1], "dlscale.launch.ranks", "mpirun", "-n", "8"),
@@ -270,7 +270,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_each_starter_says_which_rank_a_process_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_starter_gives_each_process_a_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for names in VARIABLES:
         for variable in names:
             monkeypatch.delenv(variable, raising=False)
@@ -297,7 +297,7 @@ def meets(command: list[str], env: dict[str, str], nodes: int, each: int) -> Non
     size = nodes * each
     total = size * (size - 1) // 2
     expected = [f"rank {r} of {size}, {r % each} here, all together {total}" for r in range(size)]
-    # Two ranks may write simultaneously, so that two of their lines may be joined.
+    # Two ranks may write simultaneously, so two of their lines may be joined.
     assert sorted(re.findall(r"rank \d+ of \d+, \d+ here, all together \d+?(?=rank|\n)", done.stdout)) == expected, (
         done.stderr
     )

@@ -74,7 +74,7 @@ def epoch(number: int) -> str:
     ).text()
 
 
-def test_of_successive_halving_it_expects_what_will_train(results: Path) -> None:
+def test_only_trials_that_may_train_are_expected(results: Path) -> None:
     """The trials of later rungs are not known in advance. After the last rung, no row is waiting."""
     halving = {"method": "halving", "over": {"seed": [1, 2, 3]}, "reduction_factor": 3}
     plan = {"study": "starter_cnn", "kind": "sweep", "settings": {"dataset": "d", "training": {"epochs": 3}}}
@@ -100,7 +100,7 @@ def timed(results: Path, **seconds: float) -> None:
         benchmark.write_text(f"s\th:m:s\n{took}\t0:00:16\n")
 
 
-def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_runs_take_the_time_of_one_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     timed(results, a=16.0, b=16.0)
     for threads, times in ((1, 1), (2, 2)):
@@ -114,7 +114,7 @@ def test_what_runs_side_by_side_takes_the_time_of_one(results: Path, monkeypatch
         assert status.left_of(asked, [replace(row, state="running", doing=last) for row in runs]) == cost.Expected(0.0)
 
 
-def test_what_runs_here_is_a_process(results: Path) -> None:
+def test_a_run_killed_on_this_machine_is_silent(results: Path) -> None:
     """A process that was killed on this machine counts as silent at once, however recent its last report is."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -138,7 +138,7 @@ def test_what_runs_here_is_a_process(results: Path) -> None:
 
 
 @pytest.mark.parametrize(("age", "state"), [(5, "running"), (status.SILENT + 5, "silent")])
-def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str) -> None:
+def test_a_run_on_another_machine_must_report(results: Path, age: float, state: str) -> None:
     write_training_status(results, place="another machine", pid=1, time=time.time() - age)
     assert rows(results)["p.a"].state == state
 
@@ -153,7 +153,7 @@ def test_what_runs_elsewhere_has_to_say_so(results: Path, age: float, state: str
         ("epoch 1 of 2: 3.0 s", "done"),
     ],
 )
-def test_what_ended(results: Path, last: str, state: str) -> None:
+def test_the_reason_of_a_failure_is_the_last_log_line(results: Path, last: str, state: str) -> None:
     """The reason is in the last line of the log; the message of an earlier failed try is ignored."""
     log = results / "logs/train/p/a.log"
     log.parent.mkdir(parents=True)
@@ -169,7 +169,7 @@ def test_what_ended(results: Path, last: str, state: str) -> None:
     assert text[0] == f"1 {state}" and "epoch 2" in text[3]
 
 
-def test_a_part_of_a_stage_is_named_and_its_end_is_not_that_of_the_stage(results: Path) -> None:
+def test_a_part_of_a_stage_is_named_without_the_stages_end(results: Path) -> None:
     def line(**more: Any) -> str:
         counted = {"what": "measuring IO", "part": True, "unit": "trials", "total": 4}
         write_training_status(results, place="another machine", pid=1, **counted, **more)
@@ -267,7 +267,7 @@ def test_watched_until_nothing_follows_a_failure(
     assert capsys.readouterr().out.splitlines()[-1] == "p.a train: no space left"
 
 
-def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
+def test_waiting_runs_are_one_line_per_plan(results: Path) -> None:
     """Totals and the time left come first, then running rows and finished rows."""
     write_training_status(results, "b", place="another machine", pid=1)
     asked = configuration(results)
@@ -286,7 +286,7 @@ def test_what_waits_is_a_line_for_each_plan(results: Path) -> None:
     assert status.left_of(asked, [replace(row, state="done") for row in found]) == cost.Expected()
 
 
-def test_data_that_are_made(results: Path) -> None:
+def test_datasets_in_preparation_are_listed(results: Path) -> None:
     file = results / f"logs/preprocess/d/train/train-0.log{SUFFIX}"
     file.parent.mkdir(parents=True)
     StageStatus(what="preprocessing train/train", done=1, total=4, unit="rows", place="another machine").write(file)
@@ -313,7 +313,9 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
 # ---- progress of a stage -----------------------------------------------------------------------------
 
 
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_has_count_time_left_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The progress has the count, the time left at this process's pace, and values. A finished stage leaves no file."""
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
@@ -336,7 +338,7 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert caplog.text.count("53 of 100") == 1
 
 
-def test_a_place_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
+def test_an_unwritable_status_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with progress.status_file(tmp_path / "file" / "a.log"):
         progress.write_status(StageStatus(what="x"))
@@ -356,7 +358,7 @@ print(text, "ends", flush=True)
 """
 
 
-def test_a_log_goes_on_in_that_of_an_earlier_try_although_it_was_removed(tmp_path: Path) -> None:
+def test_a_resumed_log_continues_a_removed_log(tmp_path: Path) -> None:
     path, kept = tmp_path / "logs/a.log", tmp_path / "rank0.log"
 
     def tried(text: str, how: str) -> str:
@@ -444,7 +446,7 @@ def test_jobs_are_those_that_ended_since_and_know_how_long_they_started(tmp_path
     assert progress.jobs(tmp_path / "nothing", 0.0) == []
 
 
-def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
+def test_the_table_has_rules_by_time_and_the_used_cores() -> None:
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
     assert progress.lines(done, 100.0, 130.0, cores=2, busy=15.0) == [
         "Where the time went: 30.0\u00a0s on 2 cores; this call used 25\u00a0% of them.",
@@ -460,7 +462,7 @@ def test_the_table_has_rules_by_their_time_and_what_was_used() -> None:
     assert progress.lines([], 100.0, 130.0, 2, 1.0) == []
 
 
-def test_a_stage_says_how_long_it_took_to_start(tmp_path: Path) -> None:
+def test_a_stage_reports_its_start_time(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "dlscale", "configure", "--settings", "{}", "--out", str(tmp_path / "plans/a.yaml")]
     subprocess.run([*words, "--log", str(tmp_path / "logs/configure/a.log")], check=True)
     job(tmp_path, "configure/a", 10.0, 1.0, None)

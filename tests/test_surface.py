@@ -42,7 +42,7 @@ def test_keys_commands_and_options_are_those_that_were_decided_on() -> None:
         ("{} --json -- TARGETS", {"json": True}),
     ],
 )
-def test_options_stand_before_and_after_targets(words: str, expected: dict[str, Any]) -> None:
+def test_options_are_accepted_before_and_after_targets(words: str, expected: dict[str, Any]) -> None:
     commands = {
         **{"status": "plans", "why": "targets", "explain": "runs", "history": "results", "doctor": "plans"},
         **{"cost": "plans", "predict": "runs", "evaluate": "runs"},

@@ -138,7 +138,7 @@ def test_rungs_are_runs_that_stop() -> None:
     assert {each.run.training.epochs for each in runs.values()} == {6}
 
 
-def test_trials_that_need_more_gpus_than_there_are_make_no_rungs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_need_too_many_gpus_make_no_rungs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sweep = {"method": "halving", "over": {"seed": [1, 2]}}
     settings = {"training": {"epochs": 4}, "geometry": {"gpus_per_node": 2}}
@@ -205,7 +205,7 @@ def test_mistakes_are_one_message(sweep: Any, message: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_sweep_cannot_have() -> None:
+def test_impossible_sweeps_are_refused() -> None:
     over = {"over": {"seed": [1, 2]}}
     for more, message in (
         ({"runs": {"a": {}}}, "runs: a sweep generates its runs; leave them out"),
@@ -250,7 +250,7 @@ def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_rungs_end_bitwise_where_one_training_does(
+def test_rungs_end_bitwise_equal_to_one_training(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     """Schedule, drop-out and samples equal a single training's; a repeated rung ignores later checkpoints.
@@ -271,7 +271,7 @@ def test_rungs_end_bitwise_where_one_training_does(
 
 
 @pytest.mark.parametrize("study", [pytest.param(s, marks=[] if s == "mnist_cnn" else pytest.mark.slow) for s in TINY])
-def test_what_diverges_fails_or_stops(
+def test_a_diverged_training_fails_or_stops(
     tmp_path: Path, tiny_data: Callable[[str], Path], study: str, capsys: Any
 ) -> None:
     """A diverged training fails, or stops if the run says so, in every study; the figure and the logs accept NaN."""
@@ -319,7 +319,9 @@ def swept(tmp_path: Path, digits: Path) -> Path:
     return folder / "plan.yaml"
 
 
-def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digits: Path, tiny_data: Any) -> None:
+def test_the_best_trials_continue_and_the_page_shows_all(
+    swept: Path, tmp_path: Path, digits: Path, tiny_data: Any
+) -> None:
     folder = swept.parent
     out = folder / "rung1.json"
     assert stage("promote", "--plan", swept, "--rung", 1, "--out", out) == 0
@@ -351,7 +353,7 @@ def test_the_best_go_on_and_the_page_shows_all(swept: Path, tmp_path: Path, digi
     assert set(re.findall(r'href="#(run[^"]*)"', text)) <= set(re.findall(r' id="(run[^"]*)"', text))
 
 
-def test_who_ends_early_at_a_target_is_not_behind(swept: Path) -> None:
+def test_a_trial_that_ends_early_at_a_target_is_ranked(swept: Path) -> None:
     """A rung is the number of epochs that a trial may train, even if the trial ends early at its target."""
     folder = swept.parent / "lr-0p3-rung0"
     first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Telemetry of a stage: its figures for real processes, its end, and the functions that read the file."""
+"""Telemetry of a stage: figures of real processes, the end of sampling, and the functions that read the file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(path: Path, samples: list[Sample]) -> Path:
 # ---- the file ---------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_telemetry_is_read_unchanged(tmp_path: Path) -> None:
     full = {column.name: 0.25 + number for number, column in enumerate(fields(Sample))} | {
         "cores": 2,
         "time": START + 1,
@@ -69,7 +69,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert table["cpu"].isna().tolist() == [False, True]
 
 
-def test_a_row_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_row_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "train.csv", [Sample(START, 1.0, 2), Sample(START + 1, 1.0, 2)])
     text = path.read_text()
     for cut in range(1, len(text) - text.rindex("\n", 0, -1)):
@@ -94,7 +94,7 @@ ROW = telemetry.line(Sample(START, 1.0, 2, cpu=0.5))
         telemetry.header(0) + ROW.replace(",0.5,", ",\udcff,"),
     ],
 )
-def test_what_is_no_telemetry_is_said(tmp_path: Path, text: str) -> None:
+def test_invalid_telemetry_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "train.csv"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=r"train\.csv: not telemetry .* run its stage again"):
@@ -141,7 +141,7 @@ def test_energy_is_the_integral_of_power(
     )
 
 
-def test_summary_is_that_of_the_table(tmp_path: Path) -> None:
+def test_the_summary_equals_that_of_the_table(tmp_path: Path) -> None:
     """pandas gives the same means over time and the same peaks."""
     random = np.random.default_rng(0)
     samples = [
@@ -179,7 +179,7 @@ def epoch(number: int, end: float, seconds: float, speed: float) -> Epoch:
     return Epoch(epoch=number, step=number, samples=number, **losses, **times)  # type: ignore[arg-type]
 
 
-def test_energy_a_sample() -> None:
+def test_energy_per_sample() -> None:
     """Only training after the first epoch (warm-up) counts, with 100 W. Power at all other times is 1000 W."""
     training = [(2, 4), (6, 9), (10, 14)]
     watts = [100.0 if any(begin <= second < end for begin, end in training[1:]) else 1000.0 for second in range(20)]
@@ -193,7 +193,7 @@ def test_energy_a_sample() -> None:
     assert result([], *epochs).energy_per_sample is None
 
 
-def test_without_gpus_it_is_the_nodes() -> None:
+def test_without_gpus_the_nodes_energy_counts() -> None:
     samples = [Sample(START + second, 1.0, 2, joules=10.0 * second) for second in (1, 2, 3)]
     assert telemetry.energy([samples, samples]) == 60 and telemetry.energy([samples], START + 1, START + 2) == 10
     back = [replace(sample, joules=joules) for sample, joules in zip(samples, (100.0, 5.0, 8.0), strict=True)]
@@ -202,7 +202,7 @@ def test_without_gpus_it_is_the_nodes() -> None:
     assert telemetry.energy([with_gpu]) == 15, "the GPUs' energy must count instead of the node's"
 
 
-def test_a_node_counts_its_energy(tmp_path: Path) -> None:
+def test_the_energy_of_a_node(tmp_path: Path) -> None:
     """RAPL counters may wrap. Of a zone's parts only memory is added to the zone. Cray's counter includes all parts."""
     zones = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "core", "intel-rapl:0:1": "dram", "intel-rapl:1": "psys"}
     folder = tmp_path / "class/powercap"
@@ -226,7 +226,7 @@ def test_a_node_counts_its_energy(tmp_path: Path) -> None:
     assert Energy(tmp_path).joules() == 0, "RAPL must be used if Cray's counter is unreadable"
 
 
-def test_goodput_is_the_share_of_training_over_all_tries() -> None:
+def test_goodput_is_the_fraction_of_training_over_all_tries() -> None:
     epochs = [epoch(1, 10, 10, 1.0), epoch(2, 60, 20, 1.0)]
     epochs[1] = epochs[1].model_copy(update={"valid_seconds": 5.0})
     at = [dt.datetime.fromtimestamp(START + moment, dt.UTC).isoformat() for moment in (-20, 80)]
@@ -260,7 +260,7 @@ def test_the_published_job() -> None:
     assert job.peak_bytes == pytest.approx(1.025 * 1.31e9) and job.gpu is None
 
 
-def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
+def test_the_page_shows_published_efficiency_next_to_the_run() -> None:
     figures = [
         Published(label="job", metric="CPU efficiency", value=94.64, unit="%", source="workshop", runs=["p.a"]),
         Published(label="job", metric="CPU efficiency", value=1.0, unit="%", source="other", runs=["q.a"]),
@@ -281,7 +281,7 @@ def test_the_page_has_the_figures_of_the_run_beside_it() -> None:
 
 
 @pytest.mark.slow
-def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
+def test_telemetry_shows_computing_reading_and_foreign_load(tmp_path: Path) -> None:
     """The rows show a child that computes, a child that reads from a disk, and a foreign program."""
     size, path, file = 8 << 20, tmp_path / "telemetry/train.csv", tmp_path / "file"
     file.write_bytes(os.urandom(size))
@@ -316,7 +316,7 @@ def test_it_says_what_the_processes_do(tmp_path: Path) -> None:
     assert rows[0].gpus == () and all(row.cpu_others is not None for row in rows)
 
 
-def test_rates_are_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are per second, although the interval has 4 s; each counter grows by a different number."""
     used = [processes.Used(1.0, 10, 20, 30, 40, 60), processes.Used(3.0, 410, 820, 1230, 1640, 600)]
     # the call's CPU time includes the run's 2 s
@@ -367,7 +367,7 @@ def test_telemetry_of_earlier_versions_has_no_own_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_looks_once_a_second(tmp_path: Path) -> None:
+def test_telemetry_has_one_row_per_second(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     with sampled(path, os.getpid(), 1, 0):
         until("two rows", lambda: len(telemetry.read(path)) >= 2)
@@ -396,7 +396,7 @@ with sampled(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by itself", "SIGKILL"])
-def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
+def test_telemetry_ends_with_the_stage(tmp_path: Path, way: str) -> None:
     """A signal to the process group ends the stage. The file has complete lines, and no traceback is printed."""
     path, enough = tmp_path / "train.csv", tmp_path / "train.csv.end"
     command = [sys.executable, "-c", STAGE, str(path)]
@@ -421,7 +421,7 @@ def test_it_ends_with_the_stage(tmp_path: Path, way: str) -> None:
     assert (tmp_path / "said").read_text() == ""
 
 
-def test_it_is_small() -> None:
+def test_telemetry_imports_no_large_package() -> None:
     code = (
         "import sys, dlscale.measure.telemetry, json; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
     )
@@ -504,7 +504,7 @@ def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_two_gpus")
-def test_gpus_are_those_of_the_run_in_its_order() -> None:
+def test_gpus_are_sampled_in_the_order_of_cuda() -> None:
     assert bus_ids(8) == ["0000:81:00.0", "0000:41:00.0"]
     first, second = Gpus(2).sample()
     assert first == GpuSample(0.97, 11 << 30, 398.5, 400.0, 1260, 84, "power cap+temperature (software)")

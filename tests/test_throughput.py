@@ -132,7 +132,7 @@ def test_synthetic_is_one_resident_batch_for_every_loader(
 
 
 @pytest.mark.slow
-def test_compilation_is_timed_apart(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_is_timed_separately(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cold time is measured with an empty cache, the warm time with the cache that the first compilation filled."""
     need_compiler()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -161,7 +161,7 @@ def batches_of(*sizes: int) -> Iterator[Batch]:
         yield torch.full((size, 1), float(size)), torch.zeros(size, 1)
 
 
-def test_trials_count_and_time_what_follows_the_warm_up() -> None:
+def test_trials_exclude_the_warm_up() -> None:
     consumed: list[int] = []
     ends: list[float] = []
 
@@ -230,7 +230,7 @@ class Uneven(World):
         return [value, value - 2] if isinstance(value, int) else [value, value]
 
 
-def test_each_rank_counts_its_own_samples() -> None:
+def test_each_rank_counts_only_local_samples() -> None:
     """If a last batch does not divide evenly, the ranks' nine and seven samples count, instead of twice nine."""
     found = trials(
         "FULL", batches_of(5, 4), lambda x, y: None, Throughput(warmup=0, trials=1, batches=2, seconds=0), Uneven()
@@ -289,7 +289,9 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
     assert statistics.median(found.beside.ratios) < math.log(0.5)
 
 
-def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_counts_only_samples_of_the_turn(
+    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If all turns take equally long, the two rates must be equal."""
     clock = itertools.count()
     run = timed(tmp_path, cosmo_data)
@@ -300,7 +302,7 @@ def test_each_turn_counts_its_own_samples(tmp_path: Path, cosmo_data: Path, monk
 
 
 @pytest.mark.slow
-def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
+def test_a_waiting_run_is_paused_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
     """Seen from another process, exactly one of the two process groups is paused at a time."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
     code = (
@@ -330,7 +332,7 @@ def test_one_that_is_not_in_turn_is_stopped_with_its_loader(tmp_path: Path, cosm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: Path, number: int) -> None:
+def test_a_killed_stage_leaves_no_process(tmp_path: Path, cosmo_data: Path, number: int) -> None:
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, throughput={**FEW, "beside": 60, "error": 1e-9})
     arguments = ["--config", own.config, "--manifest", own.manifest, "--threads", "1", "--device", "cpu"]
     words = [sys.executable, "-m", "dlscale", "throughput", *arguments, "--beside", own.config]
@@ -345,7 +347,7 @@ def test_nothing_is_left_of_a_stage_that_is_killed(tmp_path: Path, cosmo_data: P
 
 
 @pytest.mark.slow
-def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
+def test_a_failed_paired_timing_keeps_the_own_rates(
     tmp_path: Path, cosmo_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw = read_yaml(Path(timed(tmp_path / "first", cosmo_data).config))
@@ -359,7 +361,7 @@ def test_what_cannot_be_timed_beside_is_told_and_the_rest_is_there(
     assert "4096" in caplog.text
 
 
-def test_a_run_that_ends_is_told(tmp_path: Path, cosmo_data: Path) -> None:
+def test_a_killed_partner_is_reported(tmp_path: Path, cosmo_data: Path) -> None:
     own = timed(tmp_path, cosmo_data)
     others = processes(os.getpid())
     turns = Turns(own, own)
@@ -384,7 +386,7 @@ def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
     assert next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error)) == seconds
 
 
-def test_who_goes_first_changes_with_each_turn_and_each_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_goes_first_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run goes first equally often, because the order may affect the speed."""
     said: list[tuple[str, str]] = []
 

@@ -137,7 +137,7 @@ def _together(rank: int, port: int, folder: Path) -> None:
     torch.save(found, folder / f"{rank}.pt")
 
 
-def test_processes_learn_save_and_load_what_one_does(tmp_path: Path) -> None:
+def test_tied_weights_learn_and_resume_like_one_process(tmp_path: Path) -> None:
     """A training continues from one process to two, from two to two, and back to one."""
     torch.set_num_threads(1)
     step = step_of(World())
@@ -197,7 +197,9 @@ def _tp(columns: list[str]) -> None:
         (_tp, ["body.*"], True),
     ],
 )
-def test_what_would_untie_is_refused(attempt: Callable[[list[str]], None], modules: list[str], refused: bool) -> None:
+def test_separating_tied_weights_is_refused(
+    attempt: Callable[[list[str]], None], modules: list[str], refused: bool
+) -> None:
     told = pytest.raises(UserError, match=r"body\.a\.weight and body\.b\.weight are one tensor")
     with told if refused else contextlib.nullcontext():
         attempt(modules)

@@ -152,7 +152,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- compared with a bare loop -----------------------------------------------------------------------------------
+# --- compared with a plain loop -----------------------------------------------------------------------------------
 
 
 def bare_loop(
@@ -194,7 +194,7 @@ def bare_loop(
     [({"epochs": 2}, [3, 3], [10, 20]), ({"steps": 4}, [3, 1], [10, 14]), ({"steps": 2}, [2], [8])],
     ids=["two epochs", "an epoch cut", "less than one epoch"],
 )
-def test_the_unet_trains_as_a_bare_loop_does(
+def test_the_unet_trains_like_a_plain_loop(
     cosmo: Make, cosmo_data: Path, training: dict[str, int], steps_by_epoch: list[int], samples_so_far: list[int]
 ) -> None:
     """In each epoch, 10 samples in batches of 4 leave a last batch of 2. Weights must agree bit for bit."""
@@ -249,7 +249,7 @@ def test_the_unet_trains_as_a_bare_loop_does(
         )
 
 
-def test_the_vit_trains_as_a_bare_loop_does(era5: Make, weather: Path) -> None:
+def test_the_vit_trains_like_a_plain_loop(era5: Make, weather: Path) -> None:
     folder = era5(training={"epochs": 2}, samples={"dt": 2, "train": 9, "valid": 5}, seed=2, batch_size=4)
     manifest = Manifest.read(weather / "manifest.json")
     settings = PairSamples(kind="pairs", dt=2, train=9, valid=5)
@@ -319,7 +319,7 @@ def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data
 
 
 def test_validation_runs_without_drop_out(era5: Make) -> None:
-    """The learning rate is too small to learn, so that only drop-out could change the validation loss."""
+    """The learning rate is too small to learn, so only drop-out could change the validation loss."""
     still = {"optimizer": {"lr": 1e-30}, "training": {"epochs": 2}}
     plain, dropping = era5("plain", **still), era5("drops", model=DROPS, **still)
     assert {r["valid_loss"] for r in records(plain)} == {r["valid_loss"] for r in records(dropping)}
@@ -346,7 +346,7 @@ def trainer(folder: Path, data: Path, loader: type[TorchLoader] = TorchLoader, *
 
 
 @pytest.mark.slow
-def test_what_was_before_the_first_step(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_untrained_model_is_validated(era5: Make, weather: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses of the untrained model are recorded; this measurement does not change the training."""
     over = {"training": {"epochs": 2}, "samples": {"train": 9}, "model": DROPS}
     seen = era5("seen", **copy.deepcopy(over))
@@ -372,7 +372,7 @@ def test_what_was_before_the_first_step(era5: Make, weather: Path, monkeypatch: 
     assert untrained["metrics"].keys() == first["metrics"].keys()
 
 
-def test_a_resumed_run_knows_what_was_before_its_first_step(
+def test_a_resumed_run_keeps_the_untrained_losses(
     tmp_path: Path, weather: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that stopped within its first epoch keeps the untrained model's losses and does not measure them again."""
@@ -448,7 +448,7 @@ class Waits(TorchDispatchMode):
     """Counter of operations for which the host waits for values from the device.
 
     `_local_scalar_dense` implements a tensor's `.item()`, `float()` and `bool()`. Adam's calls are not counted: by
-    default PyTorch keeps Adam's step counters on the CPU, so that reading them does not wait for a device.
+    default PyTorch keeps Adam's step counters on the CPU, so reading them does not wait for a device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -498,7 +498,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, weather: Path, precision: 
 # --- interrupted and resumed ------------------------------------------------------------------------------------
 
 LONG: dict[str, Any] = {
-    # An epoch takes about 0.1 s, so that the process can be killed during the training.
+    # An epoch takes about 0.1 s, so the process can be killed during the training.
     "model": {"patch": [1, 2], **DROPS},
     "samples": {"train": 17, "valid": 2},
     "batch_size": 3,
@@ -526,7 +526,7 @@ def start(folder: Path, manifest: Path) -> subprocess.Popen[str]:
         pytest.param(0, "fp16_master", id="both", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_resumes_as_if_nothing_had_been(
+def test_a_killed_run_resumes_bit_by_bit(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str], workers: int, precision: str
 ) -> None:
     manifest = weather / "manifest.json"
@@ -700,7 +700,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         assert (folder / "executed").exists()
 
 
-def test_without_a_readable_checkpoint_it_starts_afresh(again: Path, finished: Path, weather: Path) -> None:
+def test_without_a_readable_checkpoint_a_training_starts_again(again: Path, finished: Path, weather: Path) -> None:
     for file in checkpoint_folder(again).glob("step-*/*.safetensors"):
         _cut(file)
     assert train(again, weather / "manifest.json") == 0
@@ -720,7 +720,7 @@ def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Pat
     assert [path.name for path in sorted(checkpoint_folder(run).glob("step-*"))] == ["step-00000020", "step-00000030"]
 
 
-def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
+def test_a_changed_setting_does_not_use_the_old_checkpoint(again: Path, finished: Path, weather: Path) -> None:
     over = {"training": {"epochs": 3}, "model": DROPS}
     old = checkpoint_folder(again)
     make_era5(again, over | {"optimizer": {"lr": 1e30}})
@@ -733,7 +733,7 @@ def test_a_changed_setting_does_not_pick_up_the_old_checkpoint(again: Path, fini
     assert not same(weights(again), weights(finished))
 
 
-def test_only_its_own_folders_are_cleared_away(again: Path, weather: Path) -> None:
+def test_only_own_checkpoint_folders_are_removed(again: Path, weather: Path) -> None:
     """Other folders in `checkpoints/` are kept."""
     for name in ("important", "0123456789abcdeX"):
         (again / "checkpoints" / name).mkdir()
@@ -756,7 +756,7 @@ def loaded(checkpoints: Checkpoints, **like: torch.Tensor) -> tuple[int, dict[st
     return found and (found[0].step, {name: piece.tensor for name, piece in found[1].items()})
 
 
-def test_a_checkpoint_that_is_not_torn_is_never_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_intact_checkpoint_is_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An out-of-memory error or a failing file system does not mean damage, because a later read may succeed."""
     checkpoints, w = Checkpoints(tmp_path, keep=2), torch.zeros(1)
     for step in (1, 2):
@@ -797,7 +797,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
         assert checkpoints.steps() == list(range(1, 10))[max(0, step - keep) : step]
 
 
-def test_a_checkpoint_of_another_training_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
     """A checkpoint of another training or of another step is refused; both checkpoints are intact and are kept."""
     w, one, other = torch.zeros(1), Checkpoints(tmp_path / "one", keep=2), Checkpoints(tmp_path / "other", keep=2)
     saved(one, 1, w=w)
@@ -836,7 +836,7 @@ def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> N
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
-def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) -> None:
+def test_a_training_with_frozen_weights_continues(tmp_path: Path, precision: str) -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].requires_grad_(False)
@@ -856,7 +856,9 @@ def test_a_training_with_frozen_weights_goes_on(tmp_path: Path, precision: str) 
     assert same(dict(one.weights.state_dict()), dict(other.weights.state_dict()))
 
 
-def test_what_makes_a_training_itself(finished: Path, weather: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_changes_only_with_settings_of_the_training(
+    finished: Path, weather: Path, tmp_path: Path
+) -> None:
     run, manifest = load_run(finished / "config.yaml", "train"), Manifest.read(weather / "manifest.json")
     own = run_fingerprint(run, manifest)
     assert own[:16] == checkpoint_folder(finished).name == provenance(finished)["fingerprint"]
@@ -909,7 +911,7 @@ def test_the_two_newest_checkpoints_are_kept(era5: Make) -> None:
         assert sorted(path.name for path in checkpoint_folder(folder).glob("step-*")) == [f"step-{n:08}" for n in kept]
 
 
-def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     saved(checkpoints, 7, w=torch.ones(1))
 
@@ -937,7 +939,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
 
 
-def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
+def test_tensorboard_equals_metrics_jsonl(finished: Path) -> None:
     found, epochs = scalars(finished), records(finished)
     expected = {"loss/train": "train_loss", "loss/valid": "valid_loss", "learning_rate": "learning_rate"}
     for tag, key in {**expected, "samples_per_second": "samples_per_second"}.items():
@@ -959,8 +961,11 @@ def test_tensorboard_says_what_metrics_jsonl_says(finished: Path) -> None:
     assert (settings["study"].string_value, settings["seed"].number_value) == ("era5_vit", 0)
 
 
-def test_the_published_tags_stand_beside_ours(finished: Path) -> None:
-    """The points of the published program's tags equal the points of our tags. The dataset lacks channel u10."""
+def test_published_tags_have_the_same_curves(finished: Path) -> None:
+    """The TensorBoard curves with the published program's tags equal the curves with our tags.
+
+    The tag for u10 is missing, because the dataset lacks this channel.
+    """
     found, epochs = scalars(finished), records(finished)
     for theirs, ours in Era5ViT.published_log.tags.items():
         if ours != "valid/rmse_normalised/u10":
@@ -1026,7 +1031,7 @@ def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:
     assert [event.step for event in events(tmp_path).Scalars("loss/valid")] == [0]
 
 
-def test_what_a_run_leaves(finished: Path) -> None:
+def test_the_provenance_of_a_run(finished: Path) -> None:
     found = provenance(finished)
     expected = ViT((16, 32), (4, 4), 1, 1, embed_dim=16, depth=2, heads=2)
     assert found["parameters"] == sum(p.numel() for p in expected.parameters())
@@ -1068,7 +1073,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused(
     assert "model.patch 5 x 5 does not divide the fields of dataset data (16 x 32 points)" in error_line(capfd)
 
 
-def test_an_epoch_smaller_than_a_batch_trains_and_is_told(era5: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_epoch_smaller_than_a_batch_trains_with_a_warning(era5: Make, caplog: pytest.LogCaptureFixture) -> None:
     folder = era5(batch_size=64, training={"epochs": 1})
     told = [record.getMessage() for record in caplog.records if "training samples" in record.getMessage()]
     assert told and told[0].startswith("batch_size 64 is more than the 38 training samples: an epoch is one step, with")

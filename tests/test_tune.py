@@ -73,7 +73,7 @@ def exhaustive(rates: Sequence[float]) -> int:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 10, 27])
-def test_without_noise_halving_finds_what_exhaustive_search_does(count: int) -> None:
+def test_without_noise_halving_equals_exhaustive_search(count: int) -> None:
     for seed in range(20):
         rates = [random.Random(seed * 100 + number).uniform(50, 150) for number in range(count)]
         machine = Machine(rates, seed, noise=0, disturbed=0)
@@ -95,7 +95,7 @@ def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> 
     assert sorted(losses)[190] < 0.1, "at most 5 % of the searches may lose more than 10 %"
 
 
-def test_a_drift_that_all_share_misleads_nobody() -> None:
+def test_common_drift_does_not_change_the_winner() -> None:
     """A common drift does not matter: speeds grow by a half during the search, although settings differ by only 2 %."""
     rates = [100 * 1.02**number for number in range(8)]
 
@@ -118,7 +118,7 @@ def test_every_rung_takes_as_long_and_has_the_runs_own_setting() -> None:
     assert machine.measured[:22] == [*range(11), *reversed(range(11))]
 
 
-def test_what_fails_drops_out_and_what_is_left_goes_on() -> None:
+def test_failed_settings_drop_out() -> None:
     nan = math.nan
     machine = Machine([100, nan, 120, nan, 110, nan], 0)
     assert search(machine) == 2
@@ -139,17 +139,17 @@ def verdicts(rates: tuple[float, float], duels: int, rounds: int) -> tuple[float
 
 
 @pytest.mark.parametrize("rounds", [3, 8])
-def test_a_gain_that_is_not_there_is_seen_in_less_than_one_of_twenty_duels(rounds: int) -> None:
+def test_less_than_one_of_twenty_duels_shows_a_false_gain(rounds: int) -> None:
     assert max(verdicts((100, 100), 1000, rounds)) < 0.05
 
 
-def test_a_gain_that_is_there_is_seen() -> None:
+def test_a_real_gain_is_detected() -> None:
     assert verdicts((100, 130), 200, 8)[0] > 0.95
     assert verdicts((130, 100), 200, 8)[1] > 0.95
 
 
-def test_nor_is_it_seen_after_a_search_among_settings_alike() -> None:
-    """The luckiest of many equal settings is measured again in the duel, so that it seldom wins."""
+def test_a_search_among_equal_settings_shows_no_gain() -> None:
+    """The luckiest of many equal settings is measured again in the duel, so it seldom wins."""
     won = 0
     for seed in range(300):
         machine = Machine([100] * 12, seed)
@@ -238,11 +238,11 @@ def won(**more: Any) -> Tuning:
     return Tuning(run="mine.first", candidates=candidates, duel=duel, command="snakemake it").model_copy(update=more)
 
 
-def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
-    """The tuned run stays unchanged, so that tuning does not rerun. Any plan can use the best settings."""
+def test_the_winner_is_written_as_a_separate_plan() -> None:
+    """The tuned run stays unchanged, so tuning does not rerun. Any plan can use the best settings."""
     text = tune.tuned(won(), "cosmo_unet")
     for said in (
-        "# 1.50× ± 0.10 as fast as the run's own setting.",
+        "# 1.50× ± 0.10 as fast as the run's original settings.",
         "Adjust the learning rate",
         "#   snakemake it\n",
         "`from: mine_first_tuned.tuned`",
@@ -266,10 +266,10 @@ def test_what_won_is_written_as_a_plan_beside_the_run_that_was_tuned() -> None:
     assert found.plans["other"]["long"].run.training.epochs == 7
 
 
-def test_where_nothing_was_gained_nothing_is_written() -> None:
+def test_without_a_gain_no_plan_is_written() -> None:
     text = tune.tuned(won(duel=Duel(challenger=1, rates=[], ratio=1.05, low=0.98, high=1.12)), "cosmo_unet")
     assert yaml.safe_load(text) == {}
-    assert "# No significant speed-up: the best other setting is 1.05× ± 0.07 as fast as the run's own setting." in text
+    assert "# No significant speed-up: the best other combination is 1.05× ± 0.07 as fast as the run's" in text
     assert "learning rate" not in text and "snakemake" not in text
 
 
@@ -291,7 +291,7 @@ def test_the_stage_from_end_to_end(
 ) -> None:
     """One setting is slow, one setting is invalid, and one runs out of memory. All other settings are measured.
 
-    The test slows the torch loader, which the run's own setting uses, so that the written plan is faster.
+    The test slows the torch loader, which the run's own setting uses, so the written plan is faster.
     """
     opened = tune.Session.loader
 
@@ -330,7 +330,7 @@ def test_the_stage_from_end_to_end(
     assert f"#   {found.command}\n" in written
     # The page also shows the result.
     rows = tried(found).rows
-    assert rows[0][0].text == "the run's own" and "loader.kind: direct" in rows[1][0].text
+    assert rows[0][0].text == "original" and "loader.kind: direct" in rows[1][0].text
     assert {row[-1].text for row in rows} == {"–", "out of memory"}
 
 
@@ -349,7 +349,7 @@ def test_the_run_against_itself_gains_nothing(tmp_path: Path, cosmo_data: Path) 
     assert left_out <= 2
 
 
-def test_processes_that_share_a_model_count_its_samples_once(tmp_path: Path, cosmo_data: Path) -> None:
+def test_samples_of_a_shared_model_count_once(tmp_path: Path, cosmo_data: Path) -> None:
     trials = tune._Trials(
         a_run(tmp_path, tune=QUICK), cosmo_data / "manifest.json", World(), 1, [{}], Progress("tuning", 2, "trials")
     )
@@ -382,7 +382,7 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
 # ---- the page ----------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
+def test_the_page_shows_all_tried_settings(tmp_path: Path) -> None:
     """The finalist comes first, then settings by rung and speed. Failed settings come last, with the reason."""
     results = Results(tmp_path / "results")
     folder = results.run("mine", "first", epochs=0, triplet=None)
@@ -402,14 +402,14 @@ def test_the_page_shows_what_was_tried(tmp_path: Path) -> None:
     results.plan("mine", {"first": "First"}, kind="tune", measure=("tune",))  # type: ignore[arg-type]
     html = results.report()
     for words in (
-        "2.00× ± 0.10 as fast as the run&#39;s own setting.",
+        "2.00× ± 0.10 as fast as the run&#39;s original settings.",
         "<code>snakemake --configfile &#39;my results/tuned.yaml&#39; -- plan_mine_first_tuned</code>",
         "from: mine_first_tuned.tuned",
         "no &lt;threads&gt; left",
     ):
         assert words in html
-    places = [html.index(f'scope="row">{text}') for text in ("the run", "loader.workers: 2", "loader.workers: 1")]
+    places = [html.index(f'scope="row">{text}') for text in ("original", "loader.workers: 2", "loader.workers: 1")]
     assert places == sorted(places) and html.index('scope="row">threads: 4') > places[-1]
     plan = read_plan(results.plans[0])
-    assert line(plan) == "mine: 2.00× ± 0.10 as fast as the run's own setting"
+    assert line(plan) == "mine: 2.00× ± 0.10 as fast as the run's original settings"
     assert [row[2].text for row in tried(found).rows] == ["1.00×", "2.00×", "1.20×", "–"]

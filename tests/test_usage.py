@@ -46,7 +46,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_processor_time_of_children_that_live_and_that_ended() -> None:
+def test_processor_time_includes_live_and_ended_children() -> None:
     meter, own = Meter(), time.process_time()
     alive = python(BURN + "sys.stdin.read()", 0.2)
     ended = python(BURN_TWICE, 0.15)
@@ -61,9 +61,9 @@ def test_processor_time_of_children_that_live_and_that_ended() -> None:
     assert before.usage(World()).cpu_seconds < TOLERANCE, "earlier use must not count again when a child ends"
 
 
-def test_a_neighbour_is_the_machines_and_not_the_runs() -> None:
+def test_a_neighbours_load_is_not_counted_for_the_run() -> None:
     meter, own, machine = Meter(), time.process_time(), psutil.cpu_times()
-    # The parent ends at once, so that the child is not a descendant of this process.
+    # The parent ends at once, so the child is not a descendant of this process.
     shell = ["sh", "-c", '"$0" -S -c "$1" 0.3 & exec true', sys.executable, BURN]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as child:
         burnt = answer(child)
@@ -94,7 +94,7 @@ def drop(path: Path) -> None:
 READ = "import sys\nfile = open(sys.argv[1], 'rb')\nwhile file.read(1 << 20): pass\nprint(1)\n"
 
 
-def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
+def test_bytes_from_disks_and_from_memory_are_distinguished(tmp_path: Path) -> None:
     if not on_disk(tmp_path):
         pytest.skip("Linux counts no reads of the disk with the tests' folder")
     size = 6 << 20
@@ -118,7 +118,7 @@ def test_bytes_from_disks_are_told_from_those_in_memory(tmp_path: Path) -> None:
     assert (meter.usage(World()).read_bytes or 0) >= size
 
 
-def test_memory_is_that_of_all_processes() -> None:
+def test_memory_is_the_sum_over_all_processes() -> None:
     child = python("block = bytearray(b'x') * (64 << 20)\nprint(1, flush=True)\n__import__('sys').stdin.read()")
     answer(child)
     own = processes.used(os.getpid(), without=[child.pid]).rss

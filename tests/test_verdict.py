@@ -149,7 +149,7 @@ WATCHED = {
 def program(
     used: Usage | None = None, batch: int | None = 10, rate: float = 100.0, rates: Sequence[float] = (), **seen: Any
 ) -> Throughput:
-    """Return the record of an external program with steps of 0.1 s; by default it keeps one of four cores busy."""
+    """Return the record of an external program with steps of 0.1 s, which by default keeps one of four cores busy."""
     plain: dict[str, Any] = {"command": ["train"], "way": "seen", "steps": 99, "status": 0, "seconds": 20}
     outside = Outside(**{**plain, "first_step_seconds": 1, "waiting": 0.05, "training": 1.0, **seen})
     nranks = max(1, len(outside.rank_cores))
@@ -200,7 +200,7 @@ def test_every_cause_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_cause_is_named_alone_with_what_it_costs(name: str) -> None:
+def test_a_single_cause_is_named_with_the_cost(name: str) -> None:
     throughput, profile, settings, cause, share = CASES[name]
     (found,) = verdict(Evidence({**SETTINGS, **settings}, throughput, profile, WATCHED.get(name))).findings
     assert found.cause == cause and found.why.endswith(".") and found.todo.endswith(".")
@@ -254,7 +254,7 @@ def test_a_cause_is_named_alone_with_what_it_costs(name: str) -> None:
         ),
     ],
 )
-def test_what_costs_little_is_not_told(throughput: Throughput | None, profile: Profile | None) -> None:
+def test_small_costs_are_not_reported(throughput: Throughput | None, profile: Profile | None) -> None:
     assert causes(throughput, profile) == []
 
 
@@ -310,7 +310,7 @@ SMALL = WORK.model_copy(update={"forward_flops": 1e6, "backward_flops": 2e6, "op
         ),
     ],
 )
-def test_causes_are_told_in_their_order(
+def test_causes_are_reported_in_order(
     throughput: Throughput, profile: Profile | None, settings: dict[str, Any], expected: list[str]
 ) -> None:
     assert causes(throughput, profile, **settings) == expected
@@ -324,7 +324,7 @@ def test_a_model_without_products_has_no_arithmetic_roof() -> None:
     assert limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
 
 
-def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
+def test_impossible_rates_report_only_the_disturbance() -> None:
     """FULL reached 242 samples/s although computing alone reached 143. Only another program, if any, is reported."""
     for used, seen in ((None, []), (usage(1.0, 2.0), ["neighbour"])):
         found = verdict(Evidence(SETTINGS, measured(1000, 143, 242, used), profiled(device_busy=0.4, launches=900)))
@@ -335,7 +335,7 @@ def test_of_rates_that_cannot_be_only_what_disturbed_them_is_told() -> None:
         assert "Try next: Measure again" in said and said.endswith("these rates are unreliable.")
 
 
-def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
+def test_a_neighbour_does_not_hide_other_causes() -> None:
     """Loading alternates with computing and takes 27 % of the time; a neighbour does not hide this cause."""
     measured_ = measured(270, 100, 73, usage(1.0, 2.0))
     found = verdict(Evidence({"loader": {"kind": "torch", "workers": 0}}, measured_))
@@ -354,12 +354,12 @@ def test_a_neighbour_does_not_hide_what_else_was_found() -> None:
         ((1000.0, 100.0, 100.0), "Training reaches 100 % of the slower rate."),
     ],
 )
-def test_full_above_its_slower_part_is_equal_within_noise(rates: tuple[float, float, float], reached: str) -> None:
+def test_full_above_the_slower_part_is_noise(rates: tuple[float, float, float], reached: str) -> None:
     found = bound(measured(*rates))
     assert found and reached in found.why.replace("\u00a0", " ")
 
 
-def test_a_remark_takes_no_place_from_what_helps() -> None:
+def test_a_remark_comes_after_a_cause() -> None:
     """The remark that steps read values comes second: on a CPU, reading costs nothing."""
     found = verdict(
         Evidence({**SETTINGS, **FOUR}, measured(20, full=19, used=FULL_UP, device="cpu"), profiled(items=2))
@@ -368,7 +368,7 @@ def test_a_remark_takes_no_place_from_what_helps() -> None:
     assert found.todo == found.findings[0].todo
 
 
-def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
+def test_the_bytes_of_a_compiled_step_are_unknown() -> None:
     compiled = Evidence(
         {**SETTINGS, "compile": {"mode": "default"}}, measured(work=WORK.model_copy(update={"bytes": 6e9}))
     )
@@ -376,7 +376,7 @@ def test_the_bytes_of_a_compiled_step_are_not_known() -> None:
     assert "If arithmetic were the only limit, this model would reach 333 samples/s" in limit(compiled)
 
 
-def test_what_to_try_next_is_what_the_run_has_not() -> None:
+def test_suggestions_are_settings_that_the_run_does_not_use() -> None:
     assert verdict(Evidence(SETTINGS, measured())).todo.startswith(
         "precision: bf16, compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
     )
@@ -427,7 +427,7 @@ def test_explain_prints_the_verdict(
     assert "neither throughput nor a profile yet. Add `throughput` or `profile`" in capsys.readouterr().err
 
 
-def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
+def test_explain_reports_runs_without_results_and_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The name must be in the configuration. The results of a run that `use` names are found in its own plan."""
@@ -452,13 +452,13 @@ def test_a_run_that_has_no_results_yet_and_a_plan_are_told(
 
 
 @pytest.mark.parametrize(("measured", "expected"), OUTSIDE)
-def test_what_holds_back_a_program_that_knows_nothing_of_it(measured: Throughput, expected: list[str]) -> None:
+def test_the_limit_of_an_external_program(measured: Throughput, expected: list[str]) -> None:
     found = verdict(Evidence({}, measured)).findings
     assert [each.cause for each in found] == expected
     assert all(each.why and each.todo for each in found)
 
 
-def test_code_in_a_verdict_is_code_on_the_page(tmp_path: Path) -> None:
+def test_code_in_a_verdict_is_formatted_on_the_page(tmp_path: Path) -> None:
     results = Results(tmp_path / "results")
     found, _, *_ = CASES["workers"]
     found.write(results.run("p", "r", epochs=0) / "throughput.json")

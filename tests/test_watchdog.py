@@ -179,8 +179,8 @@ def test_a_rank_that_hangs_between_epochs_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: Path, culprit: int) -> None:
-    """While its threads cannot send heartbeats, the other rank sees that the process is running; the run continues."""
+def test_a_rank_that_holds_pythons_lock_is_not_reported(tmp_path: Path, era5_data: Path, culprit: int) -> None:
+    """A rank cannot send heartbeats, but the other rank sees that its process is running: the run continues."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 60})
     # These limits are for processes that no rank can see while the dataset is opened.
     process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **{WATCHDOG: "silent=5:stuck=6"})
@@ -190,7 +190,7 @@ def test_a_rank_that_holds_pythons_lock_is_not_dead(tmp_path: Path, era5_data: P
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_pythons_lock_for_good_is_named(tmp_path: Path, era5_data: Path) -> None:
+def test_a_rank_that_never_releases_pythons_lock_is_named(tmp_path: Path, era5_data: Path) -> None:
     """The first rank judges all other ranks. If the first rank hangs, the other ranks report it."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     limits = {WATCHDOG: "silent=5:stuck=12:between=12"}
@@ -219,7 +219,7 @@ def test_within_a_minute(tmp_path: Path, era5_data: Path, how: str, rank: int) -
 
 
 @pytest.mark.slow
-def test_a_watchdog_that_cannot_begin_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_watchdog_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         """
@@ -247,7 +247,7 @@ except PeerLost as lost:
 
 
 @pytest.mark.slow
-def test_a_request_to_end_does_not_cut_off_the_last_word(tmp_path: Path, era5_data: Path) -> None:
+def test_a_request_to_end_does_not_suppress_the_last_message(tmp_path: Path, era5_data: Path) -> None:
     """torchrun's SIGTERM, which arrives while a failed exchange raises its exception, does not suppress the message."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     (folder / "program.py").write_text(
@@ -292,8 +292,9 @@ def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog's threads end with it. A thread that returned from a store while Python ends would abort the
-    process.
+    """The watchdog's threads end with the watchdog.
+
+    A thread that returned from a store while Python ends would abort the process.
     """
     monkeypatch.setenv(MEET, str(tmp_path / "meet"))
     said: list[str] = []
@@ -306,7 +307,7 @@ def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch
     assert not any(thread.is_alive() for thread in found._threads)
 
 
-# ---- judgement alone ---------------------------------------------------------------------------------
+# ---- the verdict without processes -------------------------------------------------------------------
 
 
 STEPS, BETWEEN, OPENING, REHEARSAL = ranges.STEPS, ranges.BETWEEN, ranges.OPENING, ranges.REHEARSAL
@@ -348,8 +349,8 @@ def test_the_verdict() -> None:
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank behind opens connections"
 
 
-def test_who_is_awaited_is_told_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """If the limit is longer than a minute, the message is logged once, and again for another rank."""
+def test_the_awaited_rank_is_logged_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """If the limit exceeds a minute, the message is logged once per awaited rank."""
     found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))
     assert not found._verdict() and not found._verdict()
     told = "all other processes have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
@@ -367,7 +368,7 @@ def test_the_verdict_between_epochs() -> None:
     saves = at(111, "checkpoint", BETWEEN, 601, exchanges=50)
     assert not verdict(saves, saves), "all ranks write"
     assert "for process 1 on nid1 (checkpoint)" in verdict(saves | {"background": 8}, saves | {"background": 7})
-    # Elsewhere, a background thread of some ranks may be ahead without a meaning.
+    # Outside of steps, background threads of some ranks may be ahead; this difference has no meaning.
     assert "no process is behind" in verdict(
         *[at(100, "backward", STEPS, 1801, exchanges=50, background=n) for n in (7, 8)]
     )
@@ -396,8 +397,8 @@ def test_the_verdict_on_silence() -> None:
     assert not verdict(WAITS, BEHIND, rank=1), "the second rank must not judge other ranks"
 
 
-def test_what_a_thread_exchanges_in_the_background_is_counted_apart(tmp_path: Path) -> None:
-    """Ranks that write a checkpoint may differ in progress, so that background exchanges count separately."""
+def test_background_exchanges_are_counted_separately(tmp_path: Path) -> None:
+    """Ranks that write a checkpoint may differ in progress, so background exchanges count separately."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         steps, background = dist.new_group(), Checkpoints(tmp_path, 1, World(size=2))._background.control
@@ -410,7 +411,7 @@ def test_what_a_thread_exchanges_in_the_background_is_counted_apart(tmp_path: Pa
         dist.destroy_process_group()
 
 
-def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_record_the_progress_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_marked", 0)
     monkeypatch.setattr(ranges, "at", "")  # earlier tests may have changed this value
     before = ranges.entered
@@ -433,7 +434,7 @@ def test_ranges_tell_how_far_a_process_has_come(monkeypatch: pytest.MonkeyPatch)
     assert (ranges.at, ranges.kind()) == ("", OPENING)
 
 
-def test_the_last_word_is_said_before_the_end() -> None:
+def test_the_last_message_is_printed_before_the_exit() -> None:
     program = "from dlscale.core import process; process.end('because', 7)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables())
     assert (done.returncode, done.stderr) == (7, "because\n")

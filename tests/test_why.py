@@ -101,9 +101,10 @@ def test_a_line_for_each_reason() -> None:
     ]
 
 
-def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
-    """The line has the command that makes the result again. It is omitted if a job will make it, or if it was never
-    made.
+def test_deleted_results_that_no_job_needs_are_reported(tmp_path: Path) -> None:
+    """The line has the command that makes the result again.
+
+    The line is omitted if a job will make the result, or if no job ever made the result.
     """
     for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,7 @@ def test_what_is_gone_and_needed_by_nothing_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_replaced_is_told() -> None:
+def test_runs_with_replaced_results_are_named() -> None:
     """The last line names the runs whose results would be replaced by results of other settings."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
     line = "replaces the results of p.r (train); to keep them: define a new run (from: p.r)"

@@ -133,7 +133,7 @@ def main() -> None:
         parser.error(f"unknown case: {', '.join(sorted(unknown))}")
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # exit normally, so that temporary files are removed
+    )  # exit normally, so temporary files are removed
     rows = []
     for name in args.cases or CASES:
         case = CASES[name]

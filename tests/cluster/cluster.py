@@ -41,8 +41,8 @@ PACKAGES = {
     "iproute2": "ip",
     "util-linux": "unshare",
 }
-#: Folder of the files that list each cluster's processes, by its number. A new process finds the file even after a
-#: crash.
+#: Folder of the files that list the processes of each cluster, by the cluster's number. A new process finds the file
+#: even after a crash.
 RECORDS = Path("/run/dlscale-cluster")
 #: Search path with Debian's folders for daemons, which not every user's PATH has.
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
@@ -296,7 +296,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                # The tests may run in a job themselves, so that variables of this job are removed.
+                # The tests may run in a job themselves, so variables of this job are removed.
                 env={**_outside_of_jobs(), "PATH": PATH, **self.environment(), **environment},
                 start_new_session=True,
             )
@@ -348,7 +348,7 @@ class Cluster:
             log.unlink()
         self.folder.chmod(0o755)
         self._write({})
-        # The database takes longest, so that everything else is prepared meanwhile.
+        # The database takes longest, so everything else is prepared meanwhile.
         database = self._install_database()
         self._configure()
         self._spawn("munged", *self._munged())
@@ -366,7 +366,7 @@ class Cluster:
         for node in NODES:
             self._kill_all_on(node)
         names = list(self._recorded()["processes"])
-        # No data are used again, so that the database and the nodes need no orderly end.
+        # No data are used again, so the database and the nodes need no orderly end.
         orderly = [name for name in names if name in ("slurmctld", "slurmdbd")]
         if names:
             self._halt(*(name for name in names if name not in orderly), patience=0)
@@ -500,7 +500,7 @@ class Cluster:
         until("mariadbd", port.exists)
         self._spawn("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=str(port))
         until("slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster", check=False).returncode == 0)
-        # Add these before slurmctld starts, so that slurmctld reads them at once.
+        # Add these before slurmctld starts, so slurmctld reads them at once.
         lines = ["add cluster perlmutter"]
         lines += [f"add qos {name} {limits} Flags=DenyOnLimit" for name, limits in QOS.items()]
         lines += [f"add account {name} Description=test Organization=test" for name in ACCOUNTS]
@@ -509,7 +509,7 @@ class Cluster:
         self.run("sacctmgr", "-i", "-Q", input="\n".join([*lines, "quit", ""]))
 
     def _limit_shared(self) -> bool:
-        """Return whether slurmctld knows the limit; it ignores a limit that is set before it listens."""
+        """Return whether slurmctld knows the limit; slurmctld ignores a limit that is set before it listens."""
         self.run("sacctmgr", "-i", "-Q", "modify", "qos", "shared", "set", SHARED_LIMIT, check=False)
         return SHARED_LIMIT.partition("=")[2] in self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
 
@@ -552,7 +552,7 @@ class Cluster:
         return {"SLURM_CONF": str(self.conf)}
 
     def run(self, *command: object, **more: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on the login node; `check`, `timeout`, `input` and `cwd` are those of `subprocess.run`."""
+        """Run a command on the login node; `check`, `timeout`, `input` and `cwd` are arguments of `subprocess.run`."""
         return call(*command, env={**_outside_of_jobs(), "PATH": PATH, **self.environment()}, **more)
 
     def submit(self, script: str, *options: str, cwd: Path | None = None) -> int:
@@ -584,7 +584,7 @@ class Cluster:
         self._halt("slurmctld", patience=10)
 
     def start_controller(self) -> None:
-        """Start `slurmctld` again; it still knows its jobs."""
+        """Start `slurmctld` again, with the earlier jobs."""
         self._spawn("slurmctld", "slurmctld", "-D", "-f", self.conf)
         until("slurmctld", lambda: "UP" in self.run("scontrol", "ping", check=False).stdout)
         until("all nodes", self.ready)

@@ -15,7 +15,7 @@ from tests.cluster import cluster as slurm
 def cluster() -> Iterator[slurm.Cluster]:
     """Yield a running cluster. Tests must leave its queue empty and its nodes up.
 
-    Slurm is only installed with `DLSCALE_CLUSTER_TESTS=1`, so that tests do not change a machine without permission.
+    Slurm is only installed with `DLSCALE_CLUSTER_TESTS=1`, so tests do not change a machine without permission.
     """
     if why := slurm.obstacle():
         pytest.skip(f"a cluster cannot run here: {why}")

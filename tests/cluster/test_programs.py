@@ -66,7 +66,7 @@ def test_a_plan(make: Callable[..., Flow]) -> None:
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 
 
-def test_a_status_is_said(make: Callable[..., Flow]) -> None:
+def test_the_exit_status_of_a_program_is_reported(make: Callable[..., Flow]) -> None:
     flow = make({"runs": {"two": {"geometry": {"nodes": 2}}}}, command=["sh", "-c", "exit 3"], resume=[], losses={})
     assert flow.run("--retries=0", "results/plans/plan/two/program.json") != 0
     assert "FAILED plan.two (program): the program ended with status 3 after" in flow.output
@@ -74,7 +74,7 @@ def test_a_status_is_said(make: Callable[..., Flow]) -> None:
 
 
 @pytest.mark.parametrize("how", ["preempted", "at its time limit"])
-def test_it_resumes_by_its_own_words(make: Callable[..., Flow], cluster: Cluster, how: str) -> None:
+def test_a_retry_resumes_from_the_programs_checkpoint(make: Callable[..., Flow], cluster: Cluster, how: str) -> None:
     """On two nodes, a retry resumes from the program's checkpoint, and the result covers all tries."""
     plan = {"measure": ["train"], "runs": {"two": {"geometry": {"nodes": 2}}}}
     seconds, retries = (1.0, "--retries=2") if how == "preempted" else (3.0, "--retries=4")

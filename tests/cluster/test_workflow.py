@@ -109,7 +109,9 @@ def test_shapes(make: Callable[..., Flow]) -> None:
     ],
     ids=["QOS", "constraint"],
 )
-def test_what_would_be_rejected_is_one_message(make: Callable[..., Flow], change: dict[str, Any], message: str) -> None:
+def test_an_impossible_request_gives_one_message(
+    make: Callable[..., Flow], change: dict[str, Any], message: str
+) -> None:
     """An impossible request gives one message; no job is submitted, and no result is lost."""
     flow = make(**change)
     assert flow.run() != 0
@@ -125,14 +127,14 @@ def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
     assert "does not match any supported policy" in flow.output and "Traceback" not in flow.output
 
 
-# ---- jobs that do not just end well ----------------------------------------------------------------
+# ---- failed and interrupted jobs -------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
     """After the warning, the training saves and continues. At the limit, it saves and ends. The next job resumes."""
     flow = make(targets=["long"], plans__long__settings=long(3600, prepared))
-    # Slurm warns up to half a minute early, so that with a limit of one minute the warning could come before the job
+    # Slurm warns up to half a minute early, so with a limit of one minute the warning could come before the job
     # runs.
     with flow.running("--set-resources", "train:runtime=2", "--retries=4") as process:
         # The log contains all tries.
@@ -258,7 +260,9 @@ def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
-def test_the_controller_goes_and_comes_back(make: Callable[..., Flow], prepared: Flow, how: signal.Signals) -> None:
+def test_a_restarted_controller_runs_no_job_twice(
+    make: Callable[..., Flow], prepared: Flow, how: signal.Signals
+) -> None:
     """If Snakemake is stopped and started again, no job runs twice and no result is lost."""
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
     with flow.running("--retries=0") as process:
@@ -322,7 +326,7 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
 
 
 @pytest.mark.slow
-def test_a_sweep_submits_what_was_chosen(make: Callable[..., Flow]) -> None:
+def test_a_sweep_submits_only_promoted_trials(make: Callable[..., Flow]) -> None:
     """The controller decides the rungs during the call: a trial that is not promoted is not submitted again."""
     flow = make(targets=["swept"])
     flow.config["plans"]["swept"] = {

@@ -80,7 +80,7 @@ def container_engine() -> Engine:
 @pytest.fixture(scope="session")
 def cpu_image(container_engine: Engine) -> str:
     """Return the name of the image `cpu`, which is built from this checkout."""
-    # The processes of a test session build one after the other, so that later processes find the finished image.
+    # The processes of a test session build one after the other, so later processes find the finished image.
     with Path(container_engine.environment["CONTAINERS_STORAGE_CONF"]).with_name("build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         container_engine.build(ROOT, IMAGE, "--build-arg=REVISION=tested")

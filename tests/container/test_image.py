@@ -122,15 +122,15 @@ def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> 
 def gpu_image(container_engine: Engine) -> str:
     """Return the name of the image `gpu`, built without NVIDIA's registry.
 
-    The base image is that of `cpu`, PyTorch is the CPU build, and nsys is left out. All other steps, such as the
-    locked packages with their hashes, are those of the real image.
+    The base image is the base of `cpu`, PyTorch is the CPU build, and nsys is left out. All other steps, such as the
+    locked packages with their hashes, equal the real image's steps.
     """
     container_engine.build(ROOT, "localhost/dlscale:tests-gpu", "--target=gpu", "--build-arg=NSYS=")
     return "localhost/dlscale:tests-gpu"
 
 
 @pytest.mark.long
-def test_the_gpu_image_imports_its_packages(container_engine: Engine, gpu_image: str) -> None:
+def test_all_packages_of_the_gpu_image_can_be_imported(container_engine: Engine, gpu_image: str) -> None:
     config = json.loads(container_engine("image", "inspect", gpu_image))[0]["Config"]
     assert config["User"] == "10001:10001" and not config.get("Entrypoint")
     assert config["Labels"]["org.opencontainers.image.base.name"] == "nvidia/cuda (CUDA 12)"

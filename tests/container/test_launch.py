@@ -116,7 +116,7 @@ def test_ctrl_c_reaches_it_once(start: Any, container_engine: Engine, tmp_path: 
 
 
 @pytest.mark.parametrize("who", ["supervisor", "client", "both"])
-def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine, tmp_path: Path, who: str) -> None:
+def test_no_process_outlives_a_killed_caller(start: Any, container_engine: Engine, tmp_path: Path, who: str) -> None:
     process = start(1000)
     said(tmp_path, "ready")
     (client,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[:1]
@@ -130,7 +130,7 @@ def test_nothing_outlives_whoever_is_killed(start: Any, container_engine: Engine
         )
 
 
-def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
+def test_a_failing_engine_is_reported(container_engine: Engine, prefix: list[str], tmp_path: Path) -> None:
     missing = [word if "dlscale:tests" not in word else "localhost/nosuch:1" for word in prefix]
     environment = {**container_engine.environment, "PYTHONPATH": SOURCES}
     command = [*missing, "-m", "dlscale", "train"]
@@ -145,7 +145,7 @@ def test_an_engine_that_fails_says_so(container_engine: Engine, prefix: list[str
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["podman", "podman-hpc", "shifter"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_training_in_a_container_is_that_outside(
+def test_a_training_in_a_container_equals_one_outside(
     engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
 ) -> None:
     """The numbers agree within the accuracy of another build, also in a container of the Shifter stand-in."""
@@ -200,10 +200,10 @@ def test_identity(container_engine: Engine, cpu_image: str, monkeypatch: pytest.
     assert image.identity("shifter", cpu_image) == found
 
 
-def test_an_image_that_is_not_migrated_is_no_success(
+def test_an_image_that_is_not_migrated_is_reported(
     container_engine: Engine, cpu_image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`podman-hpc migrate` may report success without effect, so that dlscale checks podman-hpc's list of images."""
+    """`podman-hpc migrate` may report success without effect, so dlscale checks podman-hpc's list of images."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for key, value in {**container_engine.environment, "PATH": path, "USER": "tester"}.items():
         monkeypatch.setenv(key, value)

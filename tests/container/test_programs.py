@@ -90,8 +90,8 @@ def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
     return process.returncode, said + (log.read_text() if log.exists() else "")
 
 
-def test_in_an_image_of_its_own(start: Start, theirs: str, container_engine: Engine, tmp_path: Path) -> None:
-    """In its own image, the program's steps are seen; it writes to its folder, and gets its modules and variables."""
+def test_a_program_runs_in_another_image(start: Start, theirs: str, container_engine: Engine, tmp_path: Path) -> None:
+    """In another image, the program's steps are detected; the program writes to its folder, and gets its variables."""
     process = start(
         image=theirs, environment={"A": "b c"}, command=["python3", "first.py", "--out", "{out}"], resume=[]
     )
@@ -120,7 +120,7 @@ def test_in_dlscales_image(start: Start, container_engine: Engine, tmp_path: Pat
     assert (tmp_path / "theirs/written_where_it_is").exists() and containers(container_engine) == []
 
 
-def test_signals_reach_it_and_a_later_try_goes_on(
+def test_signals_reach_the_program_and_a_retry_continues(
     start: Start, theirs: str, container_engine: Engine, tmp_path: Path
 ) -> None:
     process = start("--seconds=0.2", image=theirs)

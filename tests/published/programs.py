@@ -1,7 +1,7 @@
 """Training of two published programs, restated operation by operation, for comparison with dlscale's curves.
 
 The code does not use dlscale. Like the programs, it reads files, computes losses and rates, and updates weights.
-Settings are those of one process without mixed precision. The networks come from `bench.published` and get the
+Settings are for one process without mixed precision. The networks come from `bench.published` and get the
 published initial weights.
 
 With `repaired`, known defects (`tests/DEFECTS.md`) are repaired; without, the code equals the published program.
@@ -54,8 +54,8 @@ def make_unet(widths: Sequence[int], init_std: float = 0.02) -> UNet:
 class UNetRate:
     """Learning rate of the U-Net's program.
 
-    Iterations count from 1, so that the first rate is already one step down the cosine. The period is the number of all
-    steps, so that after a warm-up the rate does not reach `end`. If repaired, iterations count from 0 and the period
+    Iterations count from 1, so the first rate is already one step down the cosine. The period is the number of all
+    steps, so after a warm-up the rate does not reach `end`. If repaired, iterations count from 0 and the period
     excludes the warm-up.
     """
 
@@ -214,8 +214,8 @@ def shared_vit(
     This is the program's context parallelism. Each device has all weights and some of the tokens. Each block gathers
     keys and values. After the last normalisation all tokens are gathered, and every device computes head and loss for
     all tokens. The backward pass of the last gathering gives each device the gradients of its own tokens. Therefore
-    each device has complete gradients of the head and partial gradients of all other weights. The program sums most of
-    these over the devices.
+    each device has complete gradients of the head and partial gradients of all other weights. The program sums most
+    partial gradients over the devices.
 
     The published program does not sum the gradients of the last normalisation. The blocks' normalisations have
     PyTorch's eps, 1e-5, although one device has 1e-6. If repaired, all partial gradients are summed, and eps is 1e-6.

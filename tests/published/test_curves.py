@@ -115,7 +115,7 @@ def apart(found: list[float], expected: list[float]) -> float:
 
 
 @pytest.mark.slow
-def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path) -> None:
+def test_published_pairs_omit_one_and_repeat_one(era5_data: Path) -> None:
     """In a year with n states, pair 0 never occurs and pair 1 three times. After repair, all n - 1 pairs occur once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
@@ -125,7 +125,10 @@ def test_published_pairs_leave_one_out_and_take_one_three_times(era5_data: Path)
 
 
 def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> None:
-    """Both produce the same 24 forms of a cube and turn its vectors. The published program does not turn vectors."""
+    """The repaired program and dlscale produce the same 24 forms of a cube, and turn the vectors.
+
+    The published program does not turn vectors.
+    """
     published, mended = (Crops([cosmo_data / "train/box000.h5"], 8, 1, repaired=each) for each in (False, True))
     cube = published.boxes[0][1][:, :8, :8, :8]
     vectors = [(1, 2, 3)]
@@ -159,7 +162,7 @@ def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
     return Counter(symmetries.apply(number, cube).tobytes() for number in range(len(CHOICES[choice])))
 
 
-def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
+def test_the_published_rotations_equal_the_programs(cosmo_data: Path) -> None:
     """The 24 symmetries of the program's PyTorch loader occur equally often, with unchanged vectors."""
     cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
     published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
@@ -167,10 +170,10 @@ def test_the_published_turns_are_the_programs(cosmo_data: Path) -> None:
     assert outcomes("published", cube) == theirs and len(theirs) == theirs.total() == 24
 
 
-def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> None:
+def test_the_published_flips_equal_dalis_operator(tmp_path: Path) -> None:
     """The eight outcomes of the three coins in the DALI loader give four forms of a box, each form twice.
 
-    The loader's rotations are discarded. The boxes have no layout, so that DALI treats the first axis as frames.
+    The loader's rotations are discarded. The boxes have no layout, so DALI treats the first axis as frames.
     """
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     from nvidia.dali import Pipeline, fn
@@ -195,9 +198,9 @@ def test_the_published_flips_are_those_of_dalis_own_operator(tmp_path: Path) -> 
 def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
     """With the published context parallelism on two devices, only the last norm's gradient is incomplete.
 
-    The published program does not sum this gradient over devices. All other gradients differ from those of one device
-    only by eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction equal those of
-    one device. `tests/test_mesh.py` compares dlscale with one device.
+    The published program does not sum this gradient over devices. All other gradients differ from the gradients of one
+    device only by eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction equal
+    the results of one device. `tests/test_mesh.py` compares dlscale with one device.
     """
     torch.manual_seed(0)
     model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()
@@ -277,8 +280,8 @@ def test_the_unet_takes_the_published_steps(
     assert apart(recording.losses, mended.steps) < TOLERANCE
     assert apart([epoch["train_loss"] for epoch in found], mended.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], mended.valid) < TOLERANCE
-    # The published program uses the rate of the next step, and its warm-up does not shorten the cosine. This small
-    # difference is visible.
+    # The published program uses the learning rate of the next step, and its warm-up does not shorten the cosine. The
+    # losses therefore differ by more than the tolerance, but by less than 10 %.
     if not warmup:
         assert published.rates[:-1] == pytest.approx(recording.rates[1:], rel=1e-12)
         assert published.rates[-1] == 0.0, "the last step of the published program must have rate zero"
@@ -326,7 +329,7 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
     )
 
 
-# --- their own weights and samples --------------------------------------------------------------------------------
+# --- separate weights and samples ---------------------------------------------------------------------------------
 
 
 def overlap(one: np.ndarray, other: np.ndarray) -> float:
@@ -428,7 +431,7 @@ def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, e
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray, other: np.ndarray) -> None:
-    """Assert that dlscale's curves overlap with the program's, but not with those of a program with another rate."""
+    """Assert that dlscale's curves overlap with the program's curves, but not with curves of another learning rate."""
     assert overlap(ours, theirs) > LEVEL, (ours.mean(axis=0), theirs.mean(axis=0))
     assert overlap(ours, other) <= LEVEL, "the test must detect the other program"
     assert overlap(theirs, other) <= LEVEL
@@ -441,7 +444,7 @@ def fields(*shape: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-def test_losses_by_hand() -> None:
+def test_losses_equal_values_by_hand() -> None:
     """The losses of two samples with two channels on two points are computed by hand."""
     y = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 0.0]]])
     p = torch.tensor([[[3.0, 1.0], [2.0, 2.0]], [[1.0, 2.0], [2.0, 3.0]]])
@@ -470,11 +473,11 @@ def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
         assert found[f"rmse_normalised/{name}"] == pytest.approx(expected[channel].item(), rel=1e-5)
 
 
-def test_the_published_grid_has_other_latitudes_than_its_program_believes() -> None:
+def test_the_published_program_uses_wrong_latitudes() -> None:
     """The data lack the last of 361 rows, a pole. The program still spreads its 360 rows from pole to pole.
 
     dlscale uses the rows' true latitudes. The weights differ by at most 0.014 of the mean weight. If errors are three
-    times as large at one pole as at the other, the RMSE differs by less than 0.3 %, so that values can be compared.
+    times as large at one pole as at the other, the RMSE differs by less than 0.3 %, so values can be compared.
     """
     y, p = (fields(2, 1, 360, 32, seed=seed) for seed in (0, 1))
     error = (p - y) * (1 + 0.5 * torch.cos(torch.linspace(0, math.pi, 360)))[:, None]

@@ -18,7 +18,7 @@ def document(*rates: float) -> str:
     return json.dumps({label: {"trial_throughput": [rate, 0.0]} for label, rate in labelled})
 
 
-def test_it_takes_and_draws_our_record_as_it_is(tmp_path: Path) -> None:
+def test_the_published_script_reads_our_record(tmp_path: Path) -> None:
     def trials(rate: float) -> Trials:
         return Trials(trial_throughput=[rate, 2 * rate], trial_time=[1.0, 0.5], mean=1.5 * rate)
 
@@ -30,7 +30,7 @@ def test_it_takes_and_draws_our_record_as_it_is(tmp_path: Path) -> None:
     assert [list(np.asarray(line.get_ydata())) for line in axes.lines] == 2 * [[10.0], [20.0], [30.0]]
 
 
-def test_ideal_is_the_first_as_many_times() -> None:
+def test_the_ideal_speed_is_a_multiple_of_the_first() -> None:
     drawn = lines({1: (3.0, 2.0, 1.0), 2: (5.0, 4.0, 1.5), 32: (9.0, 60.0, 25.0)})
     assert drawn["FULL"] == [1.0, 1.5, 25.0] and drawn["FULL ideal"] == [1.0, 2.0, 32.0]
     assert drawn["SYNTHETIC ideal"] == [2.0, 4.0, 64.0] and drawn["IO ideal"] == [3.0, 6.0, 96.0]

@@ -21,7 +21,7 @@ from dlscale.preflight.run import ASKED
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, TINY, once
 from tests.waiting import PATIENCE
 
-#: Folder of modules that run inside Snakemake and the stages, so that tests can observe both.
+#: Folder of modules that run inside Snakemake and the stages, so tests can observe both.
 INSIDE = Path(__file__).parent / "inside"
 #: Files and folders of the repository that a run of the workflow needs.
 TREE = ["Snakefile", "config.yaml", "README.md", "CITATION.cff", "rules", "profiles", "perlmutter", "workflow_scripts"]
@@ -113,7 +113,7 @@ for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].va
         "settings": {**TINY[_study]["run"], "dataset": _study},
         "runs": {"tiny": {}},
     }
-#: Options for one thread per job, so that two simultaneous jobs and other processes disturb each other less.
+#: Options for one thread per job, so two simultaneous jobs and other processes disturb each other less.
 THREADS = ["--set-threads", "train=1", "throughput=1", "tune=1"]
 COMMON = ["--configfile", "tiny.yaml", "--logger", "dlscale", "jobs", *THREADS]
 #: Plans with their own page; the page of the targets shows all plans.

@@ -192,7 +192,7 @@ class Row:
 
 
 def components() -> Iterator[Row]:
-    """Yield rows for the files of each study and its kind of dataset; registering a new study adds its rows."""
+    """Yield rows for the files of each study and its kind of dataset; a newly registered study adds rows."""
     for name, study in [(name, study) for name, study in STUDY.items() if name != "waves"]:
         own = registry.studies()[study].file
         source, kind = own.read_text(), registry.study(study).dataset
@@ -260,7 +260,7 @@ ROWS = [
         append(f"{PACKAGE}/data/loaders/synthetic_loader.py"),
         ["train cosmo ceiling", "throughput cosmo ceiling", *tables("cosmo")],
     ),
-    # Code for data affects all later jobs of the dataset. Pieces are temporary files, so that assembling also reruns
+    # Code for data affects all later jobs of the dataset. Pieces are temporary files, so assembling also reruns
     # the jobs that make the pieces.
     Row("base of kinds", append(f"{PACKAGE}/data/kind.py"), since("preprocess", *ALL)),
     Row("preprocessing and assembling", append(f"{PACKAGE}/data/preprocess.py"), since("preprocess", *PREPROCESSED)),
@@ -545,7 +545,7 @@ ROWS = [
 HARMLESS = [row for row in ROWS if not (row.jobs or row.arguments)]
 
 
-def test_what_decides_no_result_makes_nothing_run(finished: tuple[Tree, Outcome]) -> None:
+def test_harmless_edits_rerun_no_job(finished: tuple[Tree, Outcome]) -> None:
     """No harmless edit makes a job run. If a job would run, its reason, or a test of each edit, shows the edit."""
     tree, _ = finished
     undo = both(*(row.edit for row in HARMLESS))(tree)
@@ -567,7 +567,7 @@ def test_what_decides_no_result_makes_nothing_run(finished: tuple[Tree, Outcome]
         if row not in HARMLESS
     ],
 )
-def test_exactly_what_changed_would_run(row: Row, finished: tuple[Tree, Outcome]) -> None:
+def test_an_edit_reruns_exactly_the_affected_jobs(row: Row, finished: tuple[Tree, Outcome]) -> None:
     tree, _ = finished
     undo = row.edit(tree)
     try:
@@ -579,13 +579,13 @@ def test_exactly_what_changed_would_run(row: Row, finished: tuple[Tree, Outcome]
     # The next row's test, or the last test, checks that the edit was undone.
 
 
-def test_what_was_put_back_leaves_nothing_to_do(finished: tuple[Tree, Outcome]) -> None:
+def test_undone_edits_rerun_no_job(finished: tuple[Tree, Outcome]) -> None:
     """No job would run after all edits were undone."""
     assert finished[0].planned().names == []
 
 
 @pytest.mark.slow
-def test_what_would_run_does_run(clone: Tree) -> None:
+def test_jobs_of_the_dry_run_are_executed(clone: Tree) -> None:
     """The jobs of the dry run are executed, then nothing is left to do. Undoing the edit reruns the same jobs."""
     undo = configure("plans.era5.settings.throughput.trials", 1)(clone)
     planned = clone.planned().names
@@ -608,7 +608,9 @@ def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
 # ---- fingerprints, compared with the modules that the stages of the finished workflow imported ---------
 
 
-def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_contains_exactly_the_imported_modules(
+    finished: tuple[Tree, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stage's fingerprint contains exactly the modules that the stage imported.
 
     Exceptions are guards, definitions that the stage does not use, modules of the command line, code that only fetches
@@ -618,7 +620,7 @@ def test_fingerprint_is_of_exactly_what_ran(finished: tuple[Tree, Outcome], monk
     monkeypatch.setattr(registry, "_added", {})
     registry.add("waves", finished[0].path / f"../{OUTSIDE}/waves.py")
     own = set(finished[0].python("import dlscale.cli, json, sys; print(json.dumps(list(sys.modules)))"))
-    # Settings import all kinds of dataset, including external kinds.
+    # Settings import the modules of all kinds of dataset. `reachable` below adds the external module waves_data.
     kinds = [module for module in registry.kinds().values() if module != "waves_data"]
     own |= {
         "dlscale.datasets",
@@ -667,6 +669,6 @@ def entries(tree: Tree, arguments: list[str]) -> list[str]:
     return [STAGES[name].module]
 
 
-def test_the_copy_is_what_runs(finished: tuple[Tree, Outcome]) -> None:
+def test_the_copied_package_runs(finished: tuple[Tree, Outcome]) -> None:
     place = finished[0].python("import dlscale, json; print(json.dumps(dlscale.__file__))")
     assert place == str(finished[0].path / PACKAGE / "__init__.py")

@@ -74,8 +74,8 @@ def entities(crate: Path) -> dict[str, Any]:
     return {entity["@id"]: entity for entity in json.loads((crate / "ro-crate-metadata.json").read_text())["@graph"]}
 
 
-def test_a_validator_finds_what_the_profile_requires(crate: Path, tmp_path: Path) -> None:
-    """The metadata contain the terms of RO-Crate 1.1 (of 1.3, except for four terms), so that no network is needed."""
+def test_a_validator_accepts_the_crate(crate: Path, tmp_path: Path) -> None:
+    """The metadata contain the terms of RO-Crate 1.1 (of 1.3, except for four terms), so no network is needed."""
     from rocrate import vocabs
     from rocrate_validator import models, services
 
@@ -100,7 +100,7 @@ def test_a_validator_finds_what_the_profile_requires(crate: Path, tmp_path: Path
     assert {issue.message for issue in found} <= LACKING
 
 
-def test_its_files_are_those_of_the_results(crate: Path, finished: tuple[Tree, Outcome]) -> None:
+def test_the_crate_contains_the_files_of_the_results(crate: Path, finished: tuple[Tree, Outcome]) -> None:
     results, known = finished[0].results, entities(crate)
     files = {name: entity for name, entity in known.items() if "sha256" in entity and entity["@type"] == "File"}
     assert {
@@ -120,7 +120,7 @@ def test_its_files_are_those_of_the_results(crate: Path, finished: tuple[Tree, O
     assert "default-src 'none'" in (crate / "ro-crate-preview.html").read_text(), "a title must not run code"
 
 
-def test_it_says_who_did_what_when_and_where(crate: Path, finished: tuple[Tree, Outcome]) -> None:
+def test_the_crate_records_agent_time_and_machine_of_each_stage(crate: Path, finished: tuple[Tree, Outcome]) -> None:
     known, results = entities(crate), finished[0].results
     made = json.loads((results / "plans/cosmo/unet/provenance.json").read_text())
     trained = known["#train/cosmo.unet"]
@@ -166,7 +166,7 @@ def test_without_a_citation_nothing_is_packed(finished: tuple[Tree, Outcome], tm
     assert not file.exists()
 
 
-def test_its_data_are_described_by_croissant(crate: Path, finished: tuple[Tree, Outcome]) -> None:
+def test_croissant_describes_the_data_of_the_crate(crate: Path, finished: tuple[Tree, Outcome]) -> None:
     import mlcroissant
 
     folder = finished[0].results / "data/boxes"
@@ -188,9 +188,7 @@ def kept(finished: tuple[Tree, Outcome], tmp_path: Path) -> Path:
     return tmp_path / "results"
 
 
-def test_what_is_large_is_named_by_its_digest_and_so_is_an_image(
-    kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path
-) -> None:
+def test_large_files_and_images_are_named_by_digest(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
     run, file = kept / "plans/mnist_cnn/tiny", tmp_path / "crate.zip"
     (run / "model.pt").write_bytes(bytes(11_000_000))
     image = {"engine": "podman-hpc", "name": "ghcr.io/dlscale/dlscale:gpu-0.1.0", "identity": f"sha256:{'ab' * 32}"}

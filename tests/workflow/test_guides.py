@@ -178,7 +178,7 @@ def written(tree: Tree) -> Tree:
 
 
 @pytest.mark.slow
-def test_its_files_are_what_its_commands_name(make_tree: Callable[..., Tree]) -> None:
+def test_the_run_commands_of_each_guide_are_valid(make_tree: Callable[..., Tree]) -> None:
     """Each `dlscale run` on the page works as a dry run; the data are made first."""
     tree = written(make_tree())
     assert [name for name, _ in FILES] == ["mine.yaml", "fields.py", "own.yaml"]
@@ -192,7 +192,7 @@ def test_its_files_are_what_its_commands_name(make_tree: Callable[..., Tree]) ->
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_arrays_of_ones_own(make_tree: Callable[..., Tree]) -> None:
+def test_the_commands_for_own_arrays_work(make_tree: Callable[..., Tree]) -> None:
     """The commands of section 5 work one after the other."""
     tree = written(make_tree())
     for command in [command for command in COMMANDS if "own.yaml" in command or "fields.py" in command]:

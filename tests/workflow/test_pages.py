@@ -53,7 +53,7 @@ def shown(tree: Tree, done: Outcome) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_end_names_the_page_of_what_was_asked(small: Tree) -> None:
+def test_a_call_ends_with_the_page_of_the_targets(small: Tree) -> None:
     """The end of a call names its targets' pages, even if no job ran; the page of other targets is unchanged."""
     for targets, pages in (
         ([], [OWN]),
@@ -89,7 +89,7 @@ def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
+def test_snakemakes_report_refuses_unfinished_plans(small: Tree) -> None:
     """Snakemake's report works for finished plans, whatever else is in the results. Unfinished plans give an error."""
     more = 'plans={"other": {"from": "one.a", "runs": {"new": {"seed": 5}}}}'
     (small.results / "plans/half/made").mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def test_snakemakes_own_report_says_what_is_unfinished(small: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_gone_is_told(small: Tree) -> None:
+def test_missing_files_are_reported(small: Tree) -> None:
     """A line names each missing file that a job makes again, and each missing folder or file that no job needs."""
     run, stats = small.results / "plans/one/a", small.results / "data/squares/stats"
     for gone in (run / "tensorboard", stats):

@@ -40,14 +40,14 @@ def profiles(outcome: Outcome) -> dict[str, Job]:
 
 
 @pytest.mark.slow
-def test_the_runs_that_are_named_and_no_others(shown: tuple[str, Outcome]) -> None:
+def test_only_the_named_runs_are_profiled_and_timed(shown: tuple[str, Outcome]) -> None:
     _, outcome = shown
     assert sorted(profiles(outcome)) == sorted(SINGLE + FOUR)
     names = {name for name in outcome.names if name.split()[0] in ("train", "throughput", "tune")}
     assert names == {f"throughput {run}" for run in SINGLE + FOUR}, "the runs must be timed, not trained"
 
 
-def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome]) -> None:
+def test_profiles_run_in_the_container_and_four_by_srun(shown: tuple[str, Outcome]) -> None:
     engine, outcome = shown
     for name, job in profiles(outcome).items():
         words = shlex.split(job.command)
@@ -76,7 +76,7 @@ def test_each_runs_in_its_container_and_four_by_srun(shown: tuple[str, Outcome])
             assert not starter and not ordered
 
 
-def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
+def test_the_last_epoch_is_profiled_with_the_ladders_settings(shown: tuple[str, Outcome]) -> None:
     """Both tools profile the last of four epochs. Except for the first rung, runs have the settings of the ladder."""
     for name, job in profiles(shown[1]).items():
         words = shlex.split(job.command)
@@ -91,7 +91,7 @@ def test_what_is_profiled(shown: tuple[str, Outcome]) -> None:
         assert run["batch_size"] == of_one * run["geometry"]["gpus_per_node"]
 
 
-def test_what_is_asked_of_slurm(shown: tuple[str, Outcome]) -> None:
+def test_the_slurm_request_of_profiles(shown: tuple[str, Outcome]) -> None:
     for name, job in profiles(shown[1]).items():
         gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
         asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}

@@ -24,7 +24,7 @@ from tests.workflow.conftest import Outcome, Tree
 
 #: Settings of the shortest possible paired timing.
 TIMED = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0.0, "beside": 2, "error": 0.2}
-#: Command whose steps sleep, so that their duration hardly depends on the machine.
+#: Command whose steps sleep, so their duration hardly depends on the machine.
 COMMAND = ["python", "theirs.py", "--batch-size", "{batch_size}", "--epochs", "{epochs}", "--sleep", "{sleep}"]
 PROGRAM: dict[str, Any] = {
     "command": [*COMMAND, "--out", "{out}", "--seed", "{seed}"],

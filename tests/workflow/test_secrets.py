@@ -85,9 +85,7 @@ def _watched() -> Iterator[tuple[set[str], set[str]]]:
 
 
 @pytest.mark.slow  # test_config covers the parts of this test
-def test_secrets_reach_what_fetches_and_nothing_else(
-    make_tree: Callable[..., Tree], guarded: tuple[str, list[str]]
-) -> None:
+def test_only_downloads_get_secrets(make_tree: Callable[..., Tree], guarded: tuple[str, list[str]]) -> None:
     host, asked = guarded
 
     def config(token: str) -> dict[str, Any]:

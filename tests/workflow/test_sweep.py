@@ -124,13 +124,13 @@ JOBS = [
 
 
 @pytest.mark.slow
-def test_the_command_that_is_named_trains_what_won(finished: tuple[Tree, Outcome], clone: Tree) -> None:
+def test_the_printed_command_trains_the_winner(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     """The printed command works, although the folder's name needs quotes and only `tuned.yaml` contains the plan."""
     (job,) = [job for job in finished[1].jobs if job.rule == "tune"]
     words = shlex.split(job.command)
     given = {flag: words[words.index(flag) + 1] for flag in ("--call", "--run", "--out")}
     assert given["--call"] == "snakemake --configfile tiny.yaml"
-    # A real gain would depend on the machine, so that the test simulates the gain.
+    # A real gain would depend on the machine, so the test simulates the gain.
     folder = clone.results / "plans/tuned/mine"
     found = Tuning.read(folder / "tune.json")
     assert found.run == given["--run"] == "tuned.mine"

@@ -29,7 +29,7 @@ def reasons(tree: Tree) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_changed_is_named(clone: Tree) -> None:
+def test_changed_settings_and_sources_are_named(clone: Tree) -> None:
     """Changed settings are named by key, changed sources by file; deleted results and results never made are listed."""
     kept = r"; to keep them: define a new run{} \(from: era5\.vit\)"
     model = f"{PACKAGE}/extensions/era5_vit/model.py"
@@ -59,7 +59,7 @@ def test_what_changed_is_named(clone: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_cut_short_was_not_asked_for(make_tree: Callable[..., Tree]) -> None:
+def test_an_interrupted_job_reruns(make_tree: Callable[..., Tree]) -> None:
     """Snakemake marks the outputs of a running job. If the mark is found later, the job reruns."""
     tree = make_tree()
     output = tree.results / "plans/era5/vit/throughput.json"
@@ -84,7 +84,7 @@ def test_the_question(clone: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_another_image_makes_all_again(clone: Tree) -> None:
+def test_another_image_reruns_all_stages(clone: Tree) -> None:
     """After a change to a container, results computed natively are recomputed, with the reason; fetched files stay."""
     (clone.path / "image.sif").write_bytes(b"an image")
     configure("site", {"engine": "apptainer", "image": "image.sif"})(clone)
@@ -97,7 +97,7 @@ def test_another_image_makes_all_again(clone: Tree) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree]) -> None:
+def test_dlscale_run_passes_arguments_to_snakemake(make_tree: Callable[..., Tree]) -> None:
     """`dlscale run` passes a plan's name, a dotted key, files and Snakemake's options on to Snakemake."""
     tree = make_tree()
     run = "python -m dlscale run --configfile tiny.yaml"
@@ -115,7 +115,7 @@ def test_what_is_typed_is_what_snakemake_is_told(make_tree: Callable[..., Tree])
 
 
 @pytest.mark.slow
-def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
+def test_the_terminal_shows_progress_and_messages(make_tree: Callable[..., Tree]) -> None:
     """The terminal shows progress and dlscale's messages; Snakemake's log has its messages about jobs."""
     tree = make_tree()
     run = "python -m dlscale run --configfile tiny.yaml data_waves"
@@ -150,7 +150,10 @@ def test_a_call_is_shown(make_tree: Callable[..., Tree]) -> None:
 
 @pytest.mark.slow
 def test_raw_files_that_are_replaced_are_seen(make_tree: Callable[..., Tree]) -> None:
-    """A replaced raw file is detected even if it is older, also in a study's own kind. Without it, products stay."""
+    """A replaced raw file is detected even if it is older, also in a study's own kind.
+
+    Without the raw file, products stay.
+    """
     array = {"channels": ["f"]}
     arrays = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "input": array, "target": array}
     starter = {"kind": "starter", "source": {**arrays, "shares": {"train": 0.5, "valid": 0.5}}}

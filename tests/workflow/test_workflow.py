@@ -133,7 +133,7 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
-    """All telemetry rows contain the CPU use of this call's other jobs, so that it does not count as foreign load."""
+    """All telemetry rows contain the CPU use of this call's other jobs, so it does not count as foreign load."""
     tree, _ = finished
     files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
     assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
@@ -142,8 +142,8 @@ def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
     )  # the variable that rules/common.smk sets still exists in Snakemake
 
 
-def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> None:
-    """Every job is counted once, with its total time and the time that its process needed to start."""
+def test_a_call_ends_with_the_time_per_rule(finished: tuple[Tree, Outcome]) -> None:
+    """Every job is counted once, with the total time and the start time of the job's process."""
     tree, outcome = finished
     pages = [
         "report/index.html",
@@ -158,7 +158,7 @@ def test_the_end_says_where_the_time_went(finished: tuple[Tree, Outcome]) -> Non
     assert sorted(re.findall(r"^Report: /.+/(\w+/\w+\.html)$", said, re.MULTILINE)) == sorted(pages)
 
 
-def test_hostile_names_are_names_only(finished: tuple[Tree, Outcome]) -> None:
+def test_shell_characters_in_names_are_harmless(finished: tuple[Tree, Outcome]) -> None:
     """Quotes, spaces and commands in the results folder's name and in titles have no effect."""
     tree, _ = finished
     assert not [path for path in tree.path.rglob("*") if path.name.startswith("pwned")]
@@ -322,7 +322,7 @@ def test_rule_is_thin_and_complete(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rule_quotes_what_it_puts_into_a_shell(rule: str) -> None:
+def test_rules_quote_shell_arguments(rule: str) -> None:
     """Only numbers, and names whose wildcard constraint makes them harmless, are unquoted."""
     shell = ast.literal_eval(f"({directive(RULES[rule][1], 'shell')})")
     bare = {field for field in re.findall(r"{([^{}]*)}", shell) if not field.endswith(":q")}
@@ -413,11 +413,11 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     done = steps()
     process = clone.start(*call)
     until("a checkpoint after the interruption", lambda: steps() - done)
-    process.kill()  # kill only Snakemake, so that the training continues
+    process.kill()  # kill only Snakemake, so the training continues
     process.wait()
     owner = int((checkpoints / ".lock").read_text().split()[1])
     try:
-        os.kill(owner, signal.SIGSTOP)  # pause the training, so that it still exists during the next calls
+        os.kill(owner, signal.SIGSTOP)  # pause the training, so it still exists during the next calls
         locked = clone.snakemake(*call)
         assert locked.status == 1 and "--unlock" in locked.output
         assert clone.snakemake("--unlock", *call).status == 0
@@ -453,7 +453,7 @@ def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_not_start(clone: Tree) -> None:
+def test_a_dry_run_reports_jobs_that_cannot_start(clone: Tree) -> None:
     """A dry run prints the message with which the real run would fail before its first job."""
     clone.config["plans"]["nodes"] = {
         "study": "mnist_cnn",

@@ -144,7 +144,7 @@ def _overview(texts: Mapping[str, str]) -> str:
 class _Parser(argparse.ArgumentParser):
     """Parser that suggests the most similar command for an unknown command.
 
-    The parser of a query accepts positional words before, between and after the options.
+    The parser of a query accepts positional arguments before, between and after the options.
     """
 
     reorders = False
@@ -185,7 +185,7 @@ def _is_option(word: str) -> bool:
 
 
 def _fits(action: argparse.Action, word: str) -> bool:
-    """Return whether a word is a further value of an option instead of a positional word."""
+    """Return whether a word is a further value of an option instead of a positional argument."""
     if action.dest == "configfile":
         return word.endswith((".yaml", ".yml", ".json"))
     if action.dest == "config":
@@ -391,7 +391,7 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
     """Return the path of the manifest of the data that a run's loader reads.
 
-    If the loader requests a copy (`staging`), the path is that of a copy on this node.
+    If the loader requests a copy (`staging`), return the manifest of the copy on this node.
     """
     loader = read_settings(config)[0].get("loader")
     loader = loader if isinstance(loader, dict) else {}  # the stage itself refuses an invalid section

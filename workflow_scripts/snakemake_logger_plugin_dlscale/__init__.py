@@ -4,7 +4,7 @@ A call shows progress, warnings, and messages of the rules; a dry run also shows
 `--verbose` or `--debug-dag`, a call shows Snakemake's own messages instead of its progress. Snakemake's log file always
 contains Snakemake's messages, but it contains the commands of jobs only after `-p`.
 
-Snakemake imports every logger plugin at each start. So this plugin imports modules of dlscale only when needed.
+Snakemake imports every logger plugin at each start. Therefore this plugin imports modules of dlscale only when needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLD = "told_by_dlscale"
 
 #: Seconds between two updates of the progress, and, without a terminal, minimum seconds between two lines.
 LOOK_EVERY, LINE_EVERY = 0.5, 20.0
-#: Minimum time between two lines, as a fraction of the call's time so far: a call of a day prints some hundred lines.
+#: Minimum time between two lines, as a fraction of the call's time so far: a call of a day prints a few hundred lines.
 LINE_SHARE = 0.01
 
 

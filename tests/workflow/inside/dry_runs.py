@@ -1,7 +1,7 @@
 """Fast dry runs without repeated imports of Snakemake: the process forks for every line of standard input.
 
 An input line is a JSON list of Snakemake's arguments. The reply is a JSON line with [exit status, output]. Only the
-forked process imports the package `dlscale`, so that edits of the package take effect.
+forked process imports the package `dlscale`, so edits of the package take effect.
 """
 
 import json

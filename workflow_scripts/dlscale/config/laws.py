@@ -59,8 +59,8 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.accumulation_steps > 1 and _captures(run),
-        "accumulation_steps and compile.mode {its.compile.mode}: the graphs of this mode overwrite the gradients of "
-        "the previous micro-batch; use compile.mode default, with cuda_graph on a GPU",
+        "accumulation_steps and compile.mode {its.compile.mode}: the CUDA graphs of this mode overwrite the gradients "
+        "of the previous micro-batch; use compile.mode default (on a GPU, cuda_graph can be set instead)",
     ),
     (
         lambda run: run.attention != "default" and not _supports(run, "attention"),
@@ -149,7 +149,7 @@ OF_RUNS: tuple[Law, ...] = (
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
         "parallel.param_dtype and reduce_dtype: fsdp has no effect without a second device for the same weights, so "
-        "that precision alone decides; remove both keys, and use precision bf16",
+        "precision alone decides; remove both keys, and use precision bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.geometry.tp > 1,
@@ -186,6 +186,6 @@ OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and run.accumulation_steps > 1,
         "parallel.sync_batchnorm and accumulation_steps: a small last batch gives processes different numbers of "
-        "micro-batches, so that some processes would wait forever for statistics; remove one of the two keys",
+        "micro-batches, so some processes would wait forever for statistics; remove one of the two keys",
     ),
 )

@@ -58,7 +58,7 @@ class Published(Record):
         return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
 
 
-#: Names of published figures that are neither a throughput nor a validation metric, by key of `metric`.
+#: Key of `metric` → name, for published figures that are neither a throughput nor a validation metric.
 PUBLISHED_KINDS = {
     "train_loss": "training loss",
     "valid_loss": "validation loss",

@@ -57,7 +57,7 @@ class StudyFile(Strict):
     settings: dict[str, Any]
     datasets: dict[str, Any] = {}
     plans: dict[str, Any] = {}
-    #: Plans that are skipped if an extension is missing, by name of the extension.
+    #: Name of an extension → plans that are skipped without the extension.
     plans_need: dict[str, list[str]] = {}
     published: list[Published] = []
     series: dict[Name, Any] = {}  #: Published series, which the extension `predict` validates.
@@ -86,11 +86,11 @@ class Configuration:
     """Validated configuration."""
 
     workflow: Workflow  #: Configuration file, merged with the shipped datasets and plans.
-    plans: dict[str, dict[str, ResolvedRun]]  #: Runs by plan and run name, in order.
+    plans: dict[str, dict[str, ResolvedRun]]  #: Plan → name of the run → run, in the plan's order.
     skipped_runs: dict[
         str, dict[str, str]
     ]  #: Requirements that this machine lacks, by plan and by name of the skipped run.
-    #: Full addresses of datasets by redacted address, and secrets of programs by marker.
+    #: Redacted address → full address of a dataset, and marker → secret of a program.
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def stages(self, plan: str, run: str) -> list[str]:
@@ -372,10 +372,10 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 
 
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
-    """Return the path of the targets' page in the results folder.
+    """Return the path of the targets' page, relative to the results folder.
 
-    Later `layers` override earlier layers. The layer that sets the results folder decides which targets have the page
-    `report/index.html`. Other targets have a page with another name.
+    Later `layers` override earlier layers. The page is `report/index.html` if the targets are those in effect at the
+    layer that sets the results folder. If a later layer changes the targets, the page is named after the new targets.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -435,7 +435,7 @@ class _Resolver:
         self._skipped_runs: dict[str, dict[str, str]] = {}
         site = workflow.site
         self._provided = site.provides if site.engine != "none" else None
-        #: Number of GPUs of this machine; 0 if runs may start on other nodes, so that this number is not checked.
+        #: Number of GPUs of this machine, for the check in `_gpus`; 0 (no check) if runs may start on other nodes.
         self._here = 0 if site.scheduler or site.start else gpus()
 
     def run(self, plan: str, name: str) -> ResolvedRun:

@@ -383,7 +383,7 @@ class Throughput(Strict):
     )
     beside: Seconds = Field(
         30.0,
-        description="Maximum duration of the paired timing, seconds: to measure the speed-up, a run of one process and "
+        description="Maximum duration of the paired timing, seconds: to measure the speed-up, a single-process run and "
         "the plan's first run are timed alternately. On a busy machine the timing may take up to three times as long. "
         "0: no paired timing. If this is at least 10, the first run is also timed against a copy of itself.",
     )
@@ -452,7 +452,7 @@ class Tune(Strict):
         "additional time.",
     )
     rounds: Annotated[Repeats, Field(ge=3)] = Field(
-        8, description="Rounds of the duel, the final comparison of two settings; each round measures both settings."
+        8, description="Rounds of the duel, the final comparison of two combinations; each round measures both."
     )
 
     @field_validator("loaders")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 else:
     Job = Literal[("data", *RUN_STAGES)]
 
-#: Path without separators and line ends, so that every engine accepts the path in its options.
+#: Absolute path without colon, semicolon, comma and line end, which some engines do not accept in options.
 Path_ = Annotated[str, StringConstraints(pattern=r"^/[^:;,\n\r]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Value = Annotated[str, StringConstraints(pattern=r"^[^\n\r]+$")]  # Shifter does not accept empty values
@@ -98,7 +98,7 @@ class Nodes(Strict):
     memory_mb: PositiveInt | None = Field(
         None,
         description="Memory of a node for jobs, MB. A job requests a fraction of this memory (sbatch --mem), equal to "
-        "the fraction of the node's GPUs or CPUs that the job uses. Absent: jobs request no memory, so that Slurm's "
+        "the fraction of the node's GPUs or CPUs that the job uses. Absent: jobs request no memory, so Slurm's "
         "default applies.",
     )
     gpus: NonNegativeInt = Field(0, description="Number of GPUs of a node.")
@@ -184,9 +184,9 @@ class Site(Lawful):
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
-        description="Command words of the starter. For mpirun, the words start all processes of a run; absent: "
-        "mpirun -n {ranks}. For torchrun on several nodes, the words start torchrun on each node. For srun, the words "
-        "are further options of srun. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
+        description="Command of the starter, as a list of arguments. For mpirun, it starts all processes of a run; "
+        "absent: mpirun -n {ranks}. For torchrun on several nodes, it starts torchrun on each node. For srun, "
+        "these are further options of srun. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,

@@ -57,7 +57,7 @@ BLOCKS = {
     "convergence": ("convergence", "{batch_sizes: [64, 256], scaling: [sqrt], seeds: [0, 1]}"),
 }
 
-#: Kinds of plans that a block generates, by name of the block.
+#: Name of a block → kinds of plans whose runs the block generates.
 KINDS = {block: [kind for kind, (name, _) in BLOCKS.items() if name == block] for block, _ in BLOCKS.values()}
 
 
@@ -115,9 +115,9 @@ class Plan(Lawful):
         {},
         min_length=1,
         validate_default=True,
-        description="Settings by name of the run, in order; `{use: plan.run}` means a run of another plan. A sweep "
-        "generates all of its runs. `scaling` and `convergence` generate further runs; `{use: plan.run}` under the "
-        "name of a generated run replaces the generated run.",
+        description="Name of the run → settings, in the order of tables and ladders; `{use: plan.run}` means a run of "
+        "another plan. A sweep generates all of its runs. `scaling` and `convergence` generate further runs; "
+        "`{use: plan.run}` under the name of a generated run replaces the generated run.",
     )
 
     @model_validator(mode="before")

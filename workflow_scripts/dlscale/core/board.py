@@ -65,7 +65,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
-    """Write scalars to `folder`, replacing older files; values of None are skipped."""
+    """Write scalars to `folder`, replacing older files; skip None."""
     with writer(folder) as board:
         for name, value in scalars.items():
             if value is not None:

@@ -60,8 +60,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
     """Make a folder in `parent` that is removed when its context ends.
 
-    The default of `parent` is the system's temporary folder. This function also removes folders with the same name that
-    killed processes left behind.
+    The default of `parent` is the system's temporary folder. Also remove folders of this name that killed processes
+    left behind.
     """
     parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{_HOST}"
     _remove_left(parent, stem)
@@ -265,6 +265,6 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits; the file is not read as one piece."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits; read the file in blocks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

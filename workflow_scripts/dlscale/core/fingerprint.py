@@ -81,7 +81,7 @@ def _file(module: str) -> Path | None:
     return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
 
 
-#: Results for each parsed source: digest with words, digest without words, and imports. The key is a digest of the
+#: Results for each parsed source: digest with texts, digest without texts, and imports. The key is a digest of the
 #: module's name, the file's name and the file's content.
 _PARSED: dict[str, tuple[str, str, list[str]]] = {}
 
@@ -108,7 +108,7 @@ def remember(path: Path) -> None:
 
 @functools.cache
 def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
-    """Return a module's two digests (with and without words), and all its imports that `_file` finds."""
+    """Return a module's two digests (with and without texts), and all imports that `_file` finds."""
     file = _file(module)
     assert file is not None, module
     content = file.read_bytes()
@@ -123,7 +123,7 @@ def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
 
 
 def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str]]:
-    """Return the digests of a module's code with and without words, and its imports."""
+    """Return the digests of a module's code with and without texts, and the imports."""
     try:
         tree = ast.parse(content)
     except SyntaxError as error:
@@ -260,8 +260,8 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
 def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """Return the modules that decide a stage's results for a dataset of this kind.
 
-    The stage `acquire` only depends on `maker`, the role of the module that simulates a file, because a fetched file
-    does not depend on the code that fetches the file.
+    The stage `acquire` only depends on `maker`, the role of the module that simulates a file; fetched files do not
+    depend on code.
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)

@@ -41,7 +41,7 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 #: Environment variable with the suffix of node names in the network between nodes (`host_suffix` of a site).
 HOST_SUFFIX = "DLSCALE_HOST_SUFFIX"
-#: Environment variable with the network between nodes (`fabric` of a site), if the site declares it and not ethernet.
+#: Environment variable with the network between nodes (`fabric` of a site), if the site names one other than ethernet.
 FABRIC = "DLSCALE_FABRIC"
 
 #: Environment variable with the folder for the steps of an external program; `dlscale.extensions.programs.timed`
@@ -175,7 +175,7 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
         return None
 
 
-#: Major version of the oldest driver that supports a major version of CUDA (the key) with all minor versions
+#: CUDA major version → major version of the oldest driver that supports all minor versions
 #: (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1).
 DRIVERS = {11: 450, 12: 525, 13: 580}
 

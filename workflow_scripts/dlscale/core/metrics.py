@@ -145,7 +145,7 @@ def read_epochs(path: Path) -> list[Epoch]:
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from None
     if not epochs or [epoch.epoch for epoch in epochs] != list(range(1, len(epochs) + 1)):
         raise UserError(
-            f"{path}: has {f'{len(epochs)} epochs, but not in order from 1' if epochs else 'no epochs'}; {advice}"
+            f"{path}: has {f'{len(epochs)} epochs, but not numbered 1, 2, 3, …' if epochs else 'no epochs'}; {advice}"
         )
     return epochs
 

@@ -16,7 +16,8 @@ from urllib.parse import SplitResult
 from dlscale.core.errors import UserError
 from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, VARIABLE, split
 
-#: Words with which the names of secrets end. Some of these words only count after, or not after, certain other words.
+#: Last word of a secret's name, such as token in HF_TOKEN. Exceptions: `_NOT_ALONE`; token and pass after a word in
+#: `_PLAIN`. Names that end with key are checked with `_KEYS`.
 _NAMES = {
     *("password", "passwd", "passphrase", "passcode", "passwords", "pgpassword", "sshpass", "pass", "pwd"),
     *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
@@ -49,7 +50,7 @@ _OPEN = re.compile(
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_][\w.-]*)\}")
 _NAME = r"(?P<name>(?<![\w.])[A-Za-z_][\w.-]*)"
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
-#: Pattern of a command's word that assigns a value to a name.
+#: Pattern of an argument that assigns a value to a name.
 _ASSIGNED = re.compile(rf"[-+~]{{0,2}}{_NAME}=(?P<value>.+)", re.DOTALL)
 _OPTION = re.compile(rf"-{{1,2}}{_NAME}")
 _LOGIN = re.compile(r"[^\s:/]+:[^\s/]+")
@@ -74,7 +75,7 @@ _FORMS = re.compile(
 def is_secret_name(name: str) -> bool:
     """Return whether a name ends like the name of a secret.
 
-    For example, the result is true for API_KEY, hf-token and password, and false for key_dim and tokens.
+    For example, true for API_KEY, hf-token and password; false for key_dim and tokens.
     """
     words = [word.lower() for word in _WORD.findall(re.sub(r"[\d_.-]+$", "", name))]
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
@@ -88,9 +89,9 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
-    """Return words, texts or variables with secrets replaced by markers.
+    """Return arguments, texts or variables with secrets replaced by markers.
 
-    Add the replaced secrets to `secrets`, by marker.
+    Add the replaced secrets to `secrets`: marker → secret.
     """
     return _Redaction({} if secrets is None else secrets).settings(settings)
 
@@ -98,8 +99,8 @@ def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
 def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any:
     """Return a configuration with the secrets of all programs replaced by markers.
 
-    Add the replaced secrets to `secrets`, by marker. If a secret contains a placeholder, the value of the placeholder
-    also counts as a secret.
+    Add the replaced secrets to `secrets`: marker → secret. If a secret contains a placeholder, the value of the
+    placeholder also counts as a secret.
     """
     known, names = {} if secrets is None else secrets, set[str]()
     while True:

@@ -293,7 +293,7 @@ def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def flat(settings: Raw, prefix: str = "") -> Raw:
-    """Return nested settings as one mapping with dotted keys, in order."""
+    """Return nested settings as one mapping with dotted keys, in the same order."""
     values: Raw = {}
     for key, value in settings.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -47,8 +47,8 @@ def training_work(run: Any, train: int | None, valid: int | None) -> float | Non
     return float(samples + VALIDATION * (epochs + 1) * valid)
 
 
-#: Option with the words that start the processes of an external program; the program's command follows these words.
-START = option("--start", "words that start the processes of an external program, as JSON", False, metavar="JSON")
+#: Option with the arguments that start the processes of an external program; the program's command follows them.
+START = option("--start", "arguments that start the processes of an external program, as JSON", False, metavar="JSON")
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ STAGES: dict[str, Stage] = {
         "dlscale.data.preprocess",
         "Join the pieces of one part into its final file.",
         "part",
-        (_DATASET, path("--pieces", "the pieces, in order", nargs="+"), path("--out", "HDF5 file to write")),
+        (_DATASET, path("--pieces", "the pieces, first piece first", nargs="+"), path("--out", "HDF5 file to write")),
         nodes="cpu",
     ),
     "describe": Stage(
@@ -211,7 +211,7 @@ for _name, _module in registry.program_stages().items():
     if _name in STAGES:  # the extension with this stage may be missing
         STAGES[_name] = replace(STAGES[_name], program=_module)
 
-#: Stages of a run that a plan may name in `measure`, in order.
+#: Stages of a run that a plan may name in `measure`, in the order of the table.
 RUN_STAGES = tuple(name for name, stage in STAGES.items() if stage.scope == "run")
 #: Stages that make a dataset on CPU nodes.
 DATA_STAGES = tuple(name for name, stage in STAGES.items() if stage.nodes == "cpu")

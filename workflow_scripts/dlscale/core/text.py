@@ -110,7 +110,7 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def readable(text: str) -> str:
-    """Return a command-line word as valid text; bytes that are not UTF-8 become hexadecimal escapes."""
+    """Return a command-line argument as valid text; bytes that are not UTF-8 become hexadecimal escapes."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 

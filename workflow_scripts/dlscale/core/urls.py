@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from dlscale.core.errors import UserError
 
-#: Environment variable with full addresses by redacted address, and secrets of programs by marker, as JSON.
+#: Environment variable with a JSON object: redacted address → full address, marker → secret of a program.
 VARIABLE = "DLSCALE_URLS"
 #: Query keys for logins and for signatures of presigned addresses; their values may change although the file does not.
 LOGINS = re.compile(
@@ -51,7 +51,8 @@ def split(url: str) -> SplitResult | None:
     """Return the parts of a well-formed address that has a host; None for other texts."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for an invalid port, such as the start of a password with a slash
+        # Raises for an invalid port: in `https://user:pa/ss@host`, urlsplit takes `pa` for the port.
+        _ = parts.port
     except ValueError:
         return None
     return parts if parts.hostname else None

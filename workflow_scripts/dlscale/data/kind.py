@@ -134,7 +134,7 @@ class DatasetKind(ABC):
 
     @abstractmethod
     def parts(self, dataset: Any) -> list[Part]:
-        """Return the parts that preprocessing makes, in order.
+        """Return the parts that preprocessing makes, in the manifest's order.
 
         For a prepared dataset, return a part for each file, or an empty list if the kind overrides `prepared_files`.
         """

@@ -87,7 +87,7 @@ class FieldInfo(Record):
     maximum: list[float] = []  # largest value, like `mean`; empty if unknown
     dtype: str = "float32"  # as read: float32 for all floating-point numbers, else the stored type
     channel_axis: int | None = None  # 0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels
-    classes: int | None = None  # number of classes of labels (one integer a row) in all splits
+    classes: int | None = None  # number of classes of labels (one integer per row) in all splits
 
     @property
     def row_shape(self) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def fetched(dataset: DatasetSettings) -> bool:
 
 
 def parts(dataset: DatasetSettings) -> list[Part]:
-    """Return the parts that preprocessing makes, in order."""
+    """Return the parts that preprocessing makes, in the manifest's order."""
     kind = kind_of(dataset)
     found = kind.parts(dataset)
     missing = {"train", "valid"} - {part.split for part in found}

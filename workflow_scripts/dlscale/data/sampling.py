@@ -38,7 +38,7 @@ def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool
     """Return the numbers of the items that an epoch visits, int64: at most `wanted` of `count` items.
 
     Training visits a random choice in random order. Validation and test always visit the same items, evenly spread and
-    in order.
+    ascending.
     """
     return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
 

@@ -187,9 +187,8 @@ def check_values(values: h5py.Dataset) -> None:
             )
     if values.size and not _is_written(values):
         raise UserError(
-            f"{where}: a part was never written and would be read as {values.fillvalue}, probably because its writer "
-            "ended early; write the array again, or, if this value is intended, assign all values once "
-            "(x[...] = x[...])"
+            f"{where}: a part was never written and would be read as {values.fillvalue}; if its writer ended early, "
+            "write the array again; if this value is intended, assign all values once (x[...] = x[...])"
         )
 
 
@@ -330,7 +329,7 @@ class Reader:
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return the selected values as stored, [C, D, H, W] or [T, C, H, W], read by the HDF5 library.
 
-        Axes without a slice are read completely. Damaged values are a `UserError`.
+        Axes without a slice are read completely. Raise `UserError` for damaged values.
         """
         opened, order = self.dataset, self.order
         index = (*index, *[slice(None)] * (len(order) - len(index)))

@@ -42,7 +42,7 @@ class Guest:
     """Command that a container runs instead of dlscale."""
 
     folder: str  #: Working folder.
-    prefix: tuple[str, ...]  #: Words before the command.
+    prefix: tuple[str, ...]  #: Arguments before the command.
     variables: tuple[str, ...]  #: Names of variables that the container gets from the environment.
 
 
@@ -94,7 +94,7 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
         return [*srun, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
         return [*mpirun_command(site, geometry), *container, *python]
-    # `dlscale.launch.ranks` ends all processes when one fails. The words after its options are arguments of Python.
+    # `dlscale.launch.ranks` ends all processes when one fails. The arguments after its options are for Python.
     several = geometry.nodes > 1
     start = with_numbers(site.start, geometry) if several else []
     meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}"] if several else []
@@ -160,7 +160,7 @@ def device(site: Site) -> str:
 
 
 def with_numbers(words: Iterable[str], geometry: Geometry) -> list[str]:
-    """Replace placeholders such as {ranks} in a site's words by the numbers of a geometry."""
+    """Replace placeholders such as {ranks} in a site's arguments by the numbers of a geometry."""
     numbers = {
         "{ranks}": geometry.world_size,
         "{ranks_per_node}": geometry.gpus_per_node,
@@ -181,7 +181,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
 
 
 def container_command(site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None) -> list[str]:
-    """Return the words before a command that runs in the site's environment: in a container, or without an engine.
+    """Return the arguments before a command that runs in the site's environment: in a container, or without an engine.
 
     `guest` is the command that the container runs, if it is not dlscale.
     """

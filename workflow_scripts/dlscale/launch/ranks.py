@@ -2,7 +2,7 @@
 
 The options have the same names as options of PyTorch's torchrun, and need an `=`. The ranks of a run on one node meet
 in a private temporary folder, so that no port is opened. The ranks of a run on several nodes meet at `--rdzv-endpoint`.
-Without options, the words are a command that starts the ranks, such as mpirun.
+Without options, the arguments are a command that starts the ranks, such as mpirun.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     given = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-    python = words[len(given) :]  # the words do not begin with `--`, which podman-hpc would drop
+    python = words[len(given) :]  # does not begin with `--`, which podman-hpc would drop
     if not given:
         return become(python)
     args = parser.parse_args(given)
@@ -97,7 +97,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
 def become(words: Sequence[str]) -> int:
     """Replace this process by a command that starts ranks, such as mpirun; return 127 if the command does not exist.
 
-    In the words MASTER_ADDR=… and MASTER_PORT=…, the name of this node, which has rank 0, replaces `{host}`. A port
+    In the arguments MASTER_ADDR=… and MASTER_PORT=…, the name of this node, which has rank 0, replaces `{host}`. A port
     that differs between runs on this machine replaces `{port}`.
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)

@@ -18,7 +18,7 @@ from dlscale.core.machine import command_output
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
-#: Values of a request, by the Slurm executor's names of resources.
+#: Resource of the Slurm executor → requested value.
 Request = dict[str, Any]
 
 #: Option of sbatch for each resource of a request, in the printed order.

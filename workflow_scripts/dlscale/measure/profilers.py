@@ -126,7 +126,7 @@ class Unavailable(Exception):
 def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:
     """Return the ratio of step times with and without a profiler, from the seconds of steps.
 
-    The ratio is the median step time with the profiler / the mean of the medians before and after, so that steady drift
+    The ratio is the median step time with the profiler / the mean of the medians before and after, so steady drift
     cancels. The noise is the half-width of the 95 % interval from the steps' scatter, plus ratio × |after - before| /
     (after + before), where `before` and `after` are medians. The noise is at least 1 - ratio.
     """

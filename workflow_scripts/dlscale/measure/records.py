@@ -133,7 +133,7 @@ class Throughput(Record):
     io: Trials | None = Field(None, alias="IO")  #: Loading only.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
-    beside: Beside | None = None  #: Paired timing of FULL with the plan's first run; only for runs of one process.
+    beside: Beside | None = None  #: Paired timing of FULL with the plan's first run; only for single-process runs.
     #: SYNTHETIC without synchronised gradients; only for runs of several processes that can step alone.
     alone: Trials | None = None
     work: SampleWork | None = None  #: FLOPs and bytes per sample.

@@ -48,7 +48,7 @@ TOLERANCE = 0.02
 def attempt(what: str, work: Callable[[], Found]) -> Found | None:
     """Return the result of `work`; if it fails, log `what` and the error, and return None.
 
-    So a failure does not end the stage, and the stage keeps its other measurements.
+    After a failure, the stage continues and keeps its other measurements.
     """
     try:
         return work()
@@ -149,7 +149,7 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
 ) -> int:
-    """Return the FLOPs of four products, twice those of the forward pass; recomputed scores do not count."""
+    """Return the FLOPs of four products, twice as many as in the forward pass; recomputed scores do not count."""
     return 2 * int(sdpa_flop_count(query, key, value))
 
 

@@ -1,8 +1,8 @@
 """Stage `throughput`: measure the samples/s of loading, of computing, and of training.
 
 Loading (IO) takes batches from the loader without using them. Computing (SYNTHETIC) trains on one batch that stays on
-the device. Training (FULL) trains on the loader's batches. Trials and JSON keys follow romerojosh/benchy. For a run of
-one process, paired timing then compares FULL with the first run of its plan (`dlscale.measure.turns`).
+the device. Training (FULL) trains on the loader's batches. Trials and JSON keys follow romerojosh/benchy. For a
+single-process run, paired timing then compares FULL with the first run of its plan (`dlscale.measure.turns`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def time_paired_runs(settings: Settings, turns: Turns, args: argparse.Namespace)
     found = Beside(compute=compute_digest(load_run(args.beside, "throughput").model_dump(mode="json")), openings=rounds)
     ratio, error = interval(found.ratios)
     logging.info(
-        "paired timing, %d openings: %.3f times as fast as the first run (relative error -+ %.3f)",
+        "paired timing, %d openings: %.3f times as fast as the first run (relative error ± %.3f)",
         len(rounds),
         math.exp(ratio),
         error,

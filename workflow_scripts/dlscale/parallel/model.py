@@ -6,7 +6,7 @@ attention and MLP, tokens are gathered over tp; in attention, keys and values ar
 2022, arXiv:2205.05198).
 
 Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
-Therefore the gradients equal the gradients on one device after two operations: the gradients of uncut weights are
+Therefore the gradients equal the gradients on one device after two operations: the gradients of unsharded weights are
 summed over tp, and all gradients are averaged over dp x cp. Outside the divided part, the devices of a model draw the
 same random numbers. Inside the divided part, each device draws different random numbers.
 """
@@ -53,7 +53,7 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def cut_layers(model: nn.Module, sharding: Sharding) -> list[tuple[str, nn.Module, int]]:
-    """Return name, module and cut dimension of each layer whose weights tensor-parallel devices cut."""
+    """Return name, module and sharded weight dimension of each tensor-parallel layer."""
     columns = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
     return columns + [(name, module, 1) for name, module in named(model, sharding.rows).items()]
 
@@ -81,8 +81,8 @@ def drawing(model: nn.Module) -> str | None:
 class ModelParallel:
     """Divide a model's weights and tokens over the devices of a mesh, and add the exchanges between them.
 
-    The model must have the same weights on all devices. The model changes in place: this device's part replaces each
-    parameter that tensor parallelism cuts, under the same name.
+    The model must have the same weights on all devices. In the model, this device's part replaces each parameter that
+    tensor parallelism shards, under the same name.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class ModelParallel:
         self.tp_group: Any = self._tp.get_group() if self._tp else None  #: process group of tensor-parallel devices
         self.parts = mesh.size("cp") * mesh.size("tp")
         self._each = -(-sharding.tokens // self.parts)  # number of tokens per device
-        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: cuts for tensor parallelism, by name of the cut parameter
+        self.cuts: dict[str, tuple[Cut, ...]] = {}  #: name of a parameter → its tensor-parallel cuts
         self.loss_weight = 1.0 / mesh.size("tp")  #: weight of this device's loss
         if self._tp:
             self._cut(model)
@@ -124,11 +124,11 @@ class ModelParallel:
         shared = {name: names for names in tied(model) for name in names}
         for layer_name, layer, dim in cut_layers(model, self._sharding):
             for name, p in layer.named_parameters(recurse=False):
-                if p.dim() > dim:  # the bias of a layer in `rows` is not cut: it is added once, to the summed outputs
+                if p.dim() > dim:  # the bias of a layer in `rows` is not sharded: it is added once, to the sums
                     if names := shared.get(f"{layer_name}.{name}"):
                         raise UserError(
                             f"geometry.tp: {' and '.join(names)} are one tensor of the model (tied weights), and "
-                            "tensor parallelism would cut it in only one of its modules. Use geometry.tp 1, or leave "
+                            "tensor parallelism would shard it in only one of its modules. Use geometry.tp 1, or leave "
                             "these layers out of `columns` and `rows` of the study's sharding"
                         )
                     cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # PretendedAxes has the methods that Cut calls
@@ -138,7 +138,7 @@ class ModelParallel:
             model.set_submodule(name, _Rows(layer, self._tp))
 
     def sum_gradients(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Sum the gradients of uncut parameters over the tensor-parallel devices."""
+        """Sum the gradients of unsharded parameters over the tensor-parallel devices."""
         if not self._tp:
             return
         gradients = [p.grad for name, p in parameters.items() if name not in self.cuts and p.grad is not None]

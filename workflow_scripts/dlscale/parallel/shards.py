@@ -1,4 +1,4 @@
-"""Shards of tensors with their offsets in the full tensor, so that other devices can cut the tensor differently."""
+"""Shards of tensors with their offsets in the full tensor, so that other devices can shard the tensor differently."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shard:
     """
 
     tensor: torch.Tensor
-    cuts: tuple[Cut, ...] = ()  #: cuts from the full tensor to the shard, in order
+    cuts: tuple[Cut, ...] = ()  #: successive cuts from the full tensor to the shard
 
     @property
     def shape(self) -> torch.Size:
@@ -139,7 +139,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut(parameter: torch.Tensor) -> tuple[Cut, ...]:
-    """Return FSDP's cut of a parameter, along its first dimension; empty if FSDP does not cut the parameter."""
+    """Return FSDP's cut of a parameter, along its first dimension; empty if FSDP does not shard the parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh

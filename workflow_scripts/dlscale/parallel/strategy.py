@@ -264,7 +264,8 @@ class Gradients:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
-        #: Process groups of devices with different shards, by kind: `tp` for cut layers only, `fsdp` for all weights.
+        #: Process groups of devices with different shards, by kind: `tp` for tensor-parallel layers, `fsdp` for all
+        #: weights.
         self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():
             if isinstance(p, DTensor):
@@ -284,7 +285,7 @@ class Gradients:
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}
         whole: list[torch.Tensor] = []
-        cut: list[torch.Tensor] = []  # gradients of cut parameters: other tensor-parallel devices have the other parts
+        cut: list[torch.Tensor] = []  # gradients of sharded parameters: other tp devices have the other parts
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
                 (cut if name in cuts else whole).append(p.grad)

@@ -1,8 +1,8 @@
 """Find the rank for which all other ranks wait, and end the run with a message that names this rank.
 
-A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, and rank 1 judges rank 0.
-The heartbeats of ranks 0 and 1 contain the verdict, and each rank that reads a verdict ends. Each rank measures time by
-counting its own heartbeats, so that the time during which the process is stopped does not count.
+A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, and rank 1 judges rank 0. The
+heartbeats of ranks 0 and 1 contain the verdict, and each rank that reads a verdict ends. Each rank measures time by
+counting its own heartbeats, so time while the process is stopped does not count.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ class World:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks with different samples, in place; every rank gets the same result.
 
-        Ranks that share a model might get sums with different rounding. Therefore all of these ranks use the sum of the
-        first of them.
+        Ranks that share a model use the sum of their first rank, because their sums may round differently.
         """
         if self.data_size > 1:
             dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)

@@ -42,8 +42,8 @@ Basis = Literal["measured", "published", "settings", "limit"]
 #: NVIDIA's data sheet). `cpu`, per process: a tenth of the fp32 rate of one current core.
 TRUSTED = {"cuda": 1e12, "cpu": 1e10}
 #: Assumed seconds of a step in addition to its matrix products, and seconds in which a process loads one sample. Both
-#: are rough upper bounds: thousands of launches and a collective take some 0.01 s, and one core decodes about a hundred
-#: photographs per second.
+#: are rough upper bounds: thousands of launches and a collective take about 0.01 s, and one core decodes about a
+#: hundred photographs per second.
 STEP_SECONDS, LOADING_SECONDS = 0.25, 0.01
 #: Assumed bytes/s of a data stage that simulates and preprocesses: less than a tenth of the 4 to 32 MB/s that the
 #: simulators of the demo datasets reached on a core of a shared AMD EPYC.

@@ -61,8 +61,8 @@ class CallProgress:
     def left_of(self, job: Job, now: float) -> cost.Expected:
         """Return the remaining time of a job.
 
-        If a running stage reports its remaining time, this time counts. Otherwise the expected time of the job is
-        multiplied by actual / expected time of the finished jobs.
+        A remaining time that the stage reports takes precedence. Otherwise the job's expected time is multiplied by
+        actual / expected time of the finished jobs.
         """
         timed = [other for other in self.done if other.timed]
         expected = sum(other.seconds for other in timed)

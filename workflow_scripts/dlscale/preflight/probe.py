@@ -75,7 +75,7 @@ def _started(probe: Callable[[], Finding | list[Finding]]) -> Future[Finding | l
 
 
 def run_probes(probes: list[Probe]) -> list[Finding]:
-    """Run all checks at once and return their findings in order; never raise or hang."""
+    """Run all checks at once and return their findings in the same order; never raise or hang."""
     answers = [(name, _started(probe)) for name, probe in probes]
     end = time.monotonic() + PROBE_LIMIT
     findings = list[Finding]()

@@ -301,7 +301,7 @@ def in_turn(first: Callable[..., object], method: Callable[..., object]) -> Call
 
 
 def command(call: Typed, names: Sequence[str], over: Raw) -> list[str]:
-    """Return the words that start Snakemake."""
+    """Return the command that starts Snakemake."""
     words = [sys.executable, "-P", "-c", SNAKEMAKE, *site_words(call.profile)]
     words += ["--dry-run"] * call.dry + ["--printshellcmds"] * call.commands
     words += [] if "--logger" in call.rest else ["--logger", "dlscale"]

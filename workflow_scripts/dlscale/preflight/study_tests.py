@@ -145,7 +145,7 @@ def test_flops_are_those_of_the_operators(session: Session, batch: Batch) -> Non
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         session.step.model(batch[0])
     counted = counter.get_total_flops() / len(batch[0])
-    assert formula == counted, f"formula {formula:,.0f}, counted {counted:,.0f} a sample"
+    assert formula == counted, f"formula {formula:,.0f}, counted {counted:,.0f} per sample"
 
 
 def test_every_parameter_learns(session: Session, batch: Batch) -> None:

@@ -211,7 +211,7 @@ def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> s
     name += f" ({stage})" if name != rule else ""
     if not written_since(file, since):  # an earlier call wrote the log
         return f"FAILED {name}: it did not start; the reason is in the lines above"
-    word = last_word(file, stage) or "it ended without a message, probably killed by a user or for lack of memory"
+    word = last_word(file, stage) or "it ended without a message, as a killed process does"
     return f"FAILED {name}: {word}; log: {log}"
 
 

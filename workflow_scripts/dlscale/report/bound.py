@@ -54,8 +54,8 @@ def bound(throughput: Throughput | None) -> Bound | None:
     ):
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s, which is more than noise explains"
         advice = (
-            "Training cannot be faster than the slower of loading and computing. The machine was probably disturbed, "
-            "so all three rates are unreliable. Measure again."
+            "Training cannot be faster than the slower of loading and computing, so all three rates are unreliable. "
+            "Measure again on an idle machine."
         )
     elif share > 1:
         reaches = (

@@ -138,7 +138,7 @@ def _validated(epoch: Epoch | Untrained, name: str) -> float | None:
 
 
 def _trained(epoch: Epoch | Untrained, name: str) -> float | None:
-    """Return a metric on the epoch's training samples; None before training, and if the metric was not computed."""
+    """Return a metric on the epoch's training samples; None before training or if the metric was not computed."""
     return epoch.train_metrics.get(name) if isinstance(epoch, Epoch) else None
 
 

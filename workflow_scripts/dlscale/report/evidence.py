@@ -62,8 +62,8 @@ class Evidence:
     def idle(self) -> tuple[float, float] | None:
         """Fraction of a step in which the GPU is idle, and fraction in which it waits for data; None if not measured.
 
-        A profiler slows the host but not the device. So the busy seconds come from profiled steps, and the length of a
-        step comes from steps without a profiler.
+        A profiler slows the host but not the device. Therefore the busy seconds come from profiled steps, and the
+        length of a step comes from steps without a profiler.
         """
         for tool in self.profile.tools if self.profile and self.cuda else []:
             busy, profiled = tool.activity.device_busy, tool.seconds_per_step

@@ -209,7 +209,7 @@ def dataset(folder: Path, name: str) -> View:
 
 
 def _field(name: str, field: str, info: FieldInfo) -> Table:
-    grid = f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value a row"
+    grid = f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value per row"
     columns = [
         ("", "channel", [cell(channel) for channel in info.channels]),
         ("", "physical unit", [cell(text.unit(of) or "1") for of in info.units]),

@@ -150,7 +150,7 @@ class RunResult:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
-        # The times of a resumed run are those of its last try.
+        # The times of a resumed run are from its last try.
         if made and made.started and made.finished and made.resumed_from_step is None:
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
         training, validation = (

@@ -81,7 +81,7 @@ class Headline:
 
 
 def headline(plan: PlanResult) -> Headline | None:
-    """Return the efficiency of a scaling plan; None for other plans, and if no series has two numbers of devices."""
+    """Return the efficiency of a scaling plan; None for other plans or if no series has two numbers of devices."""
     last = [(each, each.points[-1]) for each in series(plan) if len(each.points) > 1]
     known = [Headline(each, point, found) for each, point in last if (found := point.efficiency("FULL"))]
     if plan.record.kind not in SCALING or not known:
@@ -102,7 +102,7 @@ def glance(plan: PlanResult) -> str | None:
 
 
 def section(plan: PlanResult) -> Section | None:
-    """Return the charts and the table of scaling; None for other plans and without measurements."""
+    """Return the charts and the table of scaling; None for other plans or without measurements."""
     scaled = plan.record.kind in SCALING
     found = series(plan) if scaled else []
     left_out = [run.called for run in plan.runs if run.unit == STEP_RATE] if scaled else []
@@ -228,7 +228,7 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
     columns: list[tuple[str, str, list[Cell]]] = [
         ("Run", "run", [heading(plan, point.run, n) for n, point in enumerate(rows)]),
         ("Run", "devices", [cell(p.devices, str, f"{n} nodes" * (n > 1)) for p, n in zip(rows, nodes, strict=True)]),
-        ("Run", "samples a step", [cell(point.batch or None, count) for point in rows]),
+        ("Run", "samples per step", [cell(point.batch or None, count) for point in rows]),
     ]
     for mode in ORDER:
         columns += [
@@ -241,12 +241,12 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
             columns.append(("Training step", "time (ms)", [cell(time) for time in times]))
             used, factor = [point.run.energy_of("FULL") for point in rows], plan.record.grams_per_kwh
             if any(used):
-                columns.append(("Energy of training", "a sample", [cell(each, joules) for each in used]))
+                columns.append(("Energy of training", "per sample", [cell(each, joules) for each in used]))
             if any(used) and factor is not None:
                 million = [each and 1e6 * each for each in used]
                 words = partial(grams, per_kwh=factor)
                 columns.append(
-                    ("Energy of training", "CO₂ of a million samples", [cell(each, words) for each in million])
+                    ("Energy of training", "CO₂ per million samples", [cell(each, words) for each in million])
                 )
         if mode == "SYNTHETIC":
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
@@ -286,7 +286,7 @@ def aim(plan: PlanResult) -> tuple[Metric, float] | None:
 
 
 def convergence(plan: PlanResult) -> Section | None:
-    """Return the convergence of trainings with growing batches; None for other plans, and without trainings."""
+    """Return the convergence of trainings with growing batches; None for other plans or without trainings."""
     compared = aim(plan) if plan.record.kind == "convergence" else None
     if compared is None:
         return None
@@ -402,18 +402,18 @@ def parallelism(plan: PlanResult) -> Section | None:
             "samples/s",
             [cell(t.mean, note=f"standard deviation {number(t.std, 2)}") if t else Cell() for t in full],
         ),
-        column("FULL", "a device", lambda run: run.speed and run.speed / run.devices, number),
+        column("FULL", "per device", lambda run: run.speed and run.speed / run.devices, number),
         column("FULL", "MFU", lambda run: run.throughput and run.throughput.mfu(), percent),
         ("FULL", "published", [_published(published.speeds_of(speeds, plan.name, run.name)) for run in runs]),
     ]
     caption = "Standard deviations are over the trials. Published figures are for the full-size model and data."
     return Section(
         "Parallelism",
-        "tp is the number of devices that share each layer, cp the number of devices that share the tokens of a "
-        "sample, and dp the number of groups of devices with different samples. With fsdp, these groups also share "
-        "the weights. Memory is per device: the prediction before the first step (a rough estimate if devices share a "
-        "model), and the measured peak. On a CPU, the peak is the memory of the entire process, including Python and "
-        "its libraries.",
+        "tp is the number of devices over which each layer is sharded, cp the number of devices over which the tokens "
+        "of a sample are split, and dp the number of groups of devices with different samples. With fsdp, the weights "
+        "are also sharded over these groups. Memory is per device: the prediction before the first step (a rough "
+        "estimate if devices share a model), and the measured peak. On a CPU, the peak is the memory of the entire "
+        "process, including Python and its libraries.",
         tables=[table(columns, caption, f"Parallelism of {plan.title}")],
     )
 
@@ -427,8 +427,8 @@ def _predicted(run: RunResult) -> int | None:
 
 def _weights(run: RunResult, tp: int) -> Cell:
     kind = str(run.setting("parallel.kind", "ddp"))
-    words = {"ddp": "copied", "fsdp": "shared", "dp": "copied at each step"}[kind]
-    return cell(kind, note=f"divided by tp {tp}{', and shared' * (kind == 'fsdp')}" if tp > 1 else words)
+    words = {"ddp": "copied", "fsdp": "sharded", "dp": "copied at each step"}[kind]
+    return cell(kind, note=f"divided by tp {tp}{', and sharded' * (kind == 'fsdp')}" if tp > 1 else words)
 
 
 def _published(known: list[Published]) -> Cell:

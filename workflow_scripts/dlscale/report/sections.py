@@ -454,7 +454,7 @@ def _goodput(run: RunResult) -> Cell:
 
 def _per_sample(run: RunResult, row: Row, name: str) -> str:
     each = run.energy_per_sample
-    return f"{joules(each)} a sample" if each else ""
+    return f"{joules(each)} per sample" if each else ""
 
 
 def _gain(found: SpeedUp | None) -> Cell:
@@ -635,7 +635,7 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
 
 
 def sweep_view(plan: PlanResult) -> View | None:
-    """Return the best trial of a sweep; None for other plans, and if no trial was trained."""
+    """Return the best trial of a sweep; None for other plans or if no trial was trained."""
     if plan.record.sweep is None or plan.best is None:
         return None
     score, better = plan.score(plan.best)
@@ -700,12 +700,12 @@ def tuning_verdicts(plan: PlanResult) -> list[View]:
 
 
 def tuned_winner(plan: PlanResult) -> View | None:
-    """Return the setting that tuning chose for the first tuned run; None if no run was tuned."""
+    """Return the combination of settings that tuning chose for the first tuned run; None if no run was tuned."""
     run = next((run for run in plan.runs if run.tuning), None)
     if run is None or run.tuning is None:
         return None
     changes, duel = run.tuning.changes, run.tuning.duel
-    won = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "the run's own setting"
+    won = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "the run's original settings"
     ratio = duel and {"ratio": duel.ratio, "interval_text": f"± {text.number((duel.high - duel.low) / 2, 2)}"}
     speeds = [rates[0 if changes else 1] for rates in duel.rates] if duel else []
     return {
@@ -716,7 +716,7 @@ def tuned_winner(plan: PlanResult) -> View | None:
 
 
 def tunings(plan: PlanResult, page: Page) -> Section | None:
-    """Return the settings that were tried for each tuned run; None if no run was tuned."""
+    """Return the combinations of settings that were tried for each tuned run; None if no run was tuned."""
     own = [
         {
             "run": run.called,
@@ -737,31 +737,31 @@ def tunings(plan: PlanResult, page: Page) -> Section | None:
 
 
 def tried(tuning: Tuning, run: str = "") -> Table:
-    """Return the table of the settings tried: the run's own setting first, then the other settings, the best first.
+    """Return the table of the candidates: the run's original settings, then the other candidates, the best first.
 
-    Each speed is relative to the run's own setting in the same rung, the last rung that a setting reached, because the
-    machine's speed drifts between rungs.
+    Each speed is relative to the original settings in the same rung, the last rung that a candidate reached, because
+    the machine's speed drifts between rungs.
     """
     own, *others = tuning.candidates
     winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
-    # Order: the finalist, other settings by the last rung reached and their speed in this rung, dropped settings.
+    # Order: the finalist, other candidates by the last rung reached and their speed in this rung, dropped candidates.
     others.sort(
         key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
     )
     rows = [own, *others]
     words = [", ".join(f"{key}: {value}" for key, value in each.changes.items()) for each in others]
     columns = [
-        ("", "setting", [Cell(name, n) for n, name in enumerate(["the run's own", *words])]),
+        ("", "settings", [Cell(name, n) for n, name in enumerate(["original", *words])]),
         ("", "samples/s", [cell(_rate(each, -1)) for each in rows]),
         ("", "relative", [cell(_relative(each, own), lambda ratio: f"{text.number(ratio)}×") for each in rows]),
         ("", "rungs", [cell(len(each.rates), text.count) for each in rows]),
         ("", "dropped because", [cell(each.problem or text.NONE) for each in rows]),
     ]
     caption = (
-        "Speeds are from the last rung that each setting reached, relative to the run's own setting in the same rung. "
-        "These speeds only rank the settings. The final comparison decides."
+        "Speeds are from the last rung that each combination reached, relative to the run's original settings in the "
+        "same rung. These speeds only rank the combinations. The final comparison decides."
     )
-    return table(columns, caption, f"Settings tried, {run}", sortable=False)
+    return table(columns, caption, f"Combinations tried, {run}", sortable=False)
 
 
 def _rate(each: Tried, rung: int) -> float | None:

@@ -1,6 +1,6 @@
 """Compute speed-ups between runs, and scaling over devices, each with its 95 % interval.
 
-Runs of one process have paired timing with the first run of their plan (`dlscale.measure.turns`). The interval of such
+Single-process runs have paired timing with the first run of their plan (`dlscale.measure.turns`). The interval of such
 a ratio comes from the spread of the ratios, pooled over all runs of the plan. For runs that were measured separately,
 the interval comes from the spread of their trials. Both intervals are widened by the difference that two measurements
 of the same work may have.
@@ -132,7 +132,8 @@ def paired_ratio(
 def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
     """Return the ratio of two runs' speed-ups over the first runs of their plans; None if it is unknown.
 
-    The ratio is unknown if the first runs do different work, and if one of the two runs does the work of a first run.
+    The ratio is unknown if a run has no paired timing, if the first runs do different work, or if one of the two runs
+    does the work of a first run.
     """
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
@@ -189,7 +190,7 @@ class SpeedUps:
         """Return the ratio of two runs by paired timing; None without paired timing.
 
         Two runs have paired timing if they were timed with each other or with a common third run. If both runs are the
-        first run, the ratio is that of the first run and a copy of the first run.
+        first run, the ratio compares the first run with a copy of the first run.
         """
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
         straight = [(own, None)] if own and own.compute == other.compute else []
@@ -363,8 +364,8 @@ def _batch(run: RunResult, weak: bool) -> int:
 def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
     """Return the label of a series: its batch, and the settings that differ between series with the same batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
-    said = [f"{key.rpartition('.')[2]} {'none' if settings[key] is None else settings[key]}" for key in keys]
-    return "; ".join([f"{batch or 'unknown'} samples {'a device' if weak else 'a step'}", *said])
+    said = [f"{key.rpartition('.')[2]} {'default' if settings[key] is None else settings[key]}" for key in keys]
+    return "; ".join([f"{batch or 'unknown'} samples {'per device' if weak else 'per step'}", *said])
 
 
 def _share(together: Trials | None, apart: Trials | None, floor: float) -> Ratio | None:

@@ -1,4 +1,4 @@
-"""Words before the commands of jobs, and Slurm requests of jobs."""
+"""Arguments before the commands of jobs, and Slurm requests of jobs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class Commands:
         )
 
     def start(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:
-        """Return the command that starts a stage that reads `paths`; a container mounts `paths` unchanged.
+        """Return the command that starts a stage that reads `paths`.
 
-        The stage gets addresses with secrets, and secrets of external programs, only if `secrets` is set.
+        A container mounts the folders of `paths` at the same absolute paths. The secrets of addresses and of external
+        programs stay in the stage's environment only if `secrets` is set.
         """
         try:
             return self.completed(launcher.launch(self.context.site, self.place(paths), geometry), secrets)
@@ -71,7 +72,7 @@ class Commands:
         return launcher.device(self.context.configuration.workflow.site)
 
     def resources(self, stage: str) -> dict[str, Callable[..., Any]]:
-        """Return the functions that compute a job's resources, by name; empty without a scheduler.
+        """Return resource → function that computes a job's value; empty without a scheduler.
 
         `stage` is a stage of runs, or `data`.
         """

@@ -1,8 +1,8 @@
 """State that the rules of one call share: configuration, site, and parameters of jobs.
 
 A job's parameters are one dict: the SHA-256 of the sources that the stage reaches, the settings of the stage, and, if
-set, the image and the site's packages. Snakemake compares parameters as a set of values, so that only in one dict names
-and values stay together. Snakemake does not compare the result of a parameter function that also takes `input`.
+set, the image and the site's packages. Snakemake compares parameters as a set of values, so names and values stay
+together only in one dict. Snakemake does not compare the result of a parameter function that also takes `input`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Context:
     configuration: Configuration
     site: Site  #: Site, with `auto` resolved.
     page: str  #: Path of the page of all targets.
-    call: Sequence[str]  #: Words that call the workflow again with this call's settings.
-    own_settings: Sequence[str]  #: Words of `call` that contain the settings.
+    call: Sequence[str]  #: Command that calls the workflow again with this call's settings.
+    own_settings: Sequence[str]  #: Arguments of `call` that contain the settings.
     is_live: bool  #: Whether the call writes a live page of the targets.
     image: str  #: The image's identity, if any.
     say: Callable[[Finding], None]  #: Prints a finding, and ends the call on FAIL.

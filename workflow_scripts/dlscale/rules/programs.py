@@ -16,7 +16,7 @@ from dlscale.rules.context import Context, Params, Wildcards
 
 @dataclass
 class Programs:
-    """Files and command words of a run's external program; empty for other runs."""
+    """Files and command-line arguments of a run's external program; empty for other runs."""
 
     context: Context
     commands: Commands
@@ -26,7 +26,7 @@ class Programs:
         raise NotImplementedError
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
-        """Return the command of the stage of a run with a program, and the words before the program's command."""
+        """Return the command of the stage of a run with a program, and the arguments before the program's command."""
         raise NotImplementedError
 
     def with_fetched_folder(self, run: Run) -> Run:

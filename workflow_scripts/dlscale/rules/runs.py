@@ -1,4 +1,4 @@
-"""Files, parameters and command words of jobs of runs, from their wildcards."""
+"""Files, parameters and command-line arguments of jobs of runs, from their wildcards."""
 
 from __future__ import annotations
 

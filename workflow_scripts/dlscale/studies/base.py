@@ -93,7 +93,7 @@ class Study(ABC):
         """Return the model, initialised from torch's random state, on torch's default device."""
 
     def sharding(self, model: nn.Module) -> Sharding:
-        """Return the plan by which devices share the model."""
+        """Return the modules by which devices divide the model."""
         return Sharding()
 
     def draws(self, run: Any) -> bool:

@@ -101,8 +101,9 @@ def translate_memory_errors(run: RunCore, manifest: str | Path, world: World) ->
     except Exception as error:
         if any(re.search(_KILLED, str(each)) for each in chain(error)):
             raise UserError(
-                "a process of the loader was killed, probably because memory was short; use fewer `loader.workers`, "
-                "a smaller `loader.prefetch` or batch_size, or request more memory (--mem of a Slurm job)"
+                "a process of the loader was killed, as the system does if memory is short; use fewer "
+                "`loader.workers`, a smaller `loader.prefetch` or batch_size, or request more memory (--mem of a Slurm "
+                "job)"
             ) from None
         if isinstance(error, UserError) or not is_exhaustion(error):
             raise

@@ -294,7 +294,7 @@ def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def fill(path: Path, state: State) -> None:
-    """Fill the shards from a checkpoint; a tensor that is missing or does not fit is a `ValueError`."""
+    """Fill the shards from a checkpoint; raise `ValueError` if a tensor is incomplete or has another shape."""
     reader = HuggingFaceStorageReader(str(path))
     there = reader.read_metadata().state_dict_metadata
     for name, shard in state.items():

@@ -113,8 +113,7 @@ class Weights:
     """Weights of a model on this device, and the tensors that an optimiser updates for these weights (`updated`).
 
     An updated tensor is the parameter itself, the float32 master weight of a 16-bit parameter (`exact`, from
-    `convert`), or this device's FSDP shard, in the same memory. `cuts` describe how devices share each parameter, by
-    name.
+    `convert`), or this device's FSDP shard, in the same memory. `cuts`: name of a parameter → how devices shard it.
     """
 
     def __init__(

@@ -376,7 +376,7 @@ class Trainer:
 class _EpochSums:
     """Sums of an epoch's losses and of `count - 1` training metrics on this rank, and the time of the epoch's steps.
 
-    The sums and the time continue those in the checkpoint `before`, from step `first` on.
+    The sums and the time continue from the checkpoint `before`, from step `first` on.
     """
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device, count: int) -> None:

@@ -16,7 +16,7 @@ from dlscale.train.step import Step
 
 
 class MetricSum:
-    """Means over samples of named per-sample values, summed in float64 on the values' device."""
+    """Sums of per-sample values by name, float64 on the values' device; `means` returns their means."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}

@@ -66,7 +66,7 @@ def weights_digest(path: str | Path) -> str:
 
 
 def load_weights(weights: Weights, path: str | Path) -> None:
-    """Load the weights of a file; weights of another model are a `UserError`."""
+    """Load the weights of a file; raise `UserError` if names or shapes do not fit the model."""
     state, expected = read_weights(path), weights.state_dict()
     apart = []
     for names in weights.names().values():  # a tensor may have any of its names in the file

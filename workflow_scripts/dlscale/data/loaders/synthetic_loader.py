@@ -15,7 +15,10 @@ from dlscale.data.samples import ArraySpec, Samples
 
 
 class SyntheticLoader(Loader):
-    """Loader `synthetic`: fields are normal deviates, targets lie in [-1, 1]; labels and image bytes are uniform."""
+    """Loader `synthetic`: random batches on the device.
+
+    Float values are normally distributed, targets clamped to [-1, 1]. Labels and image bytes are uniform.
+    """
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)

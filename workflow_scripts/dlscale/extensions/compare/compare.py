@@ -134,7 +134,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
-    # A single trial has no interval, so that the difference may be due to chance.
+    # A single trial has no interval, so the difference may be due to chance.
     held = [each for each in speeds.values() if each and before.compute == after.compute and math.isfinite(each.error)]
     losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)

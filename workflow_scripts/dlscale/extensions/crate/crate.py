@@ -194,7 +194,7 @@ class Crate:
         return self.crate.add_file(f"ni:///sha-256;{named}", properties=known)
 
     def files(self, folder: Path, names: Iterable[str]) -> list[Any]:
-        """Add those of the named files that exist in a folder."""
+        """Add the named files that exist in a folder."""
         return [self.file(folder / name) for name in names if (folder / name).is_file()]
 
     def _authors(self, citation: Citation) -> list[Any]:

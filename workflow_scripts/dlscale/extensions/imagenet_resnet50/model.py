@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 #: Mean and standard deviation of red, green and blue in ImageNet's training images, in units of 255.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-#: Number of blocks in each of the four stages, and whether the blocks are bottlenecks, by number of layers.
+#: Number of layers → number of blocks in each of the four stages, and whether the blocks are bottlenecks.
 DEPTHS = {
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),

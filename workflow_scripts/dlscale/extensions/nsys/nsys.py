@@ -97,7 +97,7 @@ def profile_apart(run_json: str, manifest: str, world: World, threads: int | Non
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the words that, before a command, make nsys record the command while its window is open."""
+    """Return the arguments before a command with which nsys records the command while its window is open."""
     traces = "cuda,nvtx" if cuda else "nvtx"  # traces of system calls would slow steps down
     window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
@@ -344,7 +344,7 @@ TABLES = {
 }
 
 
-#: dlscale's names of ranges, by the name in the published programs without the step number.
+#: Range name in the published programs, without the step number → dlscale's range name.
 THEIRS = {"data copy in": "copy"}
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
             ),
             option(
                 "--tp",
-                "devices that share the weights of a model",
+                "devices over which each layer is sharded",
                 False,
                 type=int,
                 nargs="+",
@@ -29,7 +29,7 @@ COMMANDS = {
             ),
             option(
                 "--cp",
-                "devices that share the tokens of a sample",
+                "devices over which the tokens of a sample are split",
                 False,
                 type=int,
                 nargs="+",

@@ -60,7 +60,9 @@ PRIORS = {
     "start": Prior(
         0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s with 20 workers"
     ),
-    "spread": Prior(0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): GPUs of a cluster differ by 8 % (whiskers)"),
+    "spread": Prior(
+        0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): equal GPUs of a cluster differ in speed by 8 % (box whiskers)"
+    ),
     "host": Prior(0.01, 2.7, "judgement: a few per cent on a full node"),
     "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link's bandwidth, as in Calculon's systems"),
     "far": Prior(1.0, 2, "judgement: networks are shared, and some drivers may be missing"),
@@ -193,7 +195,7 @@ class Check:
 
     series: str
     figure: Published
-    fitted: tuple[int, ...]  #: Devices of the points that were fitted.
+    fitted: tuple[int, ...]  #: Numbers of devices of the fitted points.
     published: float
     ours: Prediction  #: Prediction of the model; the band does not include the misfit of the model.
     doublings: float  #: Number of doublings from the fitted points to the figure.
@@ -324,7 +326,7 @@ def _short(each: Check) -> str:
     rest += [f"cp {figure.cp}"] if figure.cp > 1 else []
     words = {"scaling_efficiency": "efficiency", "communication": "without communication", "time": "training"}
     what = words.get(figure.metric, "validation" if figure.metric.startswith("validation") else "")
-    return ", ".join([*rest, *([what] if what else []), f"{_job(figure).batch:g} a {'model' if rest else 'GPU'}"])
+    return ", ".join([*rest, *([what] if what else []), f"{_job(figure).batch:g} per {'model' if rest else 'GPU'}"])
 
 
 def _value(value: float) -> str:

@@ -476,8 +476,8 @@ def rate(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure =
 def memory(work: Workload, job: Job) -> float | None:
     """Return the bytes that a device needs; None if unknown.
 
-    Memory for gathered weights and for libraries is not included. Tensor-parallel devices share the weights, gradients
-    and optimiser state; with FSDP all devices share them. Devices that share a model share the model's activations.
+    Memory for gathered weights and for libraries is not included. Weights, gradients and optimiser state are sharded
+    over tensor-parallel devices, with FSDP over all devices. Activations are split over the devices that share a model.
     """
     if work.memory is None:
         return None

@@ -151,7 +151,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
 
 
 def _follows(key: str) -> bool:
-    """Return whether a program's setting follows from devices and batch size, so that it may differ between runs."""
+    """Return whether a program's setting follows from devices and batch size, so it may differ between runs."""
     own = key.removeprefix("program.values.")
     return own == key or own.split(".")[0] in (*FREE, "nodes", "gpus", "gpus_per_node", "local_batch_size")
 
@@ -223,7 +223,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     convert(model, run.precision)
     sharing, parallel = study.sharding(model), run.parallel
     pair = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2)}
-    # FSDP within groups is predicted as FSDP over all devices, and DataParallel as DistributedDataParallel.
+    # Hybrid sharding (HSDP) is predicted as FSDP over all devices, and DataParallel as DistributedDataParallel.
     kind = parallel.model_copy(update={"shard": None}) if isinstance(parallel, FSDP) else parallel
     kind = DDP() if isinstance(kind, DP) else kind
     sent = averaged(run.model_copy(update=pair | {"parallel": kind}), model, sharing)

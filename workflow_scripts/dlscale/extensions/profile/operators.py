@@ -32,7 +32,7 @@ def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
     """Return work and time of a step's operators, means over `STEPS` steps on one batch; call on all ranks.
 
     The list is empty if Python does not call the operators one by one (compiled steps, CUDA graphs), with strategies
-    other than DDP, and if several devices share a model.
+    other than DDP, or if several devices share a model.
     """
     run = session.run
     whole = run.compile.mode == "none" and not run.cuda_graph and isinstance(run.parallel, DDP)
@@ -131,7 +131,7 @@ class ModuleAt:
         self.name = self._names.get(module, self._outer[-1])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Assign to the module the autograd nodes between its inputs and outputs, except those of inner modules."""
+        """Assign to the module the autograd nodes between its inputs and outputs, except nodes of inner modules."""
         seen: set[Any] = {None, *(tensor.grad_fn for tensor in tensors_in(args))}
         nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
         while nodes:

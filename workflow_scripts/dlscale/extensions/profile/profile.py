@@ -106,7 +106,7 @@ def measure(
             seconds += plain
         seconds = seconds or window.run()
         work = attempt("operators cannot be timed", lambda: operator_work(session, batch))
-        logging.info("without a profiler: %.2f ms a step", 1e3 * statistics.median(seconds))
+        logging.info("without a profiler: %.2f ms per step", 1e3 * statistics.median(seconds))
     seen, rows = _joined(settings, world.gather(found))
     record = Profile(
         device=describe_device(world),
@@ -149,7 +149,7 @@ def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[Pro
         if problem:
             logging.warning("%s: no profile: %s", name, problem)
         elif tool.seconds_per_step and tool.overhead:
-            logging.info("%s: %.2f ms a step; %s", name, 1e3 * tool.seconds_per_step, tool.overhead.words)
+            logging.info("%s: %.2f ms per step; %s", name, 1e3 * tool.seconds_per_step, tool.overhead.words)
     if all(tool.problem for tool in tools):
         problems = "; ".join(f"{tool.name}: {tool.problem}" for tool in tools)
         raise UserError(f"profile.tools: no profiler works here: {problems}")

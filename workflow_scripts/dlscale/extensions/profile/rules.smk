@@ -1,4 +1,4 @@
-# Profiles of some steps of a run.
+# Profile some steps of a run.
 
 
 rule profile:

@@ -88,9 +88,7 @@ class Trace:
     def __init__(self, events: pd.DataFrame) -> None:
         steps = events[(events.kind == "range") & (events.name == "step")].sort_values("begin")
         if steps.empty:
-            raise ValueError(
-                "the trace contains no step, because the profiler did not record the ranges of the process"
-            )
+            raise ValueError("the trace contains no range with the name step")
         self.starts, self.end, self.main = steps.begin.to_numpy(), int(steps.end.max()), int(steps.thread.iloc[0])
         self.count = len(steps)
         calls = events[(events.kind == "call") & (events.correlation > 0)].sort_values("begin")

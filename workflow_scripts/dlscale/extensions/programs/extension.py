@@ -77,7 +77,7 @@ STAGES = {
     ),
 }
 
-#: Modules that implement a run's stages if an external program replaces dlscale's training, by stage.
+#: Stage → module that implements it if an external program replaces dlscale's training.
 PROGRAM_STAGES = {
     "throughput": "dlscale.extensions.programs.throughput",
     "tune": "dlscale.extensions.programs.tune",

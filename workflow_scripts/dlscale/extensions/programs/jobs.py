@@ -1,4 +1,4 @@
-"""Files, folders, revisions and command words of runs of external programs."""
+"""Files, folders, revisions and command-line arguments of runs of external programs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ProgramJobs(Programs):
     def named_files(self, run: Run) -> list[str]:
         """Return the files that the command of a run's program names, except files in the results folder.
 
-        A change of one of these files makes the program run again. The first word counts only if it is a file in the
+        A change of one of these files makes the program run again. The first element counts only if it is a file in the
         program's folder, because Python itself is not a file of the program.
         """
         if not run.program:
@@ -69,7 +69,7 @@ class ProgramJobs(Programs):
         first, *known = [Path(words.folder, word) for word in words.command]
         if "/" in words.command[0] and first.resolve().is_relative_to(Path(words.folder).resolve()):
             known.append(first)
-        # `os.path.isfile` returns False for words too long for a name, such as a script after `-c`.
+        # `os.path.isfile` returns False for arguments too long for a name, such as a script after `-c`.
         files = [
             file
             for file in known
@@ -111,7 +111,7 @@ class ProgramJobs(Programs):
     def params(self, stage: str, run: Run) -> Params:
         """Return the parameters that make a stage of an external program run again.
 
-        The program's own settings are words of its command.
+        The program's own settings are arguments of its command.
         """
         if not STAGES[stage].program:
             self.context.refuse(
@@ -151,7 +151,7 @@ class ProgramJobs(Programs):
         return ["--start", json.dumps(self.launch(input, run)[1])] if run.program else []
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
-        """Return the command of the stage of a run's program, and the words before the program's command."""
+        """Return the command of the stage of a run's program, and the arguments before the program's command."""
         placed = self.with_fetched_folder(run)
         assert placed.program
         place = self.commands.place([*paths, placed.program.folder])

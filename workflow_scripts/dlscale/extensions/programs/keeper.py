@@ -42,7 +42,7 @@ class KeptProgram:
         Parameters
         ----------
         command
-            Words of the command.
+            Program and arguments.
         folder
             Working folder (default: this process's).
         environment

@@ -130,7 +130,7 @@ class Earlier:
     """Losses that earlier tries printed, and the step of the checkpoint from which the program resumes."""
 
     step: int = 0
-    counted: bool = True  #: Whether points have step numbers; otherwise points are numbered in order.
+    counted: bool = True  #: Whether points have step numbers; otherwise points are numbered consecutively.
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
     def merged(self, losses: Mapping[str, list[tuple[float, float]]], ends: list[float]) -> dict[str, list[Point]]:
@@ -279,7 +279,8 @@ def _step_rate(found: Throughput, ends: list[float]) -> float | None:
 def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
     """Return a metric's values by the step numbers of the validations.
 
-    If none of the metric's step numbers is the step number of a validation, values and validations are paired in order.
+    If none of the metric's step numbers is the step number of a validation, the n-th value is paired with the n-th
+    validation.
     """
     values = {step: value for _, step, value in curve}
     if values.keys() & {step for _, step, _ in points}:

@@ -1,4 +1,4 @@
-# External programs in place of dlscale's training.
+# Run external programs in place of dlscale's training.
 
 
 localrules:

@@ -45,7 +45,7 @@ class RunProgram:
             checkout = steps.absolute().with_name("checkout")
             self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
             _check_pinned(words, checkout)
-        #: Command: the launcher's words if the run has a launcher, then the program's words. In between, `env` sets the
+        #: Command: the launcher's arguments if the run has a launcher, then the program's. In between, `env` sets the
         #: program's variables, so that the launcher does not get them. Only secret variables are set for the launcher.
         self.command = words.command
         self.contained = False
@@ -72,7 +72,7 @@ class RunProgram:
         self._check()
 
     def _check(self) -> None:
-        """Raise `UserError` if the first word of the command is not an executable program."""
+        """Raise `UserError` if the command does not begin with an executable program."""
         first, path = self.command[0], {**given(), **self.environment}.get("PATH", os.defpath)
         if not shutil.which(first if "/" not in first else str(Path(self.folder, first)), path=path):
             raise UserError(f"program.command: {first}: no such program here")

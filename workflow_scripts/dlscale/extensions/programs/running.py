@@ -223,8 +223,8 @@ def run_command(
     )
 
 
-#: Libraries that do not use PyTorch's optimisers, by name: a part of the paths of the library's files, and the code
-#: with which a program can time its steps.
+#: Library that does not use PyTorch's optimisers → part of the paths of its files, and code with which a program can
+#: time its steps.
 FRAMEWORKS = {
     "Keras or TensorFlow": ("/tensorflow/", "a callback that calls dlscale.extensions.programs.timed.begun and ended"),
     "JAX": ("/jaxlib/", "`for batch in dlscale.timed(loader)`"),

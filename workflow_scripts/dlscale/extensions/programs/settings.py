@@ -24,7 +24,7 @@ from dlscale.core.urls import hidden
 #: Pattern of a placeholder in a command; `{{` and `}}` stand for braces.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.-]*)\}")
 
-#: Settings of a run that have a placeholder with a shorter name, by this name.
+#: Short name of a placeholder → setting of the run.
 SHORT = {
     "workers": "loader.workers",
     "prefetch": "loader.prefetch",
@@ -40,7 +40,7 @@ SHORT = {
 LATER = ("out", "resume")
 MADE = ("gpus", "local_batch_size", *LATER)
 
-#: Patterns of the rate in the output of published programs, samples/s over all processes, by name.
+#: Name of a published program → pattern of the rate in its output, samples/s over all processes.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
 #: Minimum number of steps for a program's rate: two warm-up steps, and three steps of which some may be discarded.
@@ -55,14 +55,14 @@ class Program(Lawful):
 
     command: list[str] = Field(
         min_length=1,
-        description="Words of the command, with placeholders. Settings of the run replace {batch_size}, {workers}, "
-        "{optimizer.lr} and so on. The run's number of devices replaces {gpus}, the folder for the program's files "
-        "replaces {out}, and each name in `values` is a placeholder for its value.",
+        description="Program and its arguments, with placeholders. Settings of the run replace {batch_size}, "
+        "{workers}, {optimizer.lr} and so on. The run's number of devices replaces {gpus}, the folder for the "
+        "program's files replaces {out}, and each name in `values` is a placeholder for its value.",
     )
     values: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]{0,63}$")], Value] = Field(
         {},
-        description="Values of additional placeholders, which runs may change. A list becomes several words, such as "
-        "`amp: [--amp_mode, bf16]`; for an empty list, the placeholder is removed.",
+        description="Values of additional placeholders, which runs may change. A list becomes several arguments, such "
+        "as `amp: [--amp_mode, bf16]`; for an empty list, the placeholder is removed.",
     )
     environment: dict[str, str] = Field(
         {}, description="Environment variables of the program; placeholders in the values are replaced."
@@ -111,7 +111,8 @@ class Program(Lawful):
     )
     resume: list[str] = Field(
         [],
-        description="Words that replace {resume} if an earlier try left files in {out}; otherwise {resume} is removed.",
+        description="Arguments that replace {resume} if an earlier try left files in {out}; otherwise {resume} is "
+        "removed.",
     )
 
     short: ClassVar[dict[str, str]] = SHORT
@@ -150,7 +151,7 @@ class Program(Lawful):
         ),
         (
             lambda its: its.resume and "resume" not in set(its.placeholders()),
-            "resume: the command has no {{resume}} to replace by these words; add it, or remove resume",
+            "resume: the command has no {{resume}} to replace by these arguments; add it, or remove resume",
         ),
         (
             lambda its: "/" in its.command[0] and its.command[0].endswith("/"),
@@ -227,7 +228,7 @@ class Program(Lawful):
             self.filled(run)
         except RecursionError:
             return "program.values: placeholders refer to each other in a circle; remove one reference"
-        except ValidationError as error:  # such as an empty list in place of a required word
+        except ValidationError as error:  # such as an empty list in place of a required argument
             first = error.errors()[0]
             key = ".".join(map(str, ("program", *first["loc"])))
             return f"{key}: {first['msg'].removeprefix('Value error, ')}, after its placeholders are replaced"
@@ -329,7 +330,7 @@ def settings_of(run: Any) -> dict[str, Any]:
 def _script(command: list[str]) -> str | None:
     """Return the script that a command starts, or None.
 
-    The script follows python, sh, bash or torchrun. For other commands, the script is the first word if this word is a
+    The script follows python, sh, bash or torchrun. For other commands, the script is the program itself if it is a
     path.
     """
     first, *rest = command
@@ -376,9 +377,9 @@ class Words:
 
 
 def _words(text: str, value: Callable[[str], str | list[str] | None]) -> list[str]:
-    """Return the words that replace one word of a command.
+    """Return the arguments that replace one argument of a command.
 
-    A word that is a placeholder may become several words, or may be removed.
+    A placeholder may become several arguments, or may be removed.
     """
     match = PLACEHOLDER.fullmatch(text)
     found = value(match[1]) if match and match[1] else None

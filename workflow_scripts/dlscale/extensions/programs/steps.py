@@ -46,7 +46,7 @@ PAUSE, PAUSE_SECONDS = 10.0, 1.0
 #: only steps that are PAUSE_IN_WAITS times as long as the usual wait are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
-#: Maximum relative difference between the steps of a log and those of a process, or the samples of its batches.
+#: Maximum relative difference between the steps of a log and the steps of a process, or the samples of its batches.
 MAX_LOG_DIFFERENCE = 0.2
 
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
@@ -227,8 +227,7 @@ def _training(process: Process) -> set[str]:
     for time, iterator, _, _ in process.batches:
         of[iterator].append(time)
     every = [batch[0] for batch in process.batches]
-    # An iterator's last batch lasts until another iterator delivers, so that steps of the next epoch do not count for
-    # it.
+    # An iterator's last batch lasts until another iterator delivers, so steps of the next epoch do not count for it.
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
     return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
@@ -253,7 +252,7 @@ def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Merge overlapping spans; return them in order."""
+    """Merge overlapping spans; return them in the order of time."""
     found = list[Span]()
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -268,7 +267,7 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def _is_ahead(process: Process, training: set[str]) -> bool:
-    """Return whether other threads than the training threads fetch batches, so that training does not wait."""
+    """Return whether other threads than the training threads fetch batches, so training does not wait."""
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
 
 

@@ -10,7 +10,7 @@ from dlscale.studies.base import SampleLoss, Study
 
 
 class ItsOwn(Strict):
-    """Part of an external program; dlscale has no settings for this part."""
+    """Model or loss of an external program; dlscale does not configure it."""
 
     kind: Literal["its_own"] = "its_own"
 

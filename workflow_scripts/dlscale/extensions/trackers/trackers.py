@@ -1,7 +1,7 @@
 """Experiment trackers, in addition to TensorBoard: optional dependencies, which are imported if a run uses them.
 
 A tracker raises `UserError` at the start of a training if the tracker cannot be used. Later a failed request to MLflow
-causes only a warning, so that the training continues.
+causes only a warning, and the training continues.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stage `tune`: find the fastest loader, threads and batch size of a run, by successive halving and a duel.
 
-`tune.json` has all trials. `tuned.yaml` is a configuration file with a plan that compares the run with the winning
-setting. The file has no plan if no setting is significantly faster than the run's own setting.
+`tune.json` lists all trials. `tuned.yaml` is a configuration file with a plan that compares the run with the winning
+candidate. The file has no plan if no candidate is significantly faster than the run's original settings.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session, own_threads
 from dlscale.train.loop import Hook, run_steps
 
-#: Function: (number of a setting, seconds to measure) → samples/s, None if the setting cannot be measured.
+#: Function: (number of a candidate, seconds to measure) → samples/s, None if the candidate cannot be measured.
 Measure = Callable[[int, float], float | None]
 
-#: Number of a setting → samples/s of each turn.
+#: Number of a candidate → samples/s of each turn.
 Rates = dict[int, list[float]]
 
 #: Number of turns per rung. The number is even, so that a steady drift of the machine cancels.
@@ -76,7 +76,7 @@ def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
 
 
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
-    """Measure the candidate settings of a run; return the same record on every rank.
+    """Measure the candidates of a run; return the same record on every rank.
 
     `threads`: number of CPU threads per node, which the node's processes share.
     """
@@ -109,7 +109,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
 
 def duel(best: int | None, rates: Rates) -> Duel | None:
-    """Return the result of the duel between a setting and the run's own setting; None if there was no duel."""
+    """Return the result of the duel between a candidate and the original settings; None if there was no duel."""
     if not best or best not in rates:
         return None
     rounds = list(zip(rates[best], rates[0], strict=True))
@@ -119,13 +119,13 @@ def duel(best: int | None, rates: Rates) -> Duel | None:
 
 # ---- the search: successive halving, where every measurement is noisy --------------------------------
 #
-# Settings are measured in turns, every second turn in reverse order, so that the machine's drift cancels from their
-# ratios. The best setting of a search may only have been lucky. Therefore a duel measures the best setting and the
-# run's own setting again.
+# A candidate is one combination of settings; candidate 0 is the run's original settings. Candidates are measured in
+# turns, every second turn in reverse order, so that the machine's drift cancels from their ratios. The best candidate
+# of a search may only have been lucky. Therefore a duel measures the best candidate and the original settings again.
 
 
 def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
-    """Measure all settings `turns` times, every second time in reverse order; drop settings that fail."""
+    """Measure all candidates `turns` times, every second time in reverse order; drop candidates that fail."""
     rates: Rates = {number: [] for number in numbers}
     for turn in range(turns):
         for number in list(rates) if turn % 2 == 0 else reversed(list(rates)):
@@ -138,16 +138,15 @@ def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: floa
 
 
 def rungs(others: int) -> list[int]:
-    """Return the number of settings of each rung, without the run's own setting; a single setting needs no rung."""
+    """Return the number of candidates of each rung, without candidate 0; a single candidate needs no rung."""
     return [size for size in halved(others, 2) if size > 1]
 
 
 def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, list[Rates]]:
-    """Return the best of settings 1 … `count` - 1 (None if all fail), and the rates of each rung.
+    """Return the best of candidates 1 … `count` - 1 (None if all fail), and the rates of each rung.
 
-    All rungs take the same time. Setting 0, the run's own setting, takes part in all rungs. The faster half of the
-    other settings is promoted to the next rung. In every second turn settings are measured in the order of their
-    numbers, in the other turns in reverse order.
+    All rungs take the same time. Candidate 0 takes part in all rungs. The faster half of the other candidates is
+    promoted to the next rung.
     """
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others))
@@ -160,20 +159,21 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
     return next(iter(others), None), found
 
 
-# ---- candidate settings ----------------------------------------------------------------------------
+# ---- candidates --------------------------------------------------------------------------------------
 
 
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the changes of each setting to the run: dotted key → value; empty for the first, the run's own setting.
+    """Return the changes of each candidate to the run: dotted key → value; empty for candidate 0.
 
-    `cores`: number of cores per process. Prefetching is not varied without workers. Settings never change the run's
+    `cores`: number of cores per process. Prefetching is not varied without workers. Candidates never change the run's
     staging of data.
     """
     space: Tune = run.tune
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))
     workers = space.workers or [0, *doubled]
     threads = space.threads or ([cores, max(1, cores // 2)] if device.type == "cpu" else [])
-    # Settings with the same batch size follow each other, because they share a model. The run's batch size comes first.
+    # Candidates with the same batch size follow each other, because they use the same model. The run's batch size
+    # comes first.
     batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
     kinds, counts = space.loaders or [run.loader.kind], threads or [run.threads]
     # Loaders of all kinds read a staged copy of the data if they have the setting `staging`.
@@ -205,9 +205,9 @@ def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
 
 
 class _Trials:
-    """Measure settings by number, as a `Measure`; all ranks make the same decisions.
+    """Measure candidates by number, as a `Measure`; all ranks make the same decisions.
 
-    Successive trials with the same batch size share a model. Each trial opens a new loader.
+    Successive trials with the same batch size use the same model. Each trial opens a new loader.
     """
 
     def __init__(
@@ -226,15 +226,14 @@ class _Trials:
         self._epoch = 0
 
     def __call__(self, number: int, seconds: float) -> float | None:
-        """Return FULL samples/s of all ranks together; if the setting fails, note the problem and return None.
+        """Return FULL samples/s of all ranks together; if the candidate fails, note the problem and return None.
 
-        A failure of the run's own setting is raised. If a rank fails while other ranks wait for this rank, the stage
-        ends.
+        A failure of candidate 0 is raised. If a rank fails while other ranks wait for this rank, the stage ends.
         """
         rate, error, problem = 0.0, None, ""
         try:
             rate = self._trial(changed(self._run, self._changes[number]), seconds)
-        except Exception as raised:  # other settings may still work
+        except Exception as raised:  # other candidates may still work
             error = raised
             problem = "out of memory" if is_exhaustion(error) else brief(error) or type(error).__name__
             self.close()  # after a failed step the model may be unusable
@@ -243,7 +242,7 @@ class _Trials:
             raise error or UserError(f"another rank failed: {problem}")
         if problem:
             self.problems[number] = problem
-            logging.info("%s: setting skipped: %s", self._changes[number], problem)
+            logging.info("%s: combination skipped: %s", self._changes[number], problem)
         self._progress.update(self._progress.done + 1)
         return None if problem else rate
 
@@ -288,23 +287,23 @@ class _Trials:
 
 
 def tuned(found: Tuning, study: str) -> str:
-    """Return YAML for `--configfile`; if a setting won, with a plan that compares it with the run's own setting."""
+    """Return YAML for `--configfile`; if a candidate won, with a plan that compares it with the original settings."""
     comments, plans = [f"Written by the stage tune of {found.run}.", found.verdict()], {}
     if found.changes:
         plans[found.plan] = {
             "study": study,
             "title": f"{found.run}, tuned",
             "from": found.run,
-            # This plan only times the run's own setting. The run's own plan decides whether the run trains.
+            # This plan only times the original settings. The run's own plan decides whether the run trains.
             "only": {"train": ["tuned"]},
             "runs": {"own": {"use": found.run}, "tuned": {"label": "tuned", **nested(found.changes)}},
         }
         if "batch_size" in found.changes:
             comments.append("Another batch size changes the training. Adjust the learning rate if necessary.")
         comments += [
-            "To train with the tuned setting, and to compare its speed with the run's own setting:",
+            "To train with the tuned settings, and to compare their speed with the run's original settings:",
             f"  {found.command}",
-            "To use the tuned setting in another plan, pass this file with --configfile, and write "
+            "To use the tuned settings in another plan, pass this file with --configfile, and write "
             f"`from: {found.plan}.tuned` in that plan.",
         ]
     content = yaml.safe_dump({"plans": plans} if plans else {}, sort_keys=False)

@@ -31,7 +31,7 @@ CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
 
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the findings of all functions in `CAUSES`, including those of extensions."""
+    """Yield the findings of all functions in `CAUSES`, including functions of extensions."""
     for look in (*CAUSES, *map(registry.named, registry.causes())):
         if finding := look(evidence):
             yield finding

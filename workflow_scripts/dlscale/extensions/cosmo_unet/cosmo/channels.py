@@ -17,8 +17,7 @@ VELOCITY = Transform("linear", 0.0, 1000.0)
 #: Transform of temperatures in K: 10^2 to 10^8 K become -1 to 1.
 TEMPERATURE = Transform("log", 5 * float(np.log(10)), 3 * float(np.log(10)))
 
-#: Channels, units and transforms of each field, by the field's name. The components x, y and z of a vector belong to
-#: the grid axes D, H and W.
+#: Field → channels, units and transforms. The components x, y and z of a vector belong to the grid axes D, H and W.
 CHANNELS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[Transform, ...]]] = {
     "Nbody": (
         ("dm_density", "dm_velocity_x", "dm_velocity_y", "dm_velocity_z"),

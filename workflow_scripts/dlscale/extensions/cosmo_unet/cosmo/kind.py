@@ -76,7 +76,7 @@ class CosmoFiles(Strict):
 
 
 class CosmoPrepared(Strict):
-    """HDF5 files in the published layout (`Nbody`, `Hydro`, already transformed), used as they are."""
+    """HDF5 files in the published layout (`Nbody`, `Hydro`, already transformed), used unchanged."""
 
     kind: Literal["prepared"]
     train: list[Path] = Field(min_length=1, description="Files of the training part.")

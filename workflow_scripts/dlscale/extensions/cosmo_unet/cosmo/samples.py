@@ -75,7 +75,7 @@ BLOCKS, EDGE = 64, 32
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` are the channels of each vector.
 
-    The copy has the same memory order as the turned view, so that bytes are copied only once.
+    The copy has the same memory order as the turned view, so bytes are copied only once.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)

@@ -191,7 +191,7 @@ def deposit(displacement: Values, box: float, weight: Values | None = None) -> A
     lattice = np.arange(grid, dtype=np.float64)
     total = np.zeros((grid, grid, grid), dtype=np.float32)
     planes = max(1, 2**18 // grid**2)
-    # Particles of a slab reach only a few planes, so that the histogram is small enough for the cache and for float64.
+    # Particles of a slab reach only a few planes, so the histogram is small enough for the cache and for float64.
     for start in range(0, grid, planes):
         slab = slice(start, start + planes)
         x = lattice[slab, None, None] + displacement[0, slab] * (grid / box)
@@ -215,7 +215,7 @@ def deposit(displacement: Values, box: float, weight: Values | None = None) -> A
 def smooth(field: Values, box: float, radius: float) -> Array:
     """Convolve `field` [N, N, N] with a Gaussian of standard deviation `radius` (Mpc/h), periodically.
 
-    The kernel is sampled in real space, so that it has no negative lobes and a density stays positive.
+    The kernel is sampled in real space, so it has no negative lobes and a density stays positive.
     """
     grid = field.shape[0]
     distance = np.minimum(np.arange(grid), grid - np.arange(grid)) * (box / grid)

@@ -80,8 +80,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     if len(channels) != shape[1] or rows > shape[2] or columns > shape[3]:
         raise UserError(
             f"{root}: files contain {shape[1]} channels of {shape[2]} x {shape[3]} points, but the configuration names "
-            f"{len(channels)} channels and crop {rows} x {columns}. Name all channels in order, and choose a crop "
-            "within the grid"
+            f"{len(channels)} channels and crop {rows} x {columns}. Name all channels in the files' order, and choose "
+            "a crop within the grid"
         )
     if len(axes) < 2:
         # The published grid has equal steps around the globe, and the first row at the north pole.

@@ -76,7 +76,7 @@ class Era5Zarr(Strict):
 
 
 class Era5Prepared(Strict):
-    """The published layout used as it is: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
+    """The published layout, used unchanged: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
 
     kind: Literal["prepared"]
     path: Path = Field(description="The folder that holds train/, valid/, test/ (optional) and stats/.")
@@ -109,8 +109,9 @@ class Era5Dataset(DatasetSettings):
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
     channels: list[str] = Field(
         [],
-        description="Variables in order, `name` or `name@level`. If absent, the channels of the simulator, or the "
-        "channels that prepared files name; 20 channels without names are the published channels: u10, v10, t2m, …",
+        description="Variables in the order of the channels, `name` or `name@level`. If absent, the channels of the "
+        "simulator, or the channels that prepared files name; 20 channels without names are the published channels: "
+        "u10, v10, t2m, …",
     )
     split: Periods | None = Field(None, description="Days of each split (files and zarr).")
     step_hours: PositiveInt | None = Field(
@@ -161,7 +162,7 @@ class PairSamples(Strict):
     )
 
     def channels(self, states: int) -> int:
-        """Return the channels of an input, given those of a state."""
+        """Return the channels of an input for the channels of a state."""
         return states * (1 + len(self.history)) + 2 * len(self.clock)
 
 

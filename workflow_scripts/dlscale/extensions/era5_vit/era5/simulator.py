@@ -51,7 +51,7 @@ INTERVAL = 6 * 3600.0  # between snapshots, s
 # Climate, relaxation times and forces are tuned so that winds, temperatures and heights are realistic, and so that the
 # change in 6 hours is 0.3 to 0.5 standard deviations on a 5.6 degree grid.
 SPINUP_DAYS = 20  # days that are simulated first and discarded
-STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours; that of the vorticity is about 5e-5
+STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours (vorticity: about 5e-5)
 
 
 def coupling(truncation: int) -> Real:
@@ -325,8 +325,8 @@ def six_hours(sphere: Sphere, state: Complex, target: Complex) -> Complex:
         longest = 1.5 * RADIUS / (sphere.truncation * max(fastest_wind(sphere, state), 1.0))
         steps = int(np.ceil(INTERVAL / min(3600.0, longest)))
         scale = sphere.n * (sphere.n + 1) / (sphere.truncation * (sphere.truncation + 1))
-        # The diffusion is linear and stiff, so that it is integrated exactly after each step. The e-folding time is 8
-        # hours at the truncation; the power of the Laplacian is so high that storms are hardly damped.
+        # The diffusion is linear and stiff, so it is integrated exactly after each step. The e-folding time is 8 hours
+        # at the truncation; the power of the Laplacian is so high that storms are hardly damped.
         diffusion = np.exp(-INTERVAL / steps / (3600 * 8.0) * scale**8)
         for _ in range(steps):
             state = diffusion * runge_kutta(lambda now: tendency(sphere, now, target), state, INTERVAL / steps)

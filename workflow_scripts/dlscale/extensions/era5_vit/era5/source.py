@@ -42,7 +42,7 @@ AXES = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-#: ECMWF's short names, by the names in ARCO-ERA5 and WeatherBench2.
+#: Name in ARCO-ERA5 and WeatherBench2 → ECMWF's short name.
 SHORT_NAMES = {
     "10m_u_component_of_wind": "u10",
     "10m_v_component_of_wind": "v10",
@@ -229,21 +229,24 @@ def _without_default_fill(read: np.ndarray, variable: xr.Variable) -> np.ndarray
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return latitudes from north to south, longitudes from west to east, and whether the latitudes were reversed.
 
-    Raise `UserError` if the axes are not in order.
+    Raise `UserError` if the axes are not strictly monotonic.
     """
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
     if (abs(np.diff(longitude)) > 180.0).any():  # replace …, 355, 0, 5 by …, 355, 360, 365
         longitude = np.unwrap(longitude, period=360.0)
         if (np.diff(longitude) < 0).any():
             raise UserError(
-                f"{where}: longitudes jump back at the meridian (0, …, 359), so that the region is in two pieces. Sort "
+                f"{where}: longitudes jump back at the meridian (0, …, 359), so the region is in two pieces. Sort "
                 "the longitudes, e.g. with `cdo sellonlatbox,-180,180,-90,90 IN OUT`"
             )
     south_first = bool(latitude[0] < latitude[-1])
     latitude = latitude[::-1] if south_first else latitude
     # Comparisons are false for NaN, so NaN is refused, too.
     if not ((np.diff(latitude) < 0).all() and (np.diff(longitude) > 0).all() and abs(latitude).max() < 90.001):
-        raise UserError(f"{where}: latitudes or longitudes are not in order, or beyond the poles; {GRID}")
+        raise UserError(
+            f"{where}: latitudes must be strictly monotonic and within ±90 degrees, longitudes strictly increasing; "
+            f"{GRID}"
+        )
     return latitude, longitude, south_first
 
 

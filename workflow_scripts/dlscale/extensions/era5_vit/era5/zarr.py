@@ -109,6 +109,6 @@ def _check_chunks(folder: str, names: Sequence[str]) -> None:
         if lacks and np.isfinite(array.fill_value):
             raise UserError(
                 f"{folder}: '{name}': {lacks} of {array.nchunks} chunks were never written, and would be read as "
-                f"{array.fill_value:g}, probably because the writer ended early. Write the array again. If all values "
-                "of these chunks are meant to be this number, write the chunks, too (write_empty_chunks)"
+                f"{array.fill_value:g}. If the writer ended early, write the array again. If all values of these "
+                "chunks are meant to be this number, write the chunks, too (write_empty_chunks)"
             )

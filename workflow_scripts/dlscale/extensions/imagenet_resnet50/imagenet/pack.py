@@ -120,8 +120,8 @@ def write_pack(
 ) -> None:
     """Write the pictures, in their order, into a pack with the `form` `encoded` or `decoded`.
 
-    HDF5 can store contiguous values only after their number is known, so that the values are first written into an
-    unnamed temporary file. `files` is the digest from `folder.shard_digests`.
+    HDF5 can store contiguous values only after their number is known, so the values are first written into an unnamed
+    temporary file. `files` is the digest from `folder.shard_digests`.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with atomic_write(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:

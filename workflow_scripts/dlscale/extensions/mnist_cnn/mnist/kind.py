@@ -35,7 +35,7 @@ class MnistSimulated(Strict):
 
 
 class MnistDataset(DatasetSettings):
-    """Images of digits, stored as they are."""
+    """Images of digits, stored unchanged."""
 
     kind: Literal["mnist"]
     source: MnistSimulated | MnistFiles = Field(discriminator="kind")

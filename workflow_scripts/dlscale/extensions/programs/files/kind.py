@@ -42,7 +42,7 @@ class FilesDataset(DatasetSettings):
 
 
 class ItsOwnSamples(Strict):
-    """Part of an external program; dlscale has no settings for this part."""
+    """Samples of an external program; dlscale does not configure them."""
 
     kind: Literal["its_own"] = "its_own"
 
