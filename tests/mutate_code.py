@@ -556,8 +556,8 @@ MUTATIONS = [
     ),
     Mutation(
         "work_of_functions_between_modules",
-        "measure/roofline.py",
-        "{None, *(tensor.grad_fn for tensor in _tensors(args))}",
+        "extensions/profile/operators.py",
+        "{None, *(tensor.grad_fn for tensor in tensors_in(args))}",
         "{None}",
         "test_counting.py::test_functions_between_parts_are_the_modules_own",
     ),

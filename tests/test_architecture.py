@@ -119,7 +119,7 @@ def test_no_study_or_kind_is_named_outside_of_its_own_files() -> None:
     # Match only at the beginning of a word or name, so «activity» does not match «vit».
     pattern = re.compile(rf"(?<![a-zA-Z])({'|'.join(sorted(words))})", re.IGNORECASE)
     tutorials = [file.parent for file in PACKAGE.glob("extensions/*/study.py")]
-    rooms = [PACKAGE / "studies", PACKAGE / "datasets", *tutorials]
+    rooms = [PACKAGE / "studies", PACKAGE / "datasets", PACKAGE / "extensions/scaffold", *tutorials]
     # Skip a generated file and a link to the user's file.
     written = [PACKAGE / "config/config.schema.json", PACKAGE / "workflow/config.yaml"]
     files = [*PACKAGE.rglob("*"), *(ROOT / "rules").glob("*.smk"), ROOT / "Snakefile"]
@@ -214,7 +214,8 @@ TOUCHING = {
 #: Modules around a training: the command line and the stage use them; training code does not import them.
 AROUND = {
     *("dlscale.cli", "dlscale.core.process", "dlscale.core.progress"),
-    *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous", "dlscale.parallel.selftest"),
+    *("dlscale.core.telemetry", "dlscale.core.board", "dlscale.parallel.rendezvous"),
+    *("dlscale.extensions.selftest.selftest",),
     *("dlscale.parallel.watchdog", "dlscale.train.around", "dlscale.train.logs"),
     *("dlscale.train.memory", "dlscale.train.provenance", "dlscale.train.train"),
 }

@@ -280,7 +280,8 @@ def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
 FAULTY = """
 import os, sys, time
 from dlscale import cli
-from dlscale.extensions.selftest import selftest, watchdog
+from dlscale.extensions.selftest import selftest
+from dlscale.parallel import watchdog
 
 if os.environ["RANK"] == "1":
     if os.environ["FAULT"] == "hangs":

@@ -29,6 +29,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
 from dlscale.core.text import size
 from dlscale.data.manifest import Manifest
+from dlscale.extensions.profile import memory as measured_memory
 from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import Mesh, World
@@ -66,7 +67,7 @@ def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, i
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, marking(record_function):
         step(x, y)
     events = list(profiler.profiler.kineto_results.events())
-    ends = {event.name(): event.end_ns() for event in events if event.name() in memory.STAGES}
+    ends = {event.name(): event.end_ns() for event in events if event.name() in measured_memory.STAGES}
     live, most, at = 0, 0, dict.fromkeys(ends, 0)
     for time, grown in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         live += grown
@@ -199,7 +200,7 @@ def measured(folder: str, manifest: str) -> str:
     run = tiny_run("cosmo_unet", Path(folder), model={"widths": [64, 64]}, batch_size=64)
     session = open_session(run, Path(manifest), World(), 1)
     before = [p.detach().clone() for p in session.step.model.parameters()]
-    found = memory.measure(session, sample_batch())
+    found = measured_memory.measure(session, sample_batch())
     assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), (
         "measuring must make a step"
     )
@@ -251,12 +252,12 @@ def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
 
 
 def test_a_peak_includes_freed_memory_until_it_is_reset() -> None:
-    memory.reset_peak(CPU)
+    measured_memory.reset_peak(CPU)
     before = memory.peak(CPU)
     held = np.ones(100_000_000, np.uint8)
     del held
     assert memory.peak(CPU) > before + 90e6
-    memory.reset_peak(CPU)
+    measured_memory.reset_peak(CPU)
     assert memory.peak(CPU) < before + 50e6
 
 
