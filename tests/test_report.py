@@ -33,6 +33,7 @@ from dlscale.core import telemetry, text
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
+from dlscale.extensions.profile import section as profile_section
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.measure.tune_records import Duel, Tried, Tuning
@@ -1303,7 +1304,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
     assert "time of a training step without a profiler (FULL)" in page and "a run without a profile" not in page
-    section = profiles.section(plan, Path())
+    section = profile_section.section(plan, sections.Page())
     chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]
     assert said == ["242 ms", "32.7 ms"] and "time of a step (ms)" in chart.text
@@ -1317,7 +1318,7 @@ def test_operators_and_modules_are_below_the_roof(explained: Results) -> None:
     number.
     """
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
-    operators, modules = profiles.rooflines(plan)
+    operators, modules = profile_section.rooflines(plan)
     rows = [row for row in operators.rows if row["run"] == "second"]
     points = {row["name"]: [row[key] for key in ("share", "calls", "intensity", "rate", "reached")] for row in rows[:2]}
     # 6 GFLOP in 15 ms at 40 FLOP/byte; 0.1 GFLOP in 2.5 ms at 0.25 FLOP/byte, for which the roof is 50 GFLOP/s.
@@ -1331,7 +1332,7 @@ def test_operators_and_modules_are_below_the_roof(explained: Results) -> None:
     # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
     assert "a step would take 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
-    assert {row["run"] for row in profiles.rooflines(plan)[0].rows} == {"first"}
+    assert {row["run"] for row in profile_section.rooflines(plan)[0].rows} == {"first"}
 
 
 def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
@@ -1372,8 +1373,8 @@ def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
     profiled(folder, "mm", 0.1, {})
     plan = read_plan(results.plan("p", names, measure=("train",)))
     plan.runs[-1] = replace(plan.runs[-1], profile=Profile.read(folder / "profile/profile.json"))
-    shown = profiles.section(plan, Path())
-    assert shown and [each["label"] for each in shown.own] == ["run9"] and shown.charts[0].rows[0]["of"] == "torch"
+    shown = profile_section.section(plan, sections.Page())
+    assert shown and [each.title.text for each in shown.folds] == ["run9"] and shown.charts[0].rows[0]["of"] == "torch"
 
 
 def with_peaks(folder: Path, flops: float, copies: float, **more: Any) -> None:

@@ -24,11 +24,12 @@ from dlscale.core.fingerprint import reachable, run_modules
 from dlscale.core.noise import ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.extensions.tune import tune
+from dlscale.extensions.tune.section import tried
 from dlscale.extensions.tune.tune import Measure
 from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.results import read_plan
-from dlscale.report.sections import line, tried
+from dlscale.report.sections import line
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results

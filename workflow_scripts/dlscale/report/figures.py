@@ -66,6 +66,36 @@ def table(columns: Iterable[tuple[str, str, Sequence[Cell]]], caption: str = "",
 
 
 @dataclass(frozen=True)
+class Link:
+    """A text with the address that it links to."""
+
+    text: str
+    href: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of a list: a name, a text, and links."""
+
+    name: str
+    text: str
+    links: Sequence[Link] = ()
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Results of one run, which the reader may fold away; `before` and `after` are paragraphs around the tables."""
+
+    title: Link
+    aside: str | Link = ""
+    before: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    after: Sequence[str] = ()
+    items: Sequence[Item] = ()
+    open: bool = False  #: Whether the fold is open at first.
+
+
+@dataclass(frozen=True)
 class Section:
     """A section of a plan."""
 
@@ -76,6 +106,7 @@ class Section:
     notes: Sequence[str] = ()
     form: str = ""  #: Macro of the template for `own`.
     own: Any = None  #: Content that only this section has.
+    folds: Sequence[Fold] = ()
 
 
 def some(shown: int, of: int, what: str, rest: str) -> list[str]:

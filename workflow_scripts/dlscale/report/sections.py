@@ -28,7 +28,7 @@ from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
-from dlscale.measure.tune_records import Tried, Tuning
+from dlscale.measure.tune_records import Tried
 from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.bound import bound
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
@@ -715,62 +715,8 @@ def tuned_winner(plan: PlanResult) -> View | None:
     }
 
 
-def tunings(plan: PlanResult, page: Page) -> Section | None:
-    """Return the combinations of settings that were tried for each tuned run; None if no run was tuned."""
-    own = [
-        {
-            "run": run.called,
-            "id": plan.anchor(run),
-            "verdict": run.tuning.verdict(),
-            "command": run.tuning.command,
-            "plan": run.tuning.plan,
-            "duel": run.tuning.duel and len(run.tuning.duel.rates),
-            "batch": "batch_size" in run.tuning.changes,
-            "tried": len(run.tuning.candidates),
-            "time": text.duration(run.tuning.seconds),
-            "table": tried(run.tuning, run.called),
-        }
-        for run in plan.runs
-        if run.tuning
-    ]
-    return Section("Tuning", form="tuning", own=own) if own else None
-
-
-def tried(tuning: Tuning, run: str = "") -> Table:
-    """Return the table of the candidates: the run's original settings, then the other candidates, the best first.
-
-    Each speed is relative to the original settings in the same rung, the last rung that a candidate reached, because
-    the machine's speed drifts between rungs.
-    """
-    own, *others = tuning.candidates
-    winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
-    # Order: the finalist, other candidates by the last rung reached and their speed in this rung, dropped candidates.
-    others.sort(
-        key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
-    )
-    rows = [own, *others]
-    words = [", ".join(f"{key}: {value}" for key, value in each.changes.items()) for each in others]
-    columns = [
-        ("", "settings", [Cell(name, n) for n, name in enumerate(["original", *words])]),
-        ("", "samples/s", [cell(_rate(each, -1)) for each in rows]),
-        ("", "relative", [cell(_relative(each, own), lambda ratio: f"{text.number(ratio)}×") for each in rows]),
-        ("", "rungs", [cell(len(each.rates), text.count) for each in rows]),
-        ("", "dropped because", [cell(each.problem or text.NONE) for each in rows]),
-    ]
-    caption = (
-        "Speeds are from the last rung that each combination reached, relative to the run's original settings in the "
-        "same rung. These speeds only rank the combinations. The final comparison decides."
-    )
-    return table(columns, caption, f"Combinations tried, {run}", sortable=False)
-
-
 def _rate(each: Tried, rung: int) -> float | None:
     return statistics.geometric_mean(each.rates[rung]) if each.rates and each.rates[rung] else None
-
-
-def _relative(each: Tried, own: Tried) -> float | None:
-    rate, base = _rate(each, -1), _rate(own, len(each.rates) - 1)
-    return rate / base if rate and base else None
 
 
 # ---- predictions, provenance -------------------------------------------------------------------------
@@ -877,8 +823,6 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     lambda plan, page: scaling.parallelism(plan),
     lambda plan, page: curves.training(plan),
     throughput,
-    lambda plan, page: profiles.section(plan, page.folder),
-    tunings,
     lambda plan, page: profiles.efficiency(plan),
     lambda plan, page: profiles.watched(plan),
     all_runs,

@@ -44,3 +44,5 @@ STAGES = {
         after="throughput",
     ),
 }
+
+SECTIONS = {"profile": "dlscale.extensions.profile.section.section"}

@@ -33,3 +33,5 @@ STAGES = {
         after="throughput",
     ),
 }
+
+SECTIONS = {"tuning": "dlscale.extensions.tune.section.section"}
