@@ -33,8 +33,8 @@ from dlscale.config import resolve as config
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.settings import read_yaml
 from dlscale.data.parts import load_dataset
+from dlscale.extensions.scaffold import study_tests
 from dlscale.extensions.scaffold.new_study import TEMPLATE
-from dlscale.preflight import study_tests
 from tests import changed
 from tests.nsys import real_nsys as real_nsys  # a fixture
 

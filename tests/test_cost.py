@@ -555,6 +555,10 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert stage(*asked) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cosmo_ladder.")]
     assert len(lines) == 2 * len(load(tmp_path).plans["cosmo_ladder"])
+    assert stage(*asked, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) >= len(lines) and {row["plan"] for row in rows if row["run"]} == {"cosmo_ladder"}
+    assert sum(row["node_hours"] for row in rows) > 0
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
     assert stage(*asked) == 2
     assert "dlscale cost: budget: the jobs need an estimated" in capsys.readouterr().err

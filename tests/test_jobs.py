@@ -26,8 +26,8 @@ from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
 from dlscale.extensions.programs.files import kind as files_kind
 from dlscale.extensions.programs.files.describe import describe_prepared
-from dlscale.extensions.programs.jobs import ProgramJobs
-from dlscale.preflight import cost, doctor
+from dlscale.extensions.programs.jobs import ProgramJobs, probe_scripts
+from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
@@ -184,7 +184,7 @@ def test_a_missing_script_is_a_failure(tmp_path: Path, command: list[str], missi
     found.programs.files(RUN)
     expected = [("FAIL", f"{tmp_path}/{missing}: no such file")] if missing else []
     assert [(each.status, each.text) for each in said] == expected
-    names = [each.text for each in doctor.probe_scripts(found.context.configuration) if each.name.startswith("run p.a")]
+    names = [each.text for each in probe_scripts(found.context.configuration) if each.name.startswith("run p.a")]
     assert names == [text for _, text in expected]
 
 

@@ -36,7 +36,7 @@ from dlscale.data.store import Reader
 from dlscale.datasets.starter.kind import KIND, StarterDataset
 from dlscale.datasets.starter.source import LENGTH, open_source, pair
 from dlscale.extensions.scaffold import new_study
-from dlscale.preflight.study_tests import tiny_session
+from dlscale.extensions.scaffold.study_tests import tiny_session
 from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, records, stage, train, variables
 from tests.test_parallel import train_by

@@ -463,4 +463,4 @@ def test_code_in_a_verdict_is_formatted_on_the_page(tmp_path: Path) -> None:
     found, _, *_ = CASES["workers"]
     found.write(results.run("p", "r", epochs=0) / "throughput.json")
     results.plan("p", {"r": "R"}, measure=("throughput",))
-    assert "<code>dlscale tune</code> finds the best number of workers" in results.report()
+    assert "The stage <code>tune</code> finds the best number of workers" in results.report()

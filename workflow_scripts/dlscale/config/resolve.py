@@ -29,7 +29,7 @@ from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
 from dlscale.core.machine import NEEDS, gpus, missing
 from dlscale.core.redact import redact_programs
 from dlscale.core.schema import MAX_SEED, Name, Strict
-from dlscale.core.settings import Raw, flat, holds, read_yaml, validate
+from dlscale.core.settings import Raw, holds, read_yaml, validate
 from dlscale.core.stages import STAGES
 from dlscale.core.urls import hide
 
@@ -39,8 +39,6 @@ MAKING = {"runs", *(block for block, _ in BLOCKS.values())}
 EXCLUSIVE = (("epochs", "steps"), ("batch_size", "local_batch_size"), ("warmup_steps", "warmup_epochs"))
 #: Default of `kind` by section, for the sections of a run that have a default.
 KINDS = {key: field.default.kind for key, field in Run.model_fields.items() if hasattr(field.default, "kind")}
-#: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
-DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 #: Layer of settings: key path at which the user or study wrote the settings, and the settings.
 Layer = tuple[str, Raw]
 #: Name of a plan, and name of a run in this plan.
@@ -533,8 +531,12 @@ class _Resolver:
                     f"process would train a different model; leave train out for this run (with measure, or only: "
                     f"{{train: [...]}} in plans.{name})"
                 )
-            if found.run.program:
-                self._check_program(f"plans.{name}", plan, run, found)
+            if program := found.run.program:
+                layers = self.layers(found.plan, found.name)[1] if registry.study(plan.study).programs else []
+                # The settings of a study with a model describe the work of the program.
+                own = [(where, layer) for where, layer in layers if not where.startswith(written_in(plan.study))]
+                if wrong := program.problem(found.run, name, run, self.workflow, own):
+                    raise UserError(f"configuration: {wrong}")
             elif found.run.tune.values:
                 raise UserError(
                     f"configuration: plans.{name}.runs.{run}.tune.values: this key is only for external programs; "
@@ -548,41 +550,6 @@ class _Resolver:
                 f"plans or are based on {used}; change plans.{used.partition('.')[0]}, or write plans.{name}.from: "
                 f"{used} and a run with another name"
             )
-
-    def _check_program(self, here: str, plan: Plan, run: str, found: ResolvedRun) -> None:
-        """Refuse stages that external programs do not support, and settings that the program does not get."""
-        wrong, program = "", found.run.program
-        assert program is not None
-        if not of_program(plan.stages(run)):
-            wrong = (
-                f"measure: a program only has the stages train and throughput; add one of these stages, or remove {run}"
-            )
-        elif (problem := program.check(found.run)) or (
-            "tune" in plan.stages(run) and (problem := program.untuned(found.run))
-        ):
-            wrong = f"runs.{run}.{problem}"
-        elif here.removeprefix("plans.") in self.workflow.targets and (problem := program.check_trials(found.run)):
-            wrong = f"runs.{run}.{problem}"  # plans that are not targets are checked when they run
-        elif plan.halves:
-            wrong = "sweep.method halving: an external program always trains to its end; use grid or random"
-        elif program.image and self.workflow.site.engine == "none":
-            wrong = f"runs.{run}.program.image: site.engine is none; set an engine, or remove the image"
-        if wrong:
-            raise UserError(f"configuration: {here}.{wrong}")
-        if plan.repeat > 1 and "seed" not in {*program.placeholders()}:
-            raise UserError(f"configuration: {here}.repeat: the program's command has no {{seed}}; add {{seed}}")
-        if not registry.study(plan.study).programs:
-            return  # the settings of a study with a model describe the work of the program
-        used = {program.short.get(name, name) for name in program.placeholders()}
-        used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
-        for where, layer in self.layers(found.plan, found.name)[1]:
-            for key in flat(layer) if not where.startswith(written_in(plan.study)) else ():
-                said = key.split(".")[0] in DESCRIBING or key.endswith((".kind", ".on_divergence"))
-                if not said and key not in used:
-                    raise UserError(
-                        f"configuration: {where}.{key}: the program does not get this setting; put {{{key}}} into "
-                        "program.command, or remove the setting"
-                    )
 
     def _reference(self, where: str, text: Any, plan: Plan) -> RunKey:
         target, _, run = str(text).partition(".")

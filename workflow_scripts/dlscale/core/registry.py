@@ -329,6 +329,14 @@ def sections() -> list[str]:
     return list(_table("SECTIONS").values())
 
 
+def probes() -> list[str]:
+    """Return the full names of the checks that extensions add to `dlscale doctor`.
+
+    A check has the arguments (configuration, plans; None for the targets), and returns a list of `Finding`.
+    """
+    return list(_table("PROBES").values())
+
+
 def causes() -> list[str]:
     """Return the full names of the functions with which extensions find what slows a run (`dlscale.report.causes`)."""
     return list(_table("CAUSES").values())
@@ -344,7 +352,7 @@ def trackers() -> dict[str, str]:
     """Return the full class names of experiment trackers, by name in `training.trackers`.
 
     The class is called with four arguments: the run's folder, settings, history, and folder of checkpoints. Objects of
-    the class have the methods `add(epoch)` and `close()`.
+    the class have the methods `add(epoch)` and `finish(picture, best)`.
     """
     return _table("TRACKERS")
 

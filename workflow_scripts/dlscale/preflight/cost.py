@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -445,6 +446,13 @@ class Row:
     hours: dict[Hours, float]
     qos: str | None
 
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The row for JSON."""
+        name = self.work.run_name if self.work.run else None
+        place = {"plan": self.work.plan, "run": name, "stage": self.work.stage, "jobs": self.work.jobs}
+        return {**place, "geometry": self.geometry, "qos": self.qos, "basis": self.basis, **dict(self.hours.items())}
+
 
 def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Row]:
     """Return the cost of works on the site's nodes and queues.
@@ -542,7 +550,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if workflow.site.scheduler is None:
         raise UserError("this site has no scheduler, so nothing is charged. Name a site, such as --profile perlmutter")
     rows = price(works(configuration, plans), workflow.site.scheduler, Path(workflow.results))
-    print("\n".join(lines(rows)))
+    print(json.dumps([row.plain for row in rows], indent=2) if args.json else "\n".join(lines(rows)))
     if message := budget_message(rows, workflow.budget):
         raise UserError(message)
     return 0

@@ -31,7 +31,7 @@ from dlscale.core.text import many
 from dlscale.launch import image as images
 from dlscale.launch import launcher, slurm
 from dlscale.preflight import probe
-from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, command_output, probe_script
+from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, command_output
 
 #: Program that prints the versions of its environment as one line of JSON. One process prints all versions, because
 #: importing torch takes seconds.
@@ -371,18 +371,6 @@ def _has(cpus: int, gpus: int, memory: int) -> str:
 # ---- all checks ------------------------------------------------------------------------------------
 
 
-def probe_scripts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
-    """Report each run whose external program lacks its script; programs from a repository are fetched later."""
-    workflow = configuration.workflow
-    return [
-        found
-        for plan in (workflow.targets if plans is None else plans)
-        for name, resolved in configuration.plans[plan].items()
-        if (program := resolved.run.program) and not program.repository
-        if (found := probe_script(f"{plan}.{name}", "program.command", program, workflow.site.engine != "none"))
-    ]
-
-
 def check(
     configuration: Configuration | None,
     stages_wanted: Collection[Job] = ("data", *RUN_STAGES),
@@ -431,7 +419,8 @@ def check(
         samples = [run.samples for run in runs if run.dataset == name]
         look = functools.partial(probe.probe_data, name, workflow.datasets[name], results, samples)
         probes.append((f"data {name}", look))
-    return [*probe_scripts(configuration, plans), *probe.run_probes([*probes, ("quota", probe.probe_quota), space])]
+    added = [finding for name in registry.probes() for finding in registry.named(name)(configuration, plans)]
+    return [*added, *probe.run_probes([*probes, ("quota", probe.probe_quota), space])]
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:

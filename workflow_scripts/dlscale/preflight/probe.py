@@ -188,13 +188,6 @@ def _trouble(dataset: DatasetSettings) -> str | None:
     return None
 
 
-def probe_script(run: str, key: str, program: Any, contained: bool) -> Finding | None:
-    """Check that the script of a run's external program exists; `key` is the configuration key of its command."""
-    script = program.missing_script(contained)
-    remedy = f"correct {key}, or get the program's files"
-    return Finding(f"run {run}", "FAIL", f"{script}: no such file", remedy) if script else None
-
-
 # ---- disks -----------------------------------------------------------------------------------------
 
 

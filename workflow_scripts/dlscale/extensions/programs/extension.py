@@ -83,6 +83,9 @@ PROGRAM_STAGES = {
     "tune": "dlscale.extensions.programs.tune",
 }
 
+#: Checks of `dlscale doctor`.
+PROBES = {"scripts": "dlscale.extensions.programs.jobs.probe_scripts"}
+
 PROVIDES = {
     "Program": "dlscale.extensions.programs.settings.Program",
     "Programs": "dlscale.extensions.programs.jobs.ProgramJobs",

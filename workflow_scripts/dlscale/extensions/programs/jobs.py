@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.resolve import Configuration
 from dlscale.config.run import Run
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
@@ -16,7 +17,7 @@ from dlscale.core.stages import STAGES
 from dlscale.extensions.programs.launch import launch_program
 from dlscale.extensions.programs.settings import Words
 from dlscale.launch import launcher, slurm
-from dlscale.preflight.probe import Finding, probe_script
+from dlscale.preflight.probe import Finding
 from dlscale.rules.context import Params, Wildcards
 from dlscale.rules.programs import Programs
 
@@ -160,3 +161,22 @@ class ProgramJobs(Programs):
         except UserError as error:
             self.context.refuse(error)
         return self.commands.completed(outer, secrets), inner
+
+
+def probe_script(run: str, key: str, program: Any, contained: bool) -> Finding | None:
+    """Check that the script of a run's external program exists; `key` is the configuration key of its command."""
+    script = program.missing_script(contained)
+    remedy = f"correct {key}, or get the program's files"
+    return Finding(f"run {run}", "FAIL", f"{script}: no such file", remedy) if script else None
+
+
+def probe_scripts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
+    """Report each run whose external program lacks its script; programs from a repository are fetched later."""
+    workflow = configuration.workflow
+    return [
+        found
+        for plan in (workflow.targets if plans is None else plans)
+        for name, resolved in configuration.plans[plan].items()
+        if (program := resolved.run.program) and not program.repository
+        if (found := probe_script(f"{plan}.{name}", "program.command", program, workflow.site.engine != "none"))
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,6 +19,7 @@ from dlscale.core.errors import brief, unknown
 from dlscale.core.redact import has_marker
 from dlscale.core.schema import Value
 from dlscale.core.settings import flat
+from dlscale.core.stages import STAGES
 from dlscale.core.urls import hidden
 
 #: Pattern of a placeholder in a command; `{{` and `}}` stand for braces.
@@ -39,6 +40,9 @@ SHORT = {
 #: keys.
 LATER = ("out", "resume")
 MADE = ("gpus", "local_batch_size", *LATER)
+
+#: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
+DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 
 #: Name of a published program → pattern of the rate in its output, samples/s over all processes.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
@@ -114,8 +118,6 @@ class Program(Lawful):
         description="Arguments that replace {resume} if an earlier try left files in {out}; otherwise {resume} is "
         "removed.",
     )
-
-    short: ClassVar[dict[str, str]] = SHORT
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: its.repository and not its.revision, "repository needs revision: the commit to fetch"),
@@ -198,6 +200,44 @@ class Program(Lawful):
             log=self.log and _text(self.log, value),
             values=used,
         )
+
+    def problem(
+        self, run: Any, plan_name: str, name: str, workflow: Any, layers: Iterable[tuple[str, dict[str, Any]]]
+    ) -> str | None:
+        """Return an error message for a run of a plan; the message begins with the path of the wrong key.
+
+        Return None if the run's stages and settings fit the program.
+
+        `layers`: settings that the program must get, each with the key path at which they are written.
+        """
+        plan, here = workflow.plans[plan_name], f"plans.{plan_name}"
+        stages, run_key = plan.stages(name), f"{here}.runs.{name}"
+        if not any(STAGES["program" if stage == "train" else stage].program for stage in stages):
+            return (
+                f"{here}.measure: a program only has the stages train and throughput; add one of these stages, or "
+                f"remove {name}"
+            )
+        # Plans that are not targets are checked when they run.
+        found = self.check(run) or ("tune" in stages and self.untuned(run))
+        if found := found or (plan_name in workflow.targets and self.check_trials(run)):
+            return f"{run_key}.{found}"
+        if plan.halves:
+            return f"{here}.sweep.method halving: an external program always trains to its end; use grid or random"
+        if self.image and workflow.site.engine == "none":
+            return f"{run_key}.program.image: site.engine is none; set an engine, or remove the image"
+        if plan.repeat > 1 and "seed" not in {*self.placeholders()}:
+            return f"{here}.repeat: the program's command has no {{seed}}; add {{seed}}"
+        used = {SHORT.get(each, each) for each in self.placeholders()}
+        used |= {"batch_size", "local_batch_size"} if used & {"batch_size", "local_batch_size"} else set()
+        for where, layer in layers:
+            for key in flat(layer):
+                said = key.split(".")[0] in DESCRIBING or key.endswith((".kind", ".on_divergence"))
+                if not said and key not in used:
+                    return (
+                        f"{where}.{key}: the program does not get this setting; put {{{key}}} into program.command, or "
+                        "remove the setting"
+                    )
+        return None
 
     def check(self, run: Any) -> str | None:
         """Return an error message for wrong placeholders of a run's program; the message begins with the wrong key.

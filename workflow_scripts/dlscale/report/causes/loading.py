@@ -28,7 +28,7 @@ def loading(evidence: Evidence) -> Finding | None:
             f"while {number(idle, 2)} of {usage.cores} cores are idle."
         )
         rung = f"loader: {{workers: {more}}}"
-        todo = f"{rung}. `dlscale tune` finds the best number of workers. {faster}".rstrip()
+        todo = f"{rung}. The stage `tune` finds the best number of workers. {faster}".rstrip()
         return Finding("workers", "too few workers", why, todo, evidence.loading, rung)
     if crowded_out(usage):
         return None

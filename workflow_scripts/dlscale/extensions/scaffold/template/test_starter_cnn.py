@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlscale.preflight.study_tests import *  # noqa: F403
-from dlscale.preflight.study_tests import study_beside
+from dlscale.extensions.scaffold.study_tests import *  # noqa: F403
+from dlscale.extensions.scaffold.study_tests import study_beside
 from dlscale.train.build import Session
 
 STUDY = study_beside(__file__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlscale.preflight.study_tests import *  # noqa: F403
-from dlscale.preflight.study_tests import study_beside
+from dlscale.extensions.scaffold.study_tests import *  # noqa: F403
+from dlscale.extensions.scaffold.study_tests import study_beside
 
 STUDY = study_beside(__file__)
 #: Tiny dataset with the shapes of your data, for which the tests build the network.

@@ -1,4 +1,4 @@
-"""Tests for any study; a study's test file contains `from dlscale.preflight.study_tests import *`.
+"""Tests for any study; a study's test file contains `from dlscale.extensions.scaffold.study_tests import *`.
 
 That file defines STUDY (name), DATASET (settings of a tiny dataset) and RUN (settings of a run). Tests of optional
 parts that a study lacks are skipped. A function in that file replaces the test of the same name.
