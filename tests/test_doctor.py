@@ -22,7 +22,8 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
 from dlscale.data.manifest import File, Manifest
-from dlscale.preflight import doctor, probe
+from dlscale.extensions.doctor import doctor
+from dlscale.preflight import probe
 from dlscale.preflight.probe import Finding
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT

@@ -49,7 +49,7 @@ def test_commands_of_a_removed_extension_are_gone(repository: Path, removed: lis
     gone = {command for name in absent(removed) for command in COMMANDS[name]}
     kept = {command for name in NAMES for command in COMMANDS[name]} - gone
     assert done.returncode == 0 and kept < listed and not gone & listed, done.stderr
-    modules = "dlscale.rules.calls, dlscale.report.report, dlscale.preflight.doctor, dlscale.measure.throughput"
+    modules = "dlscale.rules.calls, dlscale.report.report, dlscale.measure.throughput"
     assert called(repository, "-c", f"import dlscale.train.train, {modules}").returncode == 0
     for command in sorted(gone)[:1]:
         refused = called(repository, "-m", "dlscale", command)

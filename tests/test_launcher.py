@@ -199,7 +199,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import h5py'], check=True)"
     doctor = (
-        "from dlscale.config.site import Site; from dlscale.preflight.doctor import probe_site; "
+        "from dlscale.config.site import Site; from dlscale.extensions.doctor.doctor import probe_site; "
         "print(probe_site(Site(), []))"
     )
     stages = [

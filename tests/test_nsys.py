@@ -17,10 +17,10 @@ import torch
 
 from dlscale.config.run import Profile, load_run
 from dlscale.core.ranges import RANGES, mark
+from dlscale.extensions.doctor.doctor import environment as environment_of
 from dlscale.extensions.nsys import nsys
 from dlscale.measure.profilers import ProfiledTool, TopEntry
 from dlscale.parallel.world import World
-from dlscale.preflight.doctor import environment as environment_of
 from tests.conftest import COSMO, COSMO_RUN, make_run, variables
 from tests.nsys_databases import Recording
 from tests.waiting import PATIENCE, until

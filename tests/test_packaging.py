@@ -27,9 +27,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import DOCS
 from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.settings import read_yaml
+from dlscale.extensions.doctor.doctor import MIN_VERSIONS
 from dlscale.extensions.scaffold import init
 from dlscale.launch import launcher
-from dlscale.preflight.doctor import MIN_VERSIONS
 from tests.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

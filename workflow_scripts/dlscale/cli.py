@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dlscale.core import environment, interrupt, process, progress, registry, telemetry
-from dlscale.core.commands import PLANS, RUNS, Query
+from dlscale.core.commands import PLANS, Query
 from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
 from dlscale.core.files import translate_error
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
@@ -71,16 +71,6 @@ _OWN = {
                 {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
             ),
         ),
-    ),
-    "explain": Query(
-        "dlscale.report.explain",
-        "Show what limits runs, how far they are from their device's limit, and what to try next.",
-        (RUNS,),
-    ),
-    "doctor": Query(
-        "dlscale.preflight.doctor",
-        "Check the requirements of the workflow before you submit jobs; exit with 1 if a check fails.",
-        (PLANS,),
     ),
     "cost": Query(
         "dlscale.preflight.cost",

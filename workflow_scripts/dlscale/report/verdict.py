@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -152,3 +153,17 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     if not (rungs := evidence.rungs):
         return "No further setting is suggested. Try a larger batch, or more devices.", ""
     return f"{', '.join(rungs)}.", rungs[0]
+
+
+def format_findings(found: Verdict) -> list[str]:
+    """Format the reason, the findings and the next step as lines of text."""
+    text = _wrapped(found.bound.why) if found.bound else []
+    for finding in found.findings:
+        costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
+        text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
+    text += ["", *_wrapped(found.limit)] if found.limit else []
+    return [*text, "", *_wrapped(f"Try next: {found.todo}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")

@@ -18,7 +18,7 @@ from dlscale.core.stages import DATA_STAGES, RUN_STAGES
 from dlscale.core.text import coloured, many
 from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher, slurm
-from dlscale.preflight import cost, doctor, live, why
+from dlscale.preflight import cost, live, why
 from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_space
 from dlscale.report import sections
@@ -133,9 +133,12 @@ class Call:
             return []
         if self.site.scheduler or self.site.engine != "none":
             plans, data = ({work.plan for work in works if bool(work.run) == of_run} for of_run in (True, False))
-            return doctor.check(self.configuration, {work.stage for work in works}, plans, data)
+            check = registry.provided("check_site", lambda *_: [])
+            found: list[Finding] = check(self.configuration, {work.stage for work in works}, plans, data)
+            return found
         runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
-        found = [*doctor.probe_here(runs, gpus()), probe_space(self.results)]
+        here = registry.provided("check_machine", lambda *_: [])(runs, gpus())
+        found = [*here, probe_space(self.results)]
         if self.configuration.workflow.budget.model_dump(exclude_none=True):
             found.append(Finding("budget", "warn", "not checked: this site has no queue that charges hours"))
         return [finding for finding in found if finding.status in ("FAIL", "warn")]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dlscale.config.places import run_folder
 from dlscale.core.errors import UserError
-from dlscale.core.text import percent
 from dlscale.report.results import UNKNOWN, read_run
-from dlscale.report.verdict import Verdict, judge_run
+from dlscale.report.verdict import Verdict, format_findings, judge_run
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
@@ -42,17 +40,3 @@ def lines(name: str, found: Verdict) -> list[str]:
     if found.bound:
         said = ": its limit is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
     return [f"{name}{said}", *format_findings(found)]
-
-
-def format_findings(found: Verdict) -> list[str]:
-    """Format the reason, the findings and the next step as lines of text."""
-    text = _wrapped(found.bound.why) if found.bound else []
-    for finding in found.findings:
-        costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
-        text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
-    text += ["", *_wrapped(found.limit)] if found.limit else []
-    return [*text, "", *_wrapped(f"Try next: {found.todo}")]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")

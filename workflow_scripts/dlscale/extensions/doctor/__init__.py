@@ -1,0 +1,1 @@
+"""Extension: checks of a site before the first job."""

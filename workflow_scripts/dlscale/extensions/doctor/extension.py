@@ -1,0 +1,16 @@
+"""Command that checks a site; the end of each dry run uses the same checks."""
+
+from dlscale.core.commands import PLANS, Query
+
+COMMANDS = {
+    "doctor": Query(
+        "dlscale.extensions.doctor.doctor",
+        "Check the requirements of the workflow before you submit jobs; exit with 1 if a check fails.",
+        (PLANS,),
+    ),
+}
+
+PROVIDES = {
+    "check_site": "dlscale.extensions.doctor.doctor.check",
+    "check_machine": "dlscale.extensions.doctor.doctor.probe_here",
+}

@@ -1,0 +1,1 @@
+"""Extension: verdicts on runs, in a terminal."""

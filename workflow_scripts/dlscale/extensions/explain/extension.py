@@ -1,0 +1,11 @@
+"""Command that prints the verdicts on runs."""
+
+from dlscale.core.commands import RUNS, Query
+
+COMMANDS = {
+    "explain": Query(
+        "dlscale.extensions.explain.explain",
+        "Show what limits runs, how far they are from their device's limit, and what to try next.",
+        (RUNS,),
+    ),
+}
