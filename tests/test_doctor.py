@@ -22,9 +22,8 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
 from dlscale.data.manifest import File, Manifest
-from dlscale.extensions.doctor import doctor
-from dlscale.preflight import probe
-from dlscale.preflight.probe import Finding
+from dlscale.extensions.doctor import doctor, probe
+from dlscale.preflight.probe import Finding, probe_space
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
 
@@ -483,8 +482,8 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
 )
 def test_space(monkeypatch: pytest.MonkeyPatch, total: float, free: float, status: str) -> None:
     """Free space below a tenth of the disk, or below 20 GB, is a warning."""
-    monkeypatch.setattr(probe.shutil, "disk_usage", lambda _: SimpleNamespace(total=total, free=free))
-    assert probe.probe_space(Path("/not/there")).status == status
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=total, free=free))
+    assert probe_space(Path("/not/there")).status == status
 
 
 SHOWQUOTA = """\

@@ -28,10 +28,11 @@ from dlscale.core import registry
 from dlscale.core.machine import missing, too_old
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.text import many
+from dlscale.extensions.doctor import probe
+from dlscale.extensions.doctor.probe import AbsentError, FailedError, Probe, command_output
 from dlscale.launch import image as images
 from dlscale.launch import launcher, slurm
-from dlscale.preflight import probe
-from dlscale.preflight.probe import AbsentError, FailedError, Finding, Probe, Status, command_output
+from dlscale.preflight.probe import Finding, Status, probe_space
 
 #: Program that prints the versions of its environment as one line of JSON. One process prints all versions, because
 #: importing torch takes seconds.
@@ -382,7 +383,7 @@ def check(
     The function neither raises nor hangs.
     """
     results = Path(configuration.workflow.results) if configuration else Path()
-    space: Probe = ("space", functools.partial(probe.probe_space, results))
+    space: Probe = ("space", functools.partial(probe_space, results))
     if configuration is None:
         here = functools.partial(probe_python, [sys.executable], [])
         return probe.run_probes([("environment", here), space])
