@@ -30,6 +30,7 @@ from dlscale.config.run import Run, run_class
 from dlscale.core import registry
 from dlscale.core import telemetry as record
 from dlscale.data.store import Field
+from dlscale.extensions.memory import prediction
 from dlscale.extensions.profile.profile import measure as profiled
 from dlscale.measure import throughput
 from dlscale.measure.profilers import Activity, RangeTime, TopEntry
@@ -38,7 +39,6 @@ from dlscale.parallel.records import Memory
 from dlscale.parallel.world import World
 from dlscale.report.evidence import Evidence
 from dlscale.report.verdict import verdict
-from dlscale.train import memory
 from dlscale.train.build import open_session
 from dlscale.train.memory import FakeStep
 from dlscale.train.precision import set_matmul_precision
@@ -243,7 +243,7 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), bench.device)
     shapes = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    used = memory.of_step(fake, *shapes)
+    used = prediction.of_step(fake, *shapes)
     step, batch = case.step(bench.device, **over), case.batch(bench.device)
     step(*batch)
     torch.cuda.reset_peak_memory_stats(bench.device)

@@ -778,7 +778,7 @@ MUTATIONS = [
     ),
     Mutation(
         "milliseconds_are_seconds",
-        "report/profiles.py",
+        "extensions/profile/section.py",
         "scale = 1e3 / ((each.samples or 1) if sample else 1)",
         "scale = 1.0 / ((each.samples or 1) if sample else 1)",
         "test_report.py::test_a_step_is_drawn_part_by_part",
@@ -927,7 +927,7 @@ MUTATIONS = [
     ),
     Mutation(
         "memory_without_gradients",
-        "train/memory.py",
+        "extensions/memory/prediction.py",
         "gradients=gradients + grown,",
         "gradients=gradients,",
         "test_memory.py::test_predicted_memory_equals_the_allocators_memory",

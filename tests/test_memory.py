@@ -29,6 +29,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.ranges import marking
 from dlscale.core.text import size
 from dlscale.data.manifest import Manifest
+from dlscale.extensions.memory import prediction
 from dlscale.extensions.profile import memory as measured_memory
 from dlscale.parallel.records import Memory, MemoryUse
 from dlscale.parallel.rendezvous import join
@@ -52,7 +53,7 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), device)
     x, y = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    return memory.of_step(fake, x, y, ranks, view=over.get("parallel", {}).get("bucket_view", True))
+    return prediction.of_step(fake, x, y, ranks, view=over.get("parallel", {}).get("bucket_view", True))
 
 
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
@@ -180,7 +181,7 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
         run = SHARED.run(batch_size=size, **over)
         fake = FakeStep(run, partial(SHARED.network, run), SHARED.loss(), CPU, sharding=study.sharding)
         x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
-        use = memory.of_run(run, fake, (x, y))
+        use = prediction.of_run(run, fake, (x, y))
         assert use.peak and alone.peak
         # Without resharding, gathered weights stay in memory until the end.
         weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0
@@ -365,7 +366,7 @@ def test_the_out_of_memory_message_lists_settings_that_fit(tmp_path: Path, cosmo
 
     def needed(**over: Any) -> int:
         run = tiny_run("cosmo_unet", tmp_path, **{"batch_size": 16, **over})
-        return memory.predict(run, manifest, CPU).peak or 0
+        return prediction.predict(run, manifest, CPU).peak or 0
 
     full, halves, fourths = needed(), needed(accumulation_steps=2), needed(accumulation_steps=4)
     assert full > halves > fourths

@@ -348,6 +348,11 @@ def provided(name: str, default: Any) -> Any:
     return named(found) if found else default
 
 
+def provider(name: str) -> list[str]:
+    """Return the module in which `provided` finds the object `name`, as a list that may be empty."""
+    return [found.rpartition(".")[0] for key, found in _table("PROVIDES").items() if key == name]
+
+
 def trackers() -> dict[str, str]:
     """Return the full class names of experiment trackers, by name in `training.trackers`.
 

@@ -161,6 +161,7 @@ STAGES: dict[str, Stage] = {
         usual=True,
         nodes="geometry",
         work=throughput_work,
+        imports=lambda run: registry.provider("predict_memory"),
         seconds=throughput_seconds,
     ),
     "promote": Stage(

@@ -24,7 +24,7 @@ import torch
 from dlscale.config.compute import compute_digest
 from dlscale.config.run import Throughput as Settings
 from dlscale.config.run import load_run
-from dlscale.core import board
+from dlscale.core import board, registry
 from dlscale.core.files import write_text
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
@@ -130,7 +130,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)
     known = run, session.manifest, world.device, cached[:2], step.attention
-    memory_use = attempt("memory cannot be predicted", lambda: memory.predict(*known)) if world.main else None
+    predict = registry.provided("predict_memory", None) if world.main else None
+    memory_use = attempt("memory cannot be predicted", lambda: predict(*known)) if predict else None
     return Throughput(
         nranks=session.devices,
         batch_size=run.batch_size,

@@ -15,10 +15,8 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from dlscale.config.run import RunCore
 from dlscale.core import registry
@@ -29,7 +27,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
-from dlscale.train.memory import available, predict, total
+from dlscale.train.memory import available, total
 
 #: Type of device → fraction that a predicted step may take of the free memory minus `RESERVE`. The rest is for
 #: workspaces, threads and unused blocks, which are not predicted; on a CPU they took up to 0.6 of the predicted memory.
@@ -149,48 +147,14 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
         f"out of memory in {where}{rank}: {said}; the {'GPU' if kind == 'cuda' else 'machine'} has "
         f"{size(total(world.device))}, and {size(free)} were free for this process"
     )
+    advise = registry.provided("memory_advice", None)
     try:
-        data = Manifest.read(manifest)
-        needed = predict(run, data, world.device).peak or 0
-        # The step failed, so less memory than predicted was available, even if more memory seemed to be free.
-        fitting = alternatives(run, data, world, SHARE[kind] * min(free - RESERVE[kind], needed))
+        limit, data = SHARE[kind] * (free - RESERVE[kind]), Manifest.read(manifest)
+        advice = advise and advise(run, data, world, limit, SHARE[kind])
     except Exception as failure:  # fake tensors do not support every model
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
-        return f"{text}; try a smaller batch_size, or more accumulation_steps"
-    each_ = " on each device" if world.size > 1 else ""
-    text += f"; a step of {run.batch_size} samples is predicted to take {size(needed)}{each_}"
-    if not fitting:
-        return f"{text}; no smaller batch fits either; choose a smaller model, or a device with more memory"
-    return f"{text}; predicted to fit: " + ", or ".join(f"{shown(over)} ({size(bytes_)})" for over, bytes_ in fitting)
-
-
-def alternatives(run: RunCore, manifest: Manifest, world: World, limit: float) -> list[tuple[dict[str, Any], int]]:
-    """Return settings with which a step is predicted to take at most `limit` bytes, each with its predicted bytes.
-
-    The cheapest setting comes first: micro-batches, then recomputation, then a smaller batch, which changes the
-    training.
-    """
-    halvings = range(1, run.local_batch_size.bit_length())
-    parts = [{"accumulation_steps": 2**n * run.accumulation_steps} for n in halvings]
-    again = [{"activation_checkpointing": True, **more} for more in ({}, *parts)]
-    if "activation_checkpointing" not in registry.study(run.study).supports or run.activation_checkpointing:
-        again = []
-    batches = [{"batch_size": (run.local_batch_size >> n) * run.geometry.dp} for n in halvings]
-    found = []
-    for candidates in (parts, again, batches):
-        for over in candidates:
-            with contextlib.suppress(ValidationError):  # candidates may contradict the run's other settings
-                other = type(run).model_validate({**run.model_dump(mode="json"), **over})
-                bytes_ = predict(other, manifest, world.device).peak or 0
-                if bytes_ <= limit:
-                    found.append((over, bytes_))
-                    break
-    return found
-
-
-def shown(over: dict[str, Any]) -> str:
-    """Return settings as text, in the form in which a user writes them."""
-    return ", ".join(f"{key}: {str(value).lower()}" for key, value in over.items())
+        advice = None
+    return text + (advice or "; try a smaller batch_size, or more accumulation_steps")
 
 
 def place(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from dlscale.core.commands import Query
 from dlscale.core.stage import option
 
+USES = ("memory",)
+
 COMMANDS = {
     "predict": Query(
         "dlscale.extensions.predict.predict",

@@ -211,9 +211,9 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     import torch
 
     from dlscale.data.manifest import Manifest
+    from dlscale.extensions.memory.prediction import predict
     from dlscale.extensions.predict.exchanges import averaged
     from dlscale.parallel.model import named as modules
-    from dlscale.train.memory import predict
     from dlscale.train.precision import compute_dtype, convert
 
     manifest = Manifest.read(Results(results).manifest(run.dataset))

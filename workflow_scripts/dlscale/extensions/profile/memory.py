@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from dlscale.core import registry
 from dlscale.core.ranges import marking
 from dlscale.data.loaders.base import Batch
 from dlscale.parallel.records import Memory
@@ -36,8 +37,14 @@ def reset_peak(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
 
 
-def measure(session: Session, batch: Batch) -> Memory:
-    """Make a step on `batch`, which is on the device; return its measured and predicted memory."""
+def measure(session: Session, batch: Batch) -> Memory | None:
+    """Make a step on `batch`, which is on the device; return its measured and predicted memory.
+
+    Return None without the extension that predicts memory.
+    """
+    predict = registry.provided("predict_memory", None)
+    if predict is None:
+        return None
     device = session.world.device
     measured = {"set-up": in_use(device)}
 
@@ -48,7 +55,7 @@ def measure(session: Session, batch: Batch) -> Memory:
             synchronize(device)
             measured[stage] = max(in_use(device), measured.get(stage, 0))  # largest over micro-batches
 
-    predicted = memory.predict(session.run, session.manifest, device, batch, session.step.attention)
+    predicted = predict(session.run, session.manifest, device, batch, session.step.attention)
     reset_peak(device)
     with marking(marker):
         session.step(*batch)

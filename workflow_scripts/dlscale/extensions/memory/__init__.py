@@ -1,0 +1,1 @@
+"""Extension: prediction of the memory of a step."""
