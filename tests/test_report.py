@@ -34,9 +34,10 @@ from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
 from dlscale.extensions.profile import section as profile_section
+from dlscale.extensions.tune.records import Duel, Tried, Tuning
+from dlscale.extensions.tune.section import tuned_winner
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
-from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
 from dlscale.report.bound import bound
@@ -1633,7 +1634,7 @@ def test_a_tuned_plan_shows_the_winner(results: Results) -> None:
     tried = [Tried(changes={}, rates=[[100.0]]), Tried(changes={"loader.workers": 2}, rates=[[150.0]])]
     for low, settings, speed in ((1.4, "loader.workers: 2", 150.0), (0.9, "the run's original settings", 100.0)):
         duel = Duel(challenger=1, rates=[(150.0, 100.0)] * 2, ratio=1.5, low=low, high=1.6)
-        run = replace(plan.runs[0], tuning=Tuning(candidates=tried, duel=duel))
-        found = sections.tuned_winner(replace(plan, runs=[run]))
+        run = replace(plan.runs[0], records={"tune": Tuning(candidates=tried, duel=duel)})
+        found = tuned_winner(replace(plan, runs=[run]))
         assert found and found["settings"] == settings and found["speed"] == pytest.approx(speed)
         assert (found["gain"] and found["gain"]["ratio"]) == (1.5 if low > 1 else None)

@@ -24,9 +24,9 @@ from dlscale.core.fingerprint import reachable, run_modules
 from dlscale.core.noise import ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.extensions.tune import tune
+from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.extensions.tune.section import tried
 from dlscale.extensions.tune.tune import Measure
-from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import CPU, World
 from dlscale.report.results import read_plan
 from dlscale.report.sections import line

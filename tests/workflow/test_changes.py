@@ -316,7 +316,7 @@ ROWS = [
         [],
     ),
     # A changed record affects the stages that write it, and the tables, because tables read all records.
-    Row("tuning's record", extended("measure/tune_records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
+    Row("tuning's record", extended("extensions/tune/records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
     # A picture is a result of the stage that draws the picture.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),

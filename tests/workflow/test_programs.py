@@ -212,7 +212,7 @@ def test_in_turns_with_a_study(tree: Tree) -> None:
 def test_tuning(tree: Tree) -> None:
     """Tuning chooses the shorter sleep and writes a valid plan."""
     call(tree, "plan_tuned")
-    tuning = runs(tree, "tuned")["base"].tuning
+    tuning = runs(tree, "tuned")["base"].records["tune"]
     assert tuning and tuning.changes == {"program.values.sleep": 0.005}
     written = yaml.safe_load((tree.results / "plans/tuned/base/tuned.yaml").read_text())
     assert written["plans"]["tuned_base_tuned"]["runs"]["tuned"]["program"] == {"values": {"sleep": 0.005}}

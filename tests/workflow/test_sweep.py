@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dlscale.extensions.tune import tune
-from dlscale.measure.tune_records import Duel, Tuning
+from dlscale.extensions.tune.records import Duel, Tuning
 from dlscale.report.results import read_plan
 from dlscale.report.speedup import series
 from tests.workflow.conftest import Outcome, Tree

@@ -337,6 +337,17 @@ def probes() -> list[str]:
     return list(_table("PROBES").values())
 
 
+def page_modules() -> list[str]:
+    """Return the modules with which extensions complete a page, so that a change of them renews the page."""
+    names = (*causes(), *sections(), *cards(), *(row.record for row in stages().values() if row.record))
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def cards() -> list[str]:
+    """Return the full names of the functions with which extensions complete the card of a plan (`PlanResult`)."""
+    return list(_table("CARDS").values())
+
+
 def causes() -> list[str]:
     """Return the full names of the functions with which extensions find what slows a run (`dlscale.report.causes`)."""
     return list(_table("CAUSES").values())

@@ -65,6 +65,7 @@ class Stage:
     #: Keys of a run that the stage reads in addition to the common keys. Other keys do not make the stage run again.
     settings: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()  #: Files in the run's folder; if the first file exists, the stage is done.
+    record: str = ""  #: Full name of the class of the first output, for a record that only an extension reads.
     usual: bool = False  #: Whether the stage is in `measure` of a plan by default.
     nodes: Nodes = "here"
     #: Function of (run, training samples, validation samples) for the work, in units of one training sample.

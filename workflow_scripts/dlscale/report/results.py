@@ -17,19 +17,22 @@ from typing import Any, TypeVar
 
 from dlscale.config.compute import compute_digest
 from dlscale.config.records import PlanRecord, Rung, RunReference
+from dlscale.core import registry
 from dlscale.core.environment import Environment, differences
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS, Epoch, LossInfo, Metric, read_epochs
 from dlscale.core.settings import Raw, flat, read_yaml
-from dlscale.core.stages import RUN_STAGES
+from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
 from dlscale.measure.profilers import Profile
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE, Throughput, Trials, Usage
-from dlscale.measure.tune_records import Tuning
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
 
 T = TypeVar("T")
+
+#: Stage → class of its record, for stages whose record only an extension reads.
+EXTENDED = {stage: row.record for stage, row in STAGES.items() if row.record}
 
 #: Stage → file of its record.
 RECORDS = {
@@ -37,7 +40,7 @@ RECORDS = {
     "program": "program.json",
     "throughput": "throughput.json",
     "profile": "profile/profile.json",
-    "tune": "tune.json",
+    **{stage: STAGES[stage].outputs[0] for stage in EXTENDED},
 }
 
 #: File with the epochs of an external program that logs its losses.
@@ -81,7 +84,7 @@ class RunResult:
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
     environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
-    tuning: Tuning | None = None
+    records: dict[str, Any] = field(default_factory=dict)  #: Records of extensions, by stage.
     repeats: list[list[Epoch]] = field(default_factory=list)  #: Epochs of the same training with each other seed.
     program: Throughput | None = None  #: Rates of an external program over its entire run.
 
@@ -583,7 +586,9 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
         environments={
             stage: Environment.read(file) for stage in measured if (file := folder / f"telemetry/{stage}.json").exists()
         },
-        tuning=Tuning.read(records["tune"]) if "tune" in records else None,
+        records={
+            stage: registry.named(EXTENDED[stage]).read(file) for stage, file in records.items() if stage in EXTENDED
+        },
         repeats=[
             read_epochs(folder.parent / name / (RECORDS["train"] if train else LOSSES))
             for name in reference.repeats

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import statistics
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
-from dlscale.measure.tune_records import Tried
 from dlscale.report import curves, profiles, published, scaling
 from dlscale.report.bound import bound
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
@@ -105,15 +103,22 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "quality": quality(plan),
         "targets": targets(plan),
         "scales": scaling.glance(plan),
-        "tuned": tuning_verdicts(plan),
+        **added(plan),
         "swept": sweep_view(plan),
-        "winner": tuned_winner(plan),
         "loss": plan.loss,
         "picture": thumbnail(plan),
         "sections": sections,
         "chosen": {name: name in first for name in names},
     }
     return view | {"lead": lead(view)}
+
+
+def added(plan: PlanResult) -> View:
+    """Return what extensions add to the card of a plan: verdicts on tuned runs, and the winner of the first."""
+    view: View = {"tuned": [], "winner": None}
+    for name in registry.cards():
+        view |= registry.named(name)(plan)
+    return view
 
 
 def lead(card: View) -> str:
@@ -159,7 +164,7 @@ def environments(plan: PlanResult) -> list[str]:
 def line(plan: PlanResult) -> str:
     """Summarise a plan in one line for the terminal: its fastest run, its best run, and the result of tuning."""
     several = len(plan.runs) > 1
-    said = [f"{each['run']}: " * several + each["verdict"].rstrip(".") for each in tuning_verdicts(plan)]
+    said = [f"{each['run']}: " * several + each["verdict"].rstrip(".") for each in added(plan)["tuned"]]
     if found := sweep_view(plan):
         said.append(f"best of {found['of']} trials: {found['best']}, {found['metric']} {found['score']}")
     if found := speed(plan):
@@ -692,31 +697,6 @@ def _method(record: SweepRecord) -> str:
 def _setting(value: Any) -> Cell:
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     return Cell(f"{value:.12g}", value) if numeric else cell(str(value))
-
-
-def tuning_verdicts(plan: PlanResult) -> list[View]:
-    """Return the verdict of each tuned run."""
-    return [{"run": r.called, "id": plan.anchor(r), "verdict": r.tuning.verdict()} for r in plan.runs if r.tuning]
-
-
-def tuned_winner(plan: PlanResult) -> View | None:
-    """Return the combination of settings that tuning chose for the first tuned run; None if no run was tuned."""
-    run = next((run for run in plan.runs if run.tuning), None)
-    if run is None or run.tuning is None:
-        return None
-    changes, duel = run.tuning.changes, run.tuning.duel
-    won = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "the run's original settings"
-    ratio = duel and {"ratio": duel.ratio, "interval_text": f"± {text.number((duel.high - duel.low) / 2, 2)}"}
-    speeds = [rates[0 if changes else 1] for rates in duel.rates] if duel else []
-    return {
-        "settings": won,
-        "gain": ratio if changes else None,
-        "speed": statistics.geometric_mean(speeds) if speeds else _rate(run.tuning.candidates[0], -1),
-    }
-
-
-def _rate(each: Tried, rung: int) -> float | None:
-    return statistics.geometric_mean(each.rates[rung]) if each.rates and each.rates[rung] else None
 
 
 # ---- predictions, provenance -------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class Plans:
             "report",
             {"title": title, "plans": list(names)},
             ROOT.glob("report/templates/*"),
-            dict.fromkeys(name.rpartition(".")[0] for name in (*registry.causes(), *registry.sections())),
+            registry.page_modules(),
         )
 
     def plan_page_params(self, wildcards: Wildcards) -> Params:

@@ -424,7 +424,7 @@ def _records(run: RunResult) -> dict[str, Record]:
         "program": run.program,
         "throughput": run.throughput,
         "profile": run.profile,
-        "tune": run.tuning,
+        "tune": run.records.get("tune"),
     }
     return {stage: record for stage in RUN_STAGES if (record := known[stage])}
 

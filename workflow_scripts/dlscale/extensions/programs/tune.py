@@ -12,8 +12,8 @@ from dlscale.config.run import Tune, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.progress import Progress
 from dlscale.extensions.programs.turns import Program
+from dlscale.extensions.tune.records import Tried, Tuning
 from dlscale.extensions.tune.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
-from dlscale.measure.tune_records import Tried, Tuning
 from dlscale.measure.turns import TimedRunSettings, TurnFailed
 
 

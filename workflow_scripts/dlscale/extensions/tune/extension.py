@@ -25,6 +25,7 @@ STAGES = {
             ),
         ),
         settings=("tune",),
+        record="dlscale.extensions.tune.records.Tuning",
         outputs=("tune.json", "tuned.yaml", "telemetry/tune.csv"),
         nodes="geometry",
         work=lambda run, train, valid: 0.0,  # `tune.seconds` sets the time; the work before the search is short
@@ -34,4 +35,5 @@ STAGES = {
     ),
 }
 
+CARDS = {"tuning": "dlscale.extensions.tune.section.card"}
 SECTIONS = {"tuning": "dlscale.extensions.tune.section.section"}

@@ -5,15 +5,40 @@ from __future__ import annotations
 import statistics
 
 from dlscale.core import text
-from dlscale.measure.tune_records import Tried, Tuning
+from dlscale.extensions.tune.records import Tried, Tuning
+from dlscale.report.charts import View
 from dlscale.report.figures import Cell, Fold, Link, Section, Table, cell, table
 from dlscale.report.results import PlanResult, RunResult
 from dlscale.report.sections import Page
 
 
+def card(plan: PlanResult) -> View:
+    """Return the verdict of each tuned run, and the winner of the first."""
+    tuned = [(run, run.records["tune"]) for run in plan.runs if "tune" in run.records]
+    verdicts = [{"run": run.called, "id": plan.anchor(run), "verdict": each.verdict()} for run, each in tuned]
+    return {"tuned": verdicts, "winner": tuned_winner(plan)}
+
+
+def tuned_winner(plan: PlanResult) -> View | None:
+    """Return the combination of settings that tuning chose for the first tuned run; None if no run was tuned."""
+    run = next((run for run in plan.runs if "tune" in run.records), None)
+    if run is None:
+        return None
+    tuning: Tuning = run.records["tune"]
+    changes, duel = tuning.changes, tuning.duel
+    won = ", ".join(f"{key}: {value}" for key, value in changes.items()) or "the run's original settings"
+    ratio = duel and {"ratio": duel.ratio, "interval_text": f"± {text.number((duel.high - duel.low) / 2, 2)}"}
+    speeds = [rates[0 if changes else 1] for rates in duel.rates] if duel else []
+    return {
+        "settings": won,
+        "gain": ratio if changes else None,
+        "speed": statistics.geometric_mean(speeds) if speeds else _rate(tuning.candidates[0], -1),
+    }
+
+
 def section(plan: PlanResult, page: Page) -> Section | None:
     """Return the settings that were tried for each tuned run; None if no run was tuned."""
-    folds = [_fold(plan, run, run.tuning) for run in plan.runs if run.tuning]
+    folds = [_fold(plan, run, run.records["tune"]) for run in plan.runs if "tune" in run.records]
     return Section("Tuning", folds=folds) if folds else None
 
 

@@ -28,8 +28,8 @@ from dlscale.core.files import write_text
 from dlscale.core.noise import halved, ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
+from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.measure.steps import training_batches
-from dlscale.measure.tune_records import Duel, Tried, Tuning
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session, own_threads
