@@ -275,7 +275,7 @@ PLANT: dict[str, Any] = {
     "throughput": {"warmup": 1, "trials": 3, "batches": 8, "seconds": 0},
     "profile": {"skip": 3, "steps": 6},
 }
-#: Settings of a quick run, which only tries the program.
+#: Settings of a quick run (bench.quick), which only checks that the benchmark works.
 SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials": 2, "batches": 2, "seconds": 0}}
 
 

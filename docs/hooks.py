@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Pages outside docs/: readers on GitHub look for them next to the code. The site has them under the same paths.
 ELSEWHERE = ["CHANGELOG.md", "CONTRIBUTING.md", "results/README.md", "tests/DEFECTS.md"]
 ELSEWHERE += [f"profiles/{name}/README.md" for name in ("docker", "local", "perlmutter", "slurm")]
-#: End of a Markdown link: target and anchor, and also the text if the text is the path of a .md file.
+#: End of a Markdown link, `](target#anchor)`, with the preceding `[text` if the text is the path of a .md file.
 LINK = re.compile(r"(\[[\w/.]+\.md)?\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -101,7 +101,7 @@ def help_lines(parser: argparse.ArgumentParser) -> list[str]:
     return ["```text", parser.format_help().rstrip(), "```"]
 
 
-#: Sites of the page `command_lines.md`: title, profile, and changes as a file of the profile or as settings.
+#: Sections of command_lines.md: title, profile, and overrides of the site (file in the profile's folder, or settings).
 SITES: list[tuple[str, str, str | dict[str, Any]]] = [
     ("perlmutter", "perlmutter", {}),
     ("perlmutter with native.yaml", "perlmutter", "native.yaml"),

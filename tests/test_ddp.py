@@ -356,7 +356,7 @@ def test_training_without_averaging_is_refused(
         "targets": ["p"],
         "plans": {"p": {"study": "cosmo_unet", "runs": {"a": {"parallel": {"sync": False}}, "b": {}}}},
     }
-    with pytest.raises(UserError, match=r"plans\.p\.runs\.a\.parallel\.sync: false: .*leave train out for this run"):
+    with pytest.raises(UserError, match=r"plans\.p\.runs\.a\.parallel\.sync: false: .*remove train from plans"):
         config.load(plan)
     plan["plans"]["p"]["only"] = {"train": ["b"]}
     assert not config.load(plan).plans["p"]["a"].run.averages

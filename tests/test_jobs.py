@@ -506,7 +506,7 @@ def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(
 
 
 def test_a_missing_file_is_no_input_of_a_call_that_keeps_going(tmp_path: Path) -> None:
-    """If a call keeps going, a missing file is left out of the inputs, because Snakemake would end the entire call.
+    """With `--keep-going`, missing files are left out of the inputs; otherwise Snakemake would end the entire call.
 
     The stage still gets the file's name and reports the missing file.
     """

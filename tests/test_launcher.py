@@ -472,7 +472,7 @@ def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     half = slurm.request(perlmutter, "train", Geometry(cpus=64))
     assert [slurm.part(perlmutter, ONE, "shared", asked) for asked in (half, {"cpus_per_task": 8})] == [0.5, 0.25]
     assert slurm.request(perlmutter, "train", Geometry(gpus_per_node=4, cpus=8), processes=ONE)["cpus_per_task"] == 32
-    with pytest.raises(UserError, match=r"4 processes ask for 256 CPUs \(geometry.cpus each\)"):
+    with pytest.raises(UserError, match=r"4 processes with 64 CPUs each \(geometry.cpus\) need 256 CPUs"):
         slurm.check(perlmutter, Geometry(gpus_per_node=4, cpus=64))
     with pytest.raises(
         UserError, match=r"geometry.memory_mb: 600000 MB is more than the 500000 MB of this site's nodes"
@@ -497,7 +497,7 @@ def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
         slurm.check(perlmutter, Geometry(gpus_per_node=8))
     cpus = perlmutter.model_copy(update={"gpu_nodes": slurm.Nodes(cpus=64)})
     slurm.check(cpus, Geometry(gpus_per_node=2))
-    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes ask for 96 CPUs .* the 64 CPUs of this site"):
+    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes .* need 96 CPUs, but this site's nodes have 64"):
         slurm.check(cpus, Geometry(gpus_per_node=3))
 
 

@@ -153,7 +153,7 @@ def test_the_shipped_plan_beats_all_baselines_on_a_real_month(tmp_path: Path, sh
         "damped": mean[(issued + 6) % 24] + damping * (kelvin[issued] - mean[issued % 24]),
         "yesterday": kelvin[issued] + kelvin[issued - 18] - kelvin[issued - 24],
     }
-    # Least squares over all points of all training pairs that have a state of yesterday.
+    # Least squares over all points of the training pairs with a state 24 h earlier.
     lags, at = (0, 1, 18, 24), np.arange(24, 24 * 24 - 6)
     root = np.sqrt(np.broadcast_to(weights, (33, 49)))
     columns = [*(kelvin[at - lag] for lag in lags), np.ones((len(at), 33, 49))]

@@ -166,7 +166,7 @@ def build(
     device: torch.device = CPU,
     **more: Any,
 ) -> Any:
-    """Return a loader of a kind. DALI always gets at least one thread; some loaders have no threads."""
+    """Return a loader of a kind. DALI gets at least one worker; loaders without the setting `workers` ignore it."""
     if kind == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     if more.get("reader") == "numpy":

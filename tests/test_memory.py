@@ -140,7 +140,7 @@ def test_several_ranks_hold_their_gradients() -> None:
     assert 0.9 * one.gradients <= two.peak - one.peak <= 1.1 * one.gradients
 
 
-#: A larger model, whose steps store more bytes than they exchange.
+#: A larger model: its activations outweigh the communication buffers.
 SHARED = Case("era5_vit", {"embed_dim": 96, "depth": 6, "heads": 4}, (48, 96), 4, channels=3)
 SHARINGS: dict[str, dict[str, Any]] = {
     "tp": {"geometry": {"gpus_per_node": 2, "tp": 2}},

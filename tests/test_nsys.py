@@ -36,8 +36,8 @@ def configure(folder: Path, processes: int = 1, **profile: Any) -> Path:
 
 # ---- a simulated nsys that fails ---------------------------------------------------------------------
 
-#: Script that counts its calls in the file `calls`. The file `behaviour` has one word per `profile` call; the last word
-#: applies to all later calls.
+#: Script that appends each `profile` call to the file `calls`. Line n of the file `behaviour` has the word for call n;
+#: the last line applies to all later calls.
 PRETENDED = """#!/bin/sh
 here=$(dirname "$0")
 case "$1 $2" in

@@ -201,9 +201,9 @@ def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pyt
     products = ["--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats"]
     assert stage("describe", "--config", tmp_path / "config.yaml", *products) == 2
     assert (
-        "image: channels, type or grid (40, 1, 7, 5) differ from the first file's (40, 1, 6, 5)"
-        in capfd.readouterr().err
-    )
+        "image: 1 channels, type uint8, shape (40, 1, 7, 5); the first file has 1 channels, type uint8, shape "
+        "(40, 1, 6, 5)"
+    ) in capfd.readouterr().err
 
 
 # ---- files that the code of a study reads --------------------------------------------------------------

@@ -146,7 +146,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({"scaling": {**SCALING, "variants": {"a" * 60: {}}}}, "", "expected 1 to 64 letters"),
         ({"scaling": {**SCALING, "variants": {"a": 3}}}, "scaling.variants", "a: expected settings"),
         ({"scaling": SCALING, "runs": {"b64_ddp_1": {}}}, "runs", "b64_ddp_1: scaling generates this run; write {use:"),
-        ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "leave train out"),
+        ({"scaling": SCALING, "measure": ["train"]}, "runs.b64_no_sync_2.parallel.sync", "remove train from plans"),
         ({"scaling": SCALING, "settings": {"geometry": {"tp": 2}}}, "scaling.devices.geometry", "change gpus_per_node"),
         ({"scaling": {**SCALING, "devices": [10**9]}}, "scaling.devices.0", "less than or equal to 1000000"),
         (

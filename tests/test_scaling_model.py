@@ -562,7 +562,7 @@ def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
         return [point.rate for point in predict.read([folder], None, math.inf).fit.points if point.of.mode == mode]
 
     assert rates("EPOCH") == [90]
-    # In a run that was resumed with other code, the first epochs do not describe the current run.
+    # Epochs from before a resume with other code are left out.
     for line in lines[:2]:
         line["made_with"] = {"commit": "another"}
     assert rates("EPOCH") == [100] and rates("VALIDATION")

@@ -80,7 +80,7 @@ def test_a_run_on_one_node_listens_only_on_loopback() -> None:
         said = "".join(node.stdout.readline() for _ in range(4))  # two lines per rank
         family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
         listening = {each.laddr.ip for one in family for each in one.net_connections("tcp") if each.status == "LISTEN"}
-        node.communicate(timeout=PATIENCE)  # ends the standard input of the ranks
+        node.communicate(timeout=PATIENCE)  # closes stdin, so the ranks' input() ends
     assert said.count("all together 1") == said.count("by lo 0o700") == 2
     assert len(family) == 3 and listening == {"127.0.0.1"}
 

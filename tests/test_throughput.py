@@ -303,7 +303,7 @@ def test_each_turn_counts_only_samples_of_the_turn(
 
 @pytest.mark.slow
 def test_a_waiting_run_is_paused_with_its_loader(tmp_path: Path, cosmo_data: Path) -> None:
-    """Seen from another process, exactly one of the two process groups is paused at a time."""
+    """Two runs, each with a loader process, are paused in turn; at nearly all times at least one is paused."""
     own = timed(tmp_path, cosmo_data, loader={"workers": 1}, samples={"train": 64})
     code = (
         "import sys; from dlscale.measure.turns import TimedRunSettings, Turns\n"

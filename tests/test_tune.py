@@ -131,7 +131,7 @@ def test_failed_settings_drop_out() -> None:
 
 
 def verdicts(rates: tuple[float, float], duels: int, rounds: int) -> tuple[float, float]:
-    """Return two fractions of the duels: setting 1 wins, and setting 0 wins."""
+    """Return the fraction of duels that setting 1 wins, and the fraction that setting 0 wins."""
     won, lost = 0, 0
     for seed in range(duels):
         _, low, high = ratio_interval(duel(1, Machine(rates, seed), rounds))

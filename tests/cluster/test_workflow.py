@@ -25,7 +25,7 @@ from tests.waiting import PATIENCE
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
-@pytest.fixture(scope="session")  # once per process of a test session, because any process may run any test
+@pytest.fixture(scope="session")  # once per pytest-xdist worker, because any worker may run any test
 def prepared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Flow:
     """Return a folder that already contains the data, made on this machine."""
     flow = Flow(repository(tmp_path_factory.mktemp("flow") / "w"), cluster, copy.deepcopy(CONFIG))

@@ -63,7 +63,7 @@ def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_new_study_inside(make_tree: Callable[..., Tree]) -> None:
-    """A new study in the package is in the schema and in the tests of all studies, and has its plans."""
+    """A new study in the package is in the schema, passes the tests of all studies, and its ladder runs."""
     tree = make_tree()
     for name in ("pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tree.path)

@@ -198,7 +198,7 @@ def _leave(settings: Any, name: str, *keys: str) -> None:
 #: Values of a trial by dotted key, such as `optimizer.lr`.
 Values = dict[str, Any]
 
-#: Maximum number of letters in a trial's name, without the suffix for the rung.
+#: Maximum number of characters in a trial's name, without the suffix for the rung.
 LONGEST = 52
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

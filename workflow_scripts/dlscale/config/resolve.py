@@ -480,7 +480,7 @@ class _Resolver:
     def layers(self, plan: str, name: str) -> tuple[RunKey, list[Layer]]:
         """Return the plan and name of the run that owns the results, and the layers of the run's settings."""
         key = (plan, name)
-        self.skipped_runs(plan)  # called before the run is open, because this method calls `layers`
+        self.skipped_runs(plan)  # called before `key` is in `_open`, because `skipped_runs` may call `layers` again
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
             raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of them")
@@ -528,8 +528,8 @@ class _Resolver:
             if "train" in plan.stages(run) and not found.run.averages:
                 raise UserError(
                     f"configuration: plans.{name}.runs.{run}.parallel.sync: false: without averaged gradients every "
-                    f"process would train a different model; leave train out for this run (with measure, or only: "
-                    f"{{train: [...]}} in plans.{name})"
+                    f"process would train a different model; remove train from plans.{name}.measure, or list only the "
+                    f"other runs in plans.{name}.only.train"
                 )
             if program := found.run.program:
                 layers = self.layers(found.plan, found.name)[1] if registry.study(plan.study).programs else []

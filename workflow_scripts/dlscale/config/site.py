@@ -292,7 +292,8 @@ class Site(Lawful):
         ),
         (
             lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),
-            "local_disk: {its.local_disk}: containers of {its.engine} do not get the job's variables; write the path",
+            "local_disk: {its.local_disk}: containers of {its.engine} do not get the job's variables; write a path "
+            "without variables",
         ),
         (
             lambda its: {*re.findall(r"\{\w+\}", " ".join(its.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},

@@ -185,7 +185,7 @@ def too_old(driver: str, cuda: str) -> str | None:
     least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if int(driver.partition(".")[0]) >= least:
         return None
-    return f"PyTorch is built for CUDA {cuda}, which needs NVIDIA's driver {least} or later, and this is {driver}"
+    return f"PyTorch is built for CUDA {cuda}, which needs NVIDIA driver {least} or later; the driver here is {driver}"
 
 
 def _compiler() -> bool:

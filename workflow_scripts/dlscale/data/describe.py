@@ -110,8 +110,9 @@ def check_alike(path: Path, field: Field, first: Field) -> None:
     rows_differ = field.row_axis == 0 and field.shape[1:] != first.shape[1:]
     if rows_differ or (field.channels, field.dtype) != (first.channels, first.dtype):
         raise UserError(
-            f"{path}: {field.name}: channels, type or grid {field.shape} differ from the first file's {first.shape}; "
-            "expected the same in all files"
+            f"{path}: {field.name}: {len(field.channels)} channels, type {field.dtype}, shape {field.shape}; the first "
+            f"file has {len(first.channels)} channels, type {first.dtype}, shape {first.shape}. Expected the same "
+            "channel names, type and (except for volumes) grid in all files"
         )
 
 

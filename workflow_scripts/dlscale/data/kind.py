@@ -1,8 +1,8 @@
 """Kinds of datasets: how a kind describes its files to the workflow.
 
-The workflow calls the methods of a kind while it builds its graph, so these methods are pure and quick. Functions in
-the kind's other modules (`dlscale.core.registry.module_of`) do the work, so that each stage depends only on the code
-that the stage uses. A kind that dlscale does not ship has all functions in one module. The functions, by module:
+The workflow calls a kind's methods while it builds its graph, so they are pure and quick. Functions in the kind's other
+modules (`dlscale.core.registry.module_of`) do the work, so that each stage depends only on the code that the stage
+uses. A kind outside dlscale has all functions in one module. The functions, by module:
 
 (`acquirer`: the module that this method returns)
     `acquire(dataset, raw, out, progress)` makes a raw file. Without an acquirer, users' files are read directly, and

@@ -1,8 +1,8 @@
 """Samples of a split, as loaders read them.
 
-`Samples.read` returns one sample, and every loader must deliver the same values. With the subclasses, loaders can be
-faster: `GridSamples` give the positions of boxes and the formula that decodes the boxes, `WritingSamples` write
-themselves into a batch, and `CroppedImages` give windows of images.
+`Samples.read` returns one sample, and every loader must deliver the same values. Subclasses allow faster loaders:
+`GridSamples` give the positions of boxes and the formula that decodes the boxes, `WritingSamples` write themselves into
+a batch, and `CroppedImages` give windows of images.
 """
 
 from __future__ import annotations

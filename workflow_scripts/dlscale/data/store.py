@@ -277,8 +277,8 @@ def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) ->
 class Reader:
     """Reader of one dataset of one file, channels first.
 
-    A reader opens its file on first use in each process, so a reader may be forked and pickled. The HDF5 library serves
-    one thread at a time. If a file stores plain values, `copy` reads the mapped file in any number of threads.
+    A reader opens its file on first use in each process, so it may be forked and pickled. The HDF5 library serves one
+    thread at a time. If a file stores plain values, `copy` reads the mapped file in any number of threads.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:

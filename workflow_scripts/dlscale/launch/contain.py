@@ -1,7 +1,7 @@
 """Run a container engine's client, and remove the container: `python -m dlscale.launch.contain ENGINE ...`.
 
 This process forwards signals to the container, returns the container's exit status, and removes the container by its
-name. If this process is killed, the container's standard input ends, and therefore the stage in the container ends
+name. If this process is killed, the container's standard input ends, so the stage in the container ends
 (`exit_with_stdin`). For Apptainer, this process becomes the container.
 """
 

@@ -30,7 +30,7 @@ PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 #: Prefix of the names of images that the workflow builds.
 LOCAL = "localhost/"
 
-#: Arguments of Python that start the ranks of a node, or a command such as mpirun.
+#: Arguments of Python that run `dlscale.launch.ranks`, which starts a node's ranks or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
 #: Command that supervises the engine's client.
@@ -103,7 +103,7 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
 
 
 def python_command(site: Site) -> list[str]:
-    """Return the command `dlscale` for stages: of the image's Python, or of this Python if the site has no engine."""
+    """Return the command that runs `dlscale` in the image, or in this Python environment if the site has no engine."""
     return PYTHON_HERE if site.engine == "none" else PYTHON
 
 

@@ -30,8 +30,8 @@ from dlscale.launch.contain import FORWARDED, GRACE
 def main(words: Sequence[str]) -> int:
     """Run this node's ranks to their end, and return the exit status of the first rank that failed, else 0.
 
-    A signal counts as 128 plus the signal's number, as in shells. After a failure, the other ranks get SIGTERM, and
-    SIGKILL 30 s later. The node's number is `NODE_RANK`, or else the rank that srun or mpirun gave this process.
+    A signal counts as 128 plus its number, as in shells. After a failure, the other ranks get SIGTERM, and SIGKILL 30 s
+    later. The node's number is `NODE_RANK`, or else the rank that srun or mpirun gave this process.
     """
     parser = argparse.ArgumentParser(prog="dlscale.launch.ranks")
     parser.add_argument("--nproc-per-node", type=int, default=1)

@@ -161,8 +161,9 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
     if (cpus := cpus_per_task(scheduler, geometry) * geometry.gpus_per_node) > scheduler.gpu_nodes.cpus:
         each = "geometry.cpus" if geometry.cpus else "scheduler.data_cpus"
         raise UserError(
-            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes ask for {cpus} CPUs ({each} each), "
-            f"more than the {scheduler.gpu_nodes.cpus} CPUs of this site's nodes; lower one of the two keys"
+            f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} processes with {cpus // geometry.gpus_per_node} "
+            f"CPUs each ({each}) need {cpus} CPUs, but this site's nodes have {scheduler.gpu_nodes.cpus}; lower "
+            f"gpus_per_node or {each}"
         )
     if (geometry.memory_mb or 0) > (most := scheduler.gpu_nodes.memory_mb or math.inf):
         raise UserError(

@@ -42,7 +42,7 @@ class Trials(Record):
     mean: Measured
     std: Measured = 0.0
     rank_throughput: list[float] = []  #: Mean samples/s of each process, without its waits for other processes.
-    usage: Usage | None = None  #: Resource use of the counted trials.
+    usage: Usage | None = None  #: Resource use during the trials, without the warm-up.
 
 
 class SampleWork(Record):

@@ -44,9 +44,9 @@ NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks,
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
 
 #: States of a process, as seen by the ranks of its node.
-THERE = "its process is running"
+THERE = "still running"
 STOPPED = "stopped by a signal"
-ENDED = "its process is gone: killed, or ended by itself"
+ENDED = "gone: killed, or ended by itself"
 UNSEEN = "killed or stopped, or its node is gone, or its code holds Python's lock"
 
 

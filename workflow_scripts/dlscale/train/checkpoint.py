@@ -1,9 +1,9 @@
 """Checkpoints: one folder per saved step, written atomically while the training continues.
 
-The run's fingerprint names the folder of the checkpoints, so a retry resumes, and a changed run starts from the
-beginning. Each device writes its shards of each tensor with `torch.distributed.checkpoint` (DCP). The names of tensors
-do not depend on devices, so a training with another number of devices can resume. The files have the format
-safetensors, so reading a file executes no code.
+The run's fingerprint names the folder of the checkpoints, so a retry resumes, and a changed run starts anew. Each
+device writes its shards of each tensor with `torch.distributed.checkpoint` (DCP). Tensor names do not depend on
+devices, so a training with another number of devices can resume. The format is safetensors, so reading a file executes
+no code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of a device, and steps on fake tensors.
 
 Fake tensors have shapes, types and a device, but no memory. A step on fake tensors calls the same operators as in
-training without computing anything, so that the memory and the work of a step can be counted in advance.
+training without computing anything, so its memory and work can be counted in advance.
 """
 
 from __future__ import annotations

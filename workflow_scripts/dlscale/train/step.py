@@ -82,9 +82,10 @@ class Step:
     """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
     The step waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
-    synchronised batch normalisation outside of a CUDA graph. Each rank computes its part of the batch. Gradients are
-    averaged over ranks during the backward pass, and all ranks make the same update. From `run`, this class reads only
-    precision and accumulation steps.
+    synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the batch.
+    Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it holds:
+    all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision and
+    accumulation steps.
     """
 
     def __init__(

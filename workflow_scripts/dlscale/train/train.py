@@ -246,8 +246,8 @@ def fit_with_signals(
 class Interruption:
     """Context that turns signals into requests, on which all ranks agree.
 
-    A signal may reach ranks at different steps, but all ranks must save at the same step. The ranks therefore exchange
-    requests on the host, about every `seconds` seconds, and at least every `MAX_STEPS` steps.
+    Ranks may get a signal at different steps, but must all save at the same step. Therefore they exchange requests on
+    the host, about every `seconds` seconds, and at least every `MAX_STEPS` steps.
     """
 
     def __init__(self, world: World, seconds: float = 1.0) -> None:

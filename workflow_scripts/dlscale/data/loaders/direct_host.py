@@ -179,7 +179,10 @@ class HostField:
         numbers: np.ndarray,
         out: np.ndarray,
     ) -> None:
-        """Decode the box at `where` (file and start) into `out`; without `stored`, copy the box to a buffer first."""
+        """Decode the box at `where` (file and start) into `out`.
+
+        `stored` is the mapped file's array. If it is None, read the box into a buffer first.
+        """
         if stored is None:
             stored = self._buffer()
             _, a, b, c = self._field.shape

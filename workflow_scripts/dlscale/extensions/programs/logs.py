@@ -309,7 +309,7 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
     if not fits or latest >= OLDEST or begin <= OLDEST:
         raise UserError(f"log of steps {path}: `time` {times[0]} is outside of the run; {EXPECTED}")
     seconds = [each * fits[0] for each in known]
-    # The latest time is the time when the log was last changed: the zero of the log's clock follows from both.
+    # The last entry was logged when the file was last modified; this gives the zero of the log's clock.
     zero = max(min(path.stat().st_mtime, end) - max(seconds), begin)
     dated = [(zero + each, row) for each, row in zip(seconds, rows, strict=True)]
     for tag in {row[0] for row in rows}:

@@ -205,10 +205,8 @@ class Finder:
 
     def __init__(self, looked: Mapping[str, re.Pattern[str]], record: Path | None = None) -> None:
         self.found = {name: list[tuple[float, float]]() for name in ["", PER_STEP, *looked]}
-        self.refused, self.refusals = (
-            "",
-            0,
-        )  #: First text that matches the pattern of rates but is not a rate; number of such texts.
+        #: First text that matches the pattern of rates but is not a rate; number of such texts.
+        self.refused, self.refusals = "", 0
         self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.
         self._record = record

@@ -52,7 +52,7 @@ class Wandb:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports would go online in any mode
         with _needed("wandb"):
             import wandb
-        wandb.finish()  # ends the run of a failed training of this process
+        wandb.finish()  # ends a W&B run that a failed training in this process left open
         shutil.rmtree(out / "wandb", ignore_errors=True)  # files of an earlier try
         out.mkdir(parents=True, exist_ok=True)
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks the value

@@ -30,7 +30,7 @@ Year = Annotated[int, Field(ge=1700, le=2200)]
 
 
 class Era5Simulated(Strict):
-    """Years of a barotropic-vorticity atmosphere made by the built-in simulator, each its own trajectory."""
+    """Simulated years of a barotropic-vorticity atmosphere; each year is an independent trajectory."""
 
     kind: Literal["simulated"]
     latitudes: Extent = Field(32, ge=8, description="Points from pole to pole.")

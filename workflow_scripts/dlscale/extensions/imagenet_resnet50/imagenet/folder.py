@@ -64,7 +64,7 @@ def check_classes(train: str, valid: str) -> list[str]:
         lacks = [f"{folder} has no {', '.join(sorted(names)[:5])}" for folder, names in missing.items() if names]
         alike = {unicodedata.normalize("NFC", name) for name in classes}
         if alike == {unicodedata.normalize("NFC", name) for name in other}:
-            lacks.append("these names look equal, but one is in another Unicode form (as on macOS): rename the folders")
+            lacks.append("these names differ only in Unicode normalisation (macOS may use NFD): rename the folders")
         raise UserError(
             f"{train} and {valid} differ in their classes: {'; '.join(lacks)}; give each class a folder with images "
             "in both splits, or remove its folder from the other split"
