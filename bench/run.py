@@ -43,6 +43,7 @@ from bench import (  # noqa: E402
 from bench.measure import Options, Row, summary, table  # noqa: E402
 from dlscale.core.environment import environment  # noqa: E402
 from dlscale.parallel.rendezvous import describe_device  # noqa: E402
+from dlscale.parallel.world import World  # noqa: E402
 
 GROUPS = {
     "crops": loading.crops,
@@ -67,7 +68,7 @@ def machine() -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
-        "device": describe_device(torch.device("cpu")).model_dump(),
+        "device": describe_device(World()).model_dump(),
         **environment().model_dump(mode="json"),
     }
 

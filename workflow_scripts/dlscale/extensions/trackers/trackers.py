@@ -81,9 +81,10 @@ class Wandb:
         self._log(record.step, record)
 
     def _log(self, step: int, record: Epoch | Untrained) -> None:
-        numbers = record.model_dump(exclude={"metrics", "made_with", "untrained"})
-        metrics = {f"valid/{name}": value for name, value in record.metrics.items()}
-        finite = {name: value for name, value in (numbers | metrics).items() if math.isfinite(value)}
+        numbers = record.model_dump(exclude={"metrics", "train_metrics", "made_with", "untrained"})
+        numbers |= {f"valid/{name}": value for name, value in record.metrics.items()}
+        numbers |= {f"train/{name}": value for name, value in getattr(record, "train_metrics", {}).items()}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         self._run.log(finite, step=step)
 
     def finish(self, picture: Path, best: Best | None) -> None:
