@@ -24,6 +24,7 @@ from bench.cases import Case
 from dlscale.config import resolve as config
 from dlscale.config.run import Geometry, load_run
 from dlscale.core import registry
+from dlscale.extensions.profile import operators
 from dlscale.measure import roofline as peaks
 from dlscale.measure.records import Peaks, SampleWork, Throughput
 from dlscale.measure.roofline import OperatorCount, sample_work
@@ -154,7 +155,7 @@ def test_each_module_has_the_work_of_its_operators(
     """Each layer has the FLOPs of its shape, even if branches meet; the sums over layers are complete."""
     session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
     x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
-    expected, names = Counter[str](), peaks._names(session.step.model)
+    expected, names = Counter[str](), operators._names(session.step.model)
 
     def layer(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         weight: Any = module.weight
@@ -168,7 +169,7 @@ def test_each_module_has_the_work_of_its_operators(
         hook.remove()
     with OperatorCount() as counter:
         session.step(x, y)
-    found, by_module = peaks.operator_work(session, (x, y)), Counter[str]()
+    found, by_module = operators.operator_work(session, (x, y)), Counter[str]()
     for each in found:
         by_module[each.module] += each.flops  # type: ignore[assignment]
     assert {name: by_module[name] for name in expected} == dict(expected)
@@ -196,7 +197,7 @@ def test_functions_between_parts_are_the_modules_own() -> None:
     Equal parts are reported together.
     """
     network = Network(Branches(), lambda prediction, target: (prediction - target).abs(), "fp32", torch.preserve_format)
-    found = peaks.TimedOperators(network, CPU)
+    found = operators.TimedOperators(network, CPU)
     for _ in range(2):
         with found.modules.followed(), found:
             with found.phase("forward"):

@@ -30,6 +30,7 @@ from tests.workflow.jobs import (
     PREPROCESSED,
     REPORTS,
     STUDY,
+    pages,
     previews,
     profiled,
     runs,
@@ -315,8 +316,12 @@ ROWS = [
         replace(f"{PACKAGE}/core/stages.py", COLLECT, f'    "new": Stage("dlscale.new", "New.", "page"),\n{COLLECT}'),
         [],
     ),
-    # A changed record affects the stages that write it, and the tables, because tables read all records.
-    Row("tuning's record", extended("extensions/tune/records.py", "Duel"), [*tuned(*ALL), *tables(*CONFIG["plans"])]),
+    # A changed record affects the stages that write it, and the pages or tables that read it.
+    Row(
+        "tuning's record",
+        extended("extensions/tune/records.py", "Duel"),
+        [*tuned(*ALL), *pages(*CONFIG["plans"]), "report"],
+    ),
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
     # A picture is a result of the stage that draws the picture.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
@@ -628,6 +633,8 @@ def test_a_fingerprint_contains_exactly_the_imported_modules(
         *(f"{module}.kind" for module in kinds),
         *(settings.__module__ for settings in registry.loader_settings()),
         *reachable(["waves"], whole=True),
+        # Settings of programs, which the settings of a run contain, and a check before the first step.
+        *reachable([*registry.provider("Program"), *registry.provider("self_test")], whole=True),
     }
     stages_seen = []
     for file in finished[0].imports.iterdir():
@@ -640,7 +647,7 @@ def test_a_fingerprint_contains_exactly_the_imported_modules(
             whole |= set(reachable(["dlscale.data.acquire", "dlscale.data.parts", "dlscale.core.progress"], whole=True))
             whole |= {"dlscale.data.acquire", "dlscale.core.settings"}
         if name == "collect":  # `collect` writes the live page; the report stage writes the complete page
-            whole |= set(reachable(["dlscale.report.report"], whole=True))
+            whole |= set(reachable(["dlscale.report.report", *registry.page_modules()], whole=True))
         assert imported - own <= whole, f"{name}: the stage imported modules that its fingerprint lacks"
         brought = set(reachable({study.module for study in registry.studies().values()} & set(modules)))
         assert expected - brought - own <= imported, f"{name}: the fingerprint has modules that the stage does not need"
@@ -657,16 +664,14 @@ def entries(tree: Tree, arguments: list[str]) -> list[str]:
     config = arguments[arguments.index("--config") + 1] if "--config" in arguments else ""
     if name in RUN_STAGES:
         run = load_run(config, name)
-        tools = run.profile.tools if name == "profile" else []
-        profilers = [module for tool, module in registry.profilers().items() if tool in tools]
-        return [*run_modules(name, run.study, *run.loaders(name)), *profilers]
+        return [*run_modules(name, run.study, *run.loaders(name)), *STAGES[name].imports(run)]
     if name == "preview":
         manifest = tree.path / arguments[arguments.index("--manifest") + 1]
         return data_modules(name, json.loads(manifest.read_text())["kind"])
     if name in ("acquire", "preprocess", "describe"):
         dataset = load_dataset(config)
         return data_modules(name, dataset.kind, parts.kind_of(dataset).maker(dataset))
-    return [STAGES[name].module]
+    return [STAGES[name].module, *(registry.page_modules() if name == "report" else [])]
 
 
 def test_the_copied_package_runs(finished: tuple[Tree, Outcome]) -> None:
