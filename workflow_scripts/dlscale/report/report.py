@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 import yaml
 
-from dlscale.core import text
+from dlscale.core import registry, text
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.settings import read_settings
@@ -151,6 +151,8 @@ def page(
 
 def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
     view = partial(plan_view, page=shown)
+    for module in registry.page_modules():  # once, and not in each forked process
+        registry.load(module)
     if len(plans) < 2:
         return [view(plan) for plan in plans]
     workers = min(len(plans), os.cpu_count() or 1)
