@@ -23,11 +23,11 @@ class Programs:
 
     def params(self, stage: str, run: Run) -> Params:
         """Return the parameters that make a stage of a run with a program run again."""
-        raise NotImplementedError
+        raise AssertionError("without the extension `programs`, no run has a program")
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
         """Return the command of the stage of a run with a program, and the arguments before the program's command."""
-        raise NotImplementedError
+        raise AssertionError("without the extension `programs`, no run has a program")
 
     def with_fetched_folder(self, run: Run) -> Run:
         return run
