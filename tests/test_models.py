@@ -19,7 +19,7 @@ from dlscale.extensions.era5_vit.model import Attention, ViT, _Patches
 from dlscale.extensions.imagenet_resnet50.model import DEPTHS, ResNet, cross_entropy
 from dlscale.scores import l1
 from dlscale.train.build import build_step
-from dlscale.train.precision import CONVOLUTIONS, check_convolutions
+from dlscale.train.precision import CONVOLUTIONS, check_channels_last, check_convolutions
 from tests.test_rungs import need_compiler
 
 
@@ -504,3 +504,34 @@ def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch:
     monkeypatch.setitem(CONVOLUTIONS, nn.Conv2d, wrong)
     with pytest.raises(UserError, match=r"the layer 1 wrong on this processor .*ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
         check_convolutions(model)
+
+
+def test_a_gradient_that_the_processor_computes_wrong_in_channels_last_is_refused() -> None:
+    """oneDNN writes outside its memory for strided 1×1 convolutions of few channels, so the test does not run one."""
+    fine = [nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(16, 8, 1, stride=2), nn.Conv2d(4, 8, 2, 2)]
+    check_channels_last(nn.Sequential(*fine))
+    for wrong in (
+        nn.Conv2d(4, 8, 1, stride=2),
+        nn.Conv3d(8, 8, 1, stride=(1, 1, 2)),
+        nn.Conv2d(64, 64, 1, 2, groups=8),
+    ):
+        with pytest.raises(UserError, match=r"channels_last: .* the layer 4 .*use memory_format: contiguous"):
+            check_channels_last(nn.Sequential(*fine, wrong))
+
+
+@pytest.mark.parametrize("channels", [16, 24])
+def test_gradients_of_allowed_convolutions_are_those_of_contiguous_memory(channels: int) -> None:
+    """Strided 1×1 convolutions that dlscale allows in channels-last memory have the gradients of contiguous memory."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(channels, 8, 1, stride=2, bias=False), torch.randn(8, channels, 10, 10)
+
+    def gradient() -> torch.Tensor:
+        layer.zero_grad()
+        layer(x.to(memory_format=torch.channels_last if last else torch.contiguous_format)).square().sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    last = False
+    expected, last = gradient(), True
+    layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    torch.testing.assert_close(gradient(), expected)

@@ -28,7 +28,14 @@ from dlscale.parallel.world import AXES, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
 from dlscale.train.optimizer import build_optimizer
-from dlscale.train.precision import Weights, check_convolutions, compute_dtype, convert, set_matmul_precision
+from dlscale.train.precision import (
+    Weights,
+    check_channels_last,
+    check_convolutions,
+    compute_dtype,
+    convert,
+    set_matmul_precision,
+)
 from dlscale.train.step import CudaBackend, Network, Step
 
 
@@ -72,6 +79,8 @@ def build_step(
         model = synchronised(model, device)
     if device.type == "cpu" and compute_dtype(run.precision) == torch.bfloat16:
         check_convolutions(model)
+    if device.type == "cpu" and run.memory_format == "channels_last":
+        check_channels_last(model)
     # 3. Move the model to its device and memory format.
     model.to(device).to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
     # 4. and 5. Set the number format, and add the loss, the exchange with other ranks, and the optimiser.

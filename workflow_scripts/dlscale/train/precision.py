@@ -38,6 +38,9 @@ CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Co
 #: Largest relative error of a correct convolution in bf16; rounding alone gives an error of a few thousandths.
 WRONG = 0.05
 
+#: Input channels from which oneDNN 3.12 computes strided 1×1 convolutions in channels-last memory correctly.
+CHANNELS = 16
+
 #: Environment variable that stops oneDNN from using AMX.
 WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 
@@ -92,6 +95,23 @@ def check_convolutions(model: nn.Module) -> None:
             raise UserError(
                 f"precision: bf16: PyTorch computes the layer {name} wrong on this processor (a convolution with "
                 f"stride equal to its kernel size, by oneDNN on AMX); export {WITHOUT_AMX}, or use another precision"
+            )
+
+
+def check_channels_last(model: nn.Module) -> None:
+    """Raise a `UserError` for a convolution whose gradient a processor computes wrong in channels-last memory.
+
+    The gradient of the weights of a strided 1×1 convolution with fewer than 8 (AVX2) or 16 (AVX-512) input channels
+    writes outside its memory: it is wrong, hangs or crashes (https://github.com/uxlfoundation/oneDNN/issues/6035).
+    """
+    for name, layer in model.named_modules():
+        if type(layer) not in CONVOLUTIONS or set(layer.kernel_size) != {1} or max(layer.stride) == 1:
+            continue
+        if layer.in_channels // layer.groups < CHANNELS:
+            raise UserError(
+                f"memory_format: channels_last: PyTorch on a processor computes the gradient of the layer {name} wrong "
+                f"or crashes (a 1×1 convolution with stride {max(layer.stride)} and fewer than {CHANNELS} input "
+                "channels); use memory_format: contiguous, or a wider model"
             )
 
 
