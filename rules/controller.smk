@@ -25,8 +25,9 @@ import sys
 from pathlib import Path
 
 from dlscale.core import interrupt, process
-from dlscale.preflight import status, why
-from dlscale.preflight.run import in_turn, write_reply
+from dlscale.core.stages import stage_of
+from dlscale.preflight import status
+from dlscale.preflight.run import Waiting, in_turn, write_reply
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
 
@@ -111,7 +112,7 @@ def reason_to_run(job):
     known = any(persistence.metadata(file) for file in job.output)
     forcing = workflow.dag_settings
     asked = forcing.forceall or forcing.forcetargets or forcing.forcerun
-    return why.Waiting(
+    return Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
         # A missing temporary file is no reason of its own: Snakemake deletes it after use, and makes it again only for
@@ -122,7 +123,7 @@ def reason_to_run(job):
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
-        failed=status.failure(Path(next(iter(job.log), "")), why.stage_of(job.rule.name)) is not None,
+        failed=status.failure(Path(next(iter(job.log), "")), stage_of(job.rule.name)) is not None,
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),

@@ -1,17 +1,18 @@
 # Print cost and checks before the jobs begin, and results after the jobs have ended.
-import functools
 import os
 import time
 
-from dlscale.core import progress
+from dlscale.core import progress, registry
 from dlscale.core.files import write_text
-from dlscale.core.fingerprint import TABLES
+from dlscale.core.fingerprint import save_tables
 from dlscale.report.report import live_page
 from dlscale.rules.calls import Call, requests
 
 STARTED = time.time() - progress.age()
-SOURCES = Path(".snakemake/sources")
 CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
+# Without the extension that explains jobs, a call prints no reasons.
+explain_jobs = registry.provided("explain_jobs", lambda jobs: [])
+replaced_results = registry.provided("replaced_results", lambda jobs: "")
 
 # Only in the main process, because the processes that Snakemake starts for jobs also read this file.
 if workflow.is_main_process:
@@ -24,7 +25,7 @@ def remember_sources():
     """Save the table of source files behind each fingerprint that is recorded with jobs."""
     for job in workflow.dag.needrun_jobs():
         job.params
-    why.remember(TABLES, SOURCES)
+    save_tables()
 
 
 def keep_configuration():
@@ -61,7 +62,7 @@ def looked():
 
     If another command of dlscale started the dry run, write reasons and missing results for this command instead.
     """
-    reasons = why.format_reasons(reasons_to_run(), functools.partial(why.remembered, SOURCES, TABLES))
+    reasons = explain_jobs(reasons_to_run())
     lost = CALL.missing_results(files_to_make())
     if write_reply({"reasons": reasons, "lost": lost}):
         return 0
@@ -84,7 +85,7 @@ onstart:
         raise WorkflowError(
             "Jobs would be submitted, but no site is set. Name a site: --default-resources \"site='NAME'\""
         )
-    if line := why.replaced(reasons_to_run()):
+    if line := replaced_results(reasons_to_run()):
         tell(line)
     remember_sources()
     try:
@@ -114,4 +115,4 @@ onerror:
         tell("", process.INTERRUPTED_CALL)
     else:
         tell(f"Snakemake's log: {', '.join(log)}")
-        tell(*sorted(why.failed(*job, STARTED) for job in failed_jobs()))
+        tell(*sorted(status.describe_failure(*job, STARTED) for job in failed_jobs()))

@@ -236,7 +236,7 @@ def test_a_guard_decides_no_result(module: str) -> None:
     """
     for stage in RUN_STAGES:
         assert module not in reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))
-    forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.scores")
+    forbidden = ("torch.nn", "torch.optim", "torch.random", "random", "numpy.random", "dlscale.studies")
     assert not {name for name in imports(MODULES[module]) if f"{name}.".startswith(tuple(f"{f}." for f in forbidden))}
     assert "dlscale.train.optimizer" not in imports(MODULES[module])
     nodes = [*ast.walk(ast.parse(MODULES[module].read_text()))]
@@ -267,7 +267,7 @@ def test_a_data_stage_imports_only_the_modules_of_one_kind(stage: str, kind: str
     reached = reachable(data_modules(stage, kind))
     assert STAGES[stage].module in reached
     assert {*of_kinds(reached).values()} <= {kind}
-    assert not below("studies", reached) | below("train", reached) | {"dlscale.scores"} & set(reached)
+    assert not below("studies", reached) | below("train", reached)
     assert not (MODELS | {*STUDIES.values()}) & set(reached)
     acquirers = {parts.kind_of(dataset).acquirer(dataset) for dataset in DATASETS.values() if dataset.kind == kind}
     assert not {registry.module_of(kind, acquirer) for acquirer in acquirers - {None}} & set(reached)

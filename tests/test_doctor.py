@@ -358,7 +358,7 @@ def test_migrated(command: Callable[[str, str], None], listed: str, status: str)
 )
 def test_which_driver_a_cuda_needs(cuda: str, driver: str, needed: int | None) -> None:
     """The minimum driver follows NVIDIA's table of minor-version compatibility."""
-    said = machine.too_old(driver, cuda)
+    said = doctor.too_old(driver, cuda)
     assert (said is None) == (needed is None)
     assert said is None or {f"{cuda},", str(needed), driver} < set(said.split())
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from dlscale.data.manifest import Manifest
+from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.cosmo_unet.study import STUDY as COSMO_UNET
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.scores import anomaly_correlation, latitude_weights, relative_l2
 from dlscale.extensions.era5_vit.study import STUDY as ERA5_VIT
-from dlscale.scores import anomaly_correlation, l1, latitude_weights, relative_l2
 from dlscale.studies.base import Metrics
 from dlscale.train.validation import MetricSum
 from tests.conftest import make_dataset

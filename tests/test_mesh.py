@@ -26,6 +26,7 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.loaders.base import Share
 from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.era5_vit.scores import relative_l2
 from dlscale.extensions.evaluate.evaluate import single_device_run
 from dlscale.parallel import shards
 from dlscale.parallel.model import ModelParallel, drawing
@@ -33,7 +34,6 @@ from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import AXES, Mesh, World, arrangement
-from dlscale.scores import relative_l2
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.optimizer import make_state

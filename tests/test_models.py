@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from dlscale.config.run import stage_class
 from dlscale.core.errors import UserError
 from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.era5_vit.model import Attention, ViT, _Patches
 from dlscale.extensions.imagenet_resnet50.model import DEPTHS, ResNet, cross_entropy
-from dlscale.scores import l1
 from dlscale.train.build import build_step
 from dlscale.train.precision import CONVOLUTIONS, check_channels_last, check_convolutions
 from tests.test_rungs import need_compiler

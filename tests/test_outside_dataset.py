@@ -374,12 +374,12 @@ def write(path: Path, text: str, yaml: str = "settings: {}\n") -> Path:
 
 def test_the_sources_of_a_study_are_its_file_and_imports(tmp_path: Path) -> None:
     write(tmp_path / "ripples.py", "import torch, helper_of_ripples\n" + STUDY.format(kind="ripples"))
-    (tmp_path / "helper_of_ripples.py").write_text("from dlscale.scores import l1\n")
+    (tmp_path / "helper_of_ripples.py").write_text("from dlscale.studies.scores import skill\n")
     (tmp_path / "stranger.py").write_text("")
     registry.add("r", tmp_path / "ripples.py")
     assert registry.study("r").dataset == "ripples" and registry.kind("ripples").name == "ripples"
     reached = fingerprint.reachable(["ripples"])
-    assert {"ripples", "helper_of_ripples", "dlscale.scores"} <= set(reached)
+    assert {"ripples", "helper_of_ripples", "dlscale.studies.scores"} <= set(reached)
     assert not {"stranger", "torch"} & set(reached)
 
 

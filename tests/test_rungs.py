@@ -31,12 +31,13 @@ from dlscale.core.machine import missing
 from dlscale.core.settings import validate
 from dlscale.data.loaders.base import Share
 from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.era5_vit.scores import relative_l2
 from dlscale.parallel import strategy
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import World
-from dlscale.scores import l1, relative_l2
 from dlscale.train import attention
 from dlscale.train import step as step_
 from dlscale.train.attention import attention_context
@@ -494,25 +495,6 @@ def test_too_little_memory_for_any_kernel_is_reported(monkeypatch: pytest.Monkey
         attention_context(kind, SHAPE, torch.bfloat16, CPU)
 
 
-def test_flash_attention_3_is_registered_for_the_trial_and_if_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulated package is registered only during its trial, and permanently after it was chosen."""
-    log: list[str] = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", log.append)
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: log.append("restored"))
-    for kind in ("fa3", "flash"):
-        with attention.registered(kind, torch.device("cuda")):
-            log.append(f"tried {kind}")
-    assert log == ["FA3", "tried fa3", "restored", "tried flash"]
-    with pytest.raises(UserError, match=r"attention: fa3 cannot compute .* or one of: flash, math"):
-        attention_context("fa3", SHAPE, torch.bfloat16, CPU)
-    log.clear()
-    monkeypatch.setattr(attention, "_seconds", lambda name, *rest: 1.0 if name == "fa3" else 2.0)
-    for kind in ("fa3", "auto"):
-        context: Any = attention_context(kind, SHAPE, torch.bfloat16, CPU)
-        assert context.args == ("fa3",)
-    assert log == ["FA3", "FA3"]
-
-
 @pytest.mark.parametrize(
     ("over", "said"),
     [
@@ -857,7 +839,7 @@ def test_a_cuda_graph_trains_like_the_eager_step(study: str, over: dict[str, Any
         ("era5_vit", {"optimizer": {"kind": "sgd", "betas": [0.9, 0.99]}}, "unknown key 'betas'"),
         ("era5_vit", {"optimizer": {"kind": "sgdd"}}, "did you mean 'sgd'"),
         ("era5_vit", {"model": {"space_to_depth": True}}, "model: unknown key 'space_to_depth'"),
-        ("cosmo_unet", {"attention": "flash"}, "attention: the model of study cosmo_unet has no such thing"),
+        ("cosmo_unet", {"attention": "flash"}, "attention: the model of study cosmo_unet does not support this setting"),
         ("cosmo_unet", {"accumulation_steps": 7}, "accumulation_steps 7 is more than the 6 samples"),
         (
             "cosmo_unet",

@@ -43,13 +43,14 @@ from dlscale.data.manifest import Manifest
 from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
 from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import Pairs
 from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.era5_vit.scores import relative_l2
 from dlscale.extensions.era5_vit.study import Era5ViT
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import World
-from dlscale.scores import l1, relative_l2
 from dlscale.studies.base import PublishedLog
 from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session

@@ -21,12 +21,11 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import reachable, run_modules
-from dlscale.core.noise import ratio_interval
 from dlscale.core.progress import Progress
 from dlscale.extensions.tune import tune
 from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.extensions.tune.section import tried
-from dlscale.extensions.tune.tune import Measure
+from dlscale.extensions.tune.tune import Measure, ratio_interval
 from dlscale.parallel.world import CPU, World
 from dlscale.report.results import read_plan
 from dlscale.report.sections import line

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from dlscale.preflight.why import Waiting, explain_job, format_reasons, missing_results, replaced
+from dlscale.extensions.why.why import explain_job, format_reasons, replaced
+from dlscale.preflight.run import Waiting
+from dlscale.rules.calls import missing_results
 
 TABLES = {
     "1": {"extensions/era5_vit/model.py": "a", "core/files.py": "b"},

@@ -31,12 +31,13 @@ from dlscale.core import registry
 from dlscale.data.manifest import Manifest
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from dlscale.extensions.cosmo_unet.cosmo.samples import CHOICES, SYMMETRIES, CubeSymmetries, apply
+from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.era5_vit.scores import latitude_weights, mean_square, relative_l2
 from dlscale.extensions.era5_vit.study import STUDY
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.world import Pretended
-from dlscale.scores import l1, latitude_weights, mean_square, relative_l2
 from dlscale.train.step import Step
 from tests.conftest import TINY, make_dataset, make_run, records, train
 from tests.published import programs

@@ -47,7 +47,7 @@ CALLS = """
 import json, os, sys, tempfile
 import snakemake.cli
 from dlscale.launch import slurm
-from dlscale.preflight import run, status, why
+from dlscale.preflight import run, status
 snakemake.cli.get_argument_parser()
 for words in json.load(sys.stdin):
     with tempfile.TemporaryFile() as output:

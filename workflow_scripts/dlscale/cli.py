@@ -62,16 +62,6 @@ _OWN = {
             ),
         ),
     ),
-    "why": Query(
-        "dlscale.preflight.why",
-        "Show why jobs would run: changed settings, sources, images or files.",
-        (
-            (
-                "targets",
-                {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
-            ),
-        ),
-    ),
     "cost": Query(
         "dlscale.preflight.cost",
         "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",

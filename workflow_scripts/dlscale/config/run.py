@@ -507,11 +507,10 @@ class RunCore(Lawful):
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous", description="Memory layout of the inputs and weights of convolutions."
     )
-    attention: Literal["default", "auto", "flash", "fa3", "efficient", "cudnn", "math"] = Field(
+    attention: Literal["default", "auto", "flash", "efficient", "cudnn", "math"] = Field(
         "default",
-        description="Attention kernel. default: PyTorch's choice. auto: the fastest kernel in a short test. fa3: "
-        "FlashAttention-3 (Hopper GPUs), which needs the package flash_attn_interface. The other values are PyTorch's "
-        "kernels.",
+        description="Attention kernel. default: PyTorch's choice. auto: the fastest kernel in a short test. The other "
+        "values are PyTorch's kernels.",
     )
     accumulation_steps: PositiveInt = Field(
         1, description="Number of micro-batches per local batch, which are computed one after the other for one update."

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.files import write_text
+from dlscale.core.files import write_json, write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  #: Folder of the package.
@@ -64,6 +64,24 @@ WORDS = {"Field": {"description", "title"}, "Metric": {"title", "meaning"}, "Los
 
 #: Functions whose arguments are messages, such as `logging.info`.
 MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", "exception")} | {("warnings", "warn")}
+
+
+#: Folder of the workflow's records with the tables of earlier calls.
+SOURCES = Path(".snakemake/sources")
+
+
+def save_tables() -> None:
+    """Write a file for each fingerprint that this process computed, with the digests of its source files."""
+    for digest, table in TABLES.items():
+        if not (path := SOURCES / f"{digest}.json").exists():
+            write_json(path, table)
+
+
+def read_table(digest: str) -> dict[str, str] | None:
+    """Return the table of source files behind a fingerprint of this call or of an earlier one; None if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        return TABLES.get(digest) or json.loads((SOURCES / f"{digest}.json").read_text(encoding="utf-8"))
+    return None
 
 
 @functools.cache

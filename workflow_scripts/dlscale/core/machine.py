@@ -175,19 +175,6 @@ def nvml(ask: Callable[[Any], Any]) -> Any:
         return None
 
 
-#: CUDA major version → major version of the oldest driver that supports all minor versions
-#: (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1).
-DRIVERS = {11: 450, 12: 525, 13: 580}
-
-
-def too_old(driver: str, cuda: str) -> str | None:
-    """Return a message if the driver is too old for a version of CUDA, otherwise None."""
-    least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) >= least:
-        return None
-    return f"PyTorch is built for CUDA {cuda}, which needs NVIDIA driver {least} or later; the driver here is {driver}"
-
-
 def _compiler() -> bool:
     compiler = os.environ.get("CXX") or "g++"  # PyTorch uses the same compiler
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()

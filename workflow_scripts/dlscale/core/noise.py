@@ -56,16 +56,6 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return centre, standard_errors(len(kept)) * error if error > 1e-12 * abs(centre) else 0.0
 
 
-def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return the ratio of two quantities and the ends of its 95 % interval.
-
-    The two quantities were measured alternately (paired timing). `interval` computes the interval from the logarithms
-    of the ratios, one ratio per round.
-    """
-    centre, reach = interval([math.log(first / second) for first, second in rounds])
-    return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
-
-
 def halved(count: int, factor: float) -> list[int]:
     """Return the sizes of the rungs of successive halving.
 

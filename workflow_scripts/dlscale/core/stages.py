@@ -6,6 +6,7 @@ requests. To add a stage that measures a run, add a row to this table, the modul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -216,3 +217,18 @@ for _name, _module in registry.program_stages().items():
 RUN_STAGES = tuple(name for name, stage in STAGES.items() if stage.scope == "run")
 #: Stages that make a dataset on CPU nodes.
 DATA_STAGES = tuple(name for name, stage in STAGES.items() if stage.nodes == "cpu")
+
+
+def stage_of(rule: str) -> str:
+    """Return the stage of a rule, such as `report` for `report_plan`."""
+    return "acquire" if rule == "fetch" else rule.partition("_")[0]
+
+
+def job_name(rule: str, wildcards: Mapping[str, str]) -> tuple[str, str]:
+    """Return group and name of a job, such as (`PLAN.`, `RUN`) or (`data `, `NAME`)."""
+    if "run" in wildcards:
+        return f"{wildcards['plan']}.", wildcards["run"]
+    for key, group in (("plan", "plan "), ("dataset", "data ")):
+        if key in wildcards:
+            return group, wildcards[key]
+    return "", rule

@@ -15,6 +15,9 @@ _SPACE = "\u00a0"  # keeps a number and its unit on one line
 #: Start of a text that a spreadsheet runs as a formula, or of such a text behind quotes.
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
+#: Number of names in a list; further names are counted.
+LISTED = 4
+
 _COLOURS = {"bold": 1, "red": 31}
 
 
@@ -56,6 +59,16 @@ def count(value: int | None) -> str:
 def many(value: int, what: str) -> str:
     """Return a number with its noun in the singular or plural; `what` is the noun in the singular."""
     return f"{value} {what}{'' if value == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of further names."""
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def are_gone(names: Sequence[str]) -> str:
+    """Return a text that says that these files are missing."""
+    return f"{listed(names)} {'is' if len(names) == 1 else 'are'} gone"
 
 
 def unit(text: str | None) -> str:

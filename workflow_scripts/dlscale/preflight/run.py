@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,6 +69,25 @@ SNAKEMAKE = (
     "from dlscale.preflight import run; from snakemake import cli; "
     "argparse.ArgumentParser.error = run.refuse_option; cli.print = run.print_without_profile; cli.main()"
 )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job that would run, with Snakemake's reasons for it."""
+
+    rule: str
+    wildcards: Mapping[str, str]
+    missing: Sequence[str] = ()  #: Missing outputs; names of folders end with a slash.
+    known: bool = False  #: Whether the job ran before.
+    failed: bool = False  #: Whether the last attempt failed; Snakemake then removed its outputs.
+    before: Sequence[str] = ()  #: Recorded parameters (as `repr`) that the job no longer has.
+    now: Sequence[str] = ()  #: Parameters (as `repr`) that are not recorded.
+    newer: Sequence[str] = ()  #: Inputs that changed since the last run.
+    inputs: bool = False  #: Whether the list of inputs changed.
+    follows: bool = False  #: Whether the same call makes some of the job's inputs.
+    forced: bool = False
+    interrupted: bool = False  #: Whether an earlier attempt was interrupted.
+    command: bool = False  #: Whether the rule's own command changed.
 
 
 # ---- targets ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,12 +23,13 @@ from typing import Literal, get_args
 from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration
 from dlscale.core.errors import UserError
+from dlscale.core.files import written_since
 from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.paths import Results
 from dlscale.core.process import INTERRUPTED
 from dlscale.core.progress import LINE_SECONDS, SUFFIX, StageStatus, place
-from dlscale.core.stages import DATA_STAGES, STAGES
+from dlscale.core.stages import DATA_STAGES, STAGES, job_name, stage_of
 from dlscale.core.text import NONE, aligned, duration, number, percent
 from dlscale.launch import slurm
 from dlscale.preflight import cost
@@ -149,6 +150,17 @@ def last_word(log: Path, stage: str) -> str | None:
 def failure(log: Path, stage: str) -> str | None:
     """Return the error message in the last line of a stage's log; None also if the stage was interrupted."""
     return None if (word := last_word(log, stage)) == INTERRUPTED else word
+
+
+def describe_failure(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
+    """Return a line on a failed job of a call that began at `since` (seconds since 1970-01-01 UTC)."""
+    name = "".join(job_name(rule, wildcards))
+    stage, file = stage_of(rule), Path(log)
+    name += f" ({stage})" if name != rule else ""
+    if not written_since(file, since):  # an earlier call wrote the log
+        return f"FAILED {name}: it did not start; the reason is in the lines above"
+    word = last_word(file, stage) or "it ended without a message, as a killed process does"
+    return f"FAILED {name}: {word}; log: {log}"
 
 
 # ---- output ------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from typing import Any
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
-from dlscale.core.stages import DATA_STAGES, RUN_STAGES
-from dlscale.core.text import coloured, many
+from dlscale.core.stages import DATA_STAGES, RUN_STAGES, job_name, stage_of
+from dlscale.core.text import are_gone, coloured, many
 from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher, slurm
-from dlscale.preflight import cost, live, why
+from dlscale.preflight import cost, live
 from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_space
 from dlscale.report import sections
@@ -57,7 +57,7 @@ class Call:
             name, wildcards = job.rule.name, job.wildcards
             if name in RUN_STAGES:
                 runs.append(cost.run_work(self.configuration, wildcards.plan, wildcards.run, name))
-            elif why.stage_of(name) in DATA_STAGES and (name != "fetch" or self._fetching):
+            elif stage_of(name) in DATA_STAGES and (name != "fetch" or self._fetching):
                 data[wildcards.dataset] += 1
             elif name == "promote":
                 halving[wildcards.plan] = None
@@ -71,7 +71,7 @@ class Call:
 
     def seconds_of(self, job: Any) -> cost.Expected:
         """Return the expected time of a job on this machine."""
-        stage, known = why.stage_of(job.rule.name), job.wildcards
+        stage, known = stage_of(job.rule.name), job.wildcards
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
@@ -79,8 +79,8 @@ class Call:
         """Convert Snakemake's jobs for the display of progress."""
         return [
             live.Job(
-                "".join(why.place(job.rule.name, dict(job.wildcards.items()))),
-                why.stage_of(job.rule.name),
+                "".join(job_name(job.rule.name, dict(job.wildcards.items()))),
+                stage_of(job.rule.name),
                 str(next(iter(job.log), "")),
                 str(job.benchmark),
                 takes.seconds,
@@ -187,7 +187,7 @@ class Call:
         trained = [run for plan in self.plans for run in self.configuration.plans[plan].values()]
         runs = dict.fromkeys(f"{run.plan}/{run.name}" for run in trained)
         datasets = dict.fromkeys([*self.pages.datasets(self.plans), *self.datasets])
-        return why.missing_results(str(self.results), runs, datasets, making, self.context.call[1:])
+        return missing_results(str(self.results), runs, datasets, making, self.context.call[1:])
 
     def show_pages(self, files: Iterable[Path]) -> None:
         """Print the paths of the requested pages.
@@ -221,6 +221,26 @@ class Call:
         if seen := [f"{plan.name}.{run.name}" for plan, run in best_first if run.throughput or run.profile]:
             call = shlex.join(["dlscale", "explain", seen[0], *self.context.own_settings])
             self.tell(f"Next: {call}  # what limits the run, and what to try next")
+
+
+def missing_results(
+    results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str], given: Sequence[str] = ()
+) -> list[str]:
+    """Return a line for each run (`PLAN/RUN`) and dataset with missing files that no job would make.
+
+    `making` has the files that jobs would make, and `given` the options that select the call's site and configuration.
+    """
+    places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
+    places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
+    lines = []
+    for where, what, first, kept in places:
+        folder = f"{results}/{where}"
+        # An empty folder counts as missing.
+        gone = [name for name in kept if not any(Path(folder).glob(f"{name}*" if name.endswith("/") else name))]
+        if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
+            call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
+            lines.append(f"{what}: {are_gone(gone)}, and no target needs this; to make it again: {call}")
+    return lines
 
 
 def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:

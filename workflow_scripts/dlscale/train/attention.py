@@ -19,7 +19,6 @@ from dlscale.parallel.world import synchronize
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
-    "fa3": SDPBackend.FLASH_ATTENTION,  # FlashAttention-3 replaces the kernel of `flash`
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
@@ -55,16 +54,12 @@ def attention_context(
     else:
         try:
             _seconds(kind, shape, dtype, device)
-        except (RuntimeError, ImportError):
+        except RuntimeError:
             usable = trial(shape, dtype, device, repeats=1)
             raise UserError(
                 f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of width {shape[3]} on {device.type}"
                 f"; use default, auto or one of: {', '.join(usable)}"
             ) from None
-    if kind == "fa3":  # once per process, because registering takes longer than a step
-        from torch.nn.attention import activate_flash_attention_impl
-
-        activate_flash_attention_impl("FA3")
     return partial(only, kind)
 
 
@@ -88,30 +83,13 @@ def trial(
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MAX_SCORES:
             continue
         # A kernel may be missing, or need too much memory. If no kernel works, the error of `math` is raised.
-        with nullcontext() if name == "math" and not times else suppress(RuntimeError, ImportError):
+        with nullcontext() if name == "math" and not times else suppress(RuntimeError):
             _seconds(name, shape, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dtype, device) for _ in range(repeats))
     if device.type == "cuda":  # the trial must not count as the run's memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return times
-
-
-@contextmanager
-def registered(name: str, device: torch.device) -> Iterator[None]:
-    """Replace PyTorch's flash kernel by FlashAttention-3, if `name` is `fa3`."""
-    if name != "fa3":
-        yield
-        return
-    if device.type != "cuda":
-        raise RuntimeError("FlashAttention-3 is for CUDA")
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-    activate_flash_attention_impl("FA3")  # imports `flash_attn_interface`
-    try:
-        yield
-    finally:
-        restore_flash_attention_impl()
 
 
 def _seconds(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> float:
@@ -123,7 +101,7 @@ def _seconds(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torc
         values = torch.randn(samples, tokens, count, heads, width, dtype=dtype, device=device)
         return [each.transpose(1, 2) for each in values.unbind(2)]
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), registered(name, device), only(name):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), only(name):
         (q, k, v), (gradient,) = random(3), random(1)
         for x in (q, k, v):
             x.requires_grad_()

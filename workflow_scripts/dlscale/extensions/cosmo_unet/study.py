@@ -111,7 +111,7 @@ class CosmoMetrics(Metrics):
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         import torch
 
-        from dlscale.scores import skill
+        from dlscale.studies.scores import skill
 
         least = {
             f"naive_{kind}": torch.stack([means[f"{kind}_of_{name}"] for name in self.ANSWERS]).amin(dim=0)
@@ -178,7 +178,7 @@ class CosmoUNet(Study):
         return float(total)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.scores import l1
+        from dlscale.extensions.cosmo_unet.scores import l1
 
         return partial(l1, density_weight=run.loss.density_weight)
 

@@ -25,7 +25,7 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
 from dlscale.config.site import Job, Nodes, Qos, Scheduler, Site
 from dlscale.core import registry
-from dlscale.core.machine import missing, too_old
+from dlscale.core.machine import missing
 from dlscale.core.stages import RUN_STAGES
 from dlscale.core.text import many
 from dlscale.extensions.doctor import probe
@@ -33,6 +33,10 @@ from dlscale.extensions.doctor.probe import AbsentError, FailedError, Probe, com
 from dlscale.launch import image as images
 from dlscale.launch import launcher, slurm
 from dlscale.preflight.probe import Finding, Status, probe_space
+
+#: CUDA major version → major version of the oldest driver that supports all minor versions
+#: (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1).
+DRIVERS = {11: 450, 12: 525, 13: 580}
 
 #: Program that prints the versions of its environment as one line of JSON. One process prints all versions, because
 #: importing torch takes seconds.
@@ -193,6 +197,14 @@ def environment(
         else:
             findings.append(Finding("cuDNN", "ok", version))
     return [*findings, _cuda(facts, on_gpus)] if facts.get("torch") else findings
+
+
+def too_old(driver: str, cuda: str) -> str | None:
+    """Return a message if the driver is too old for a version of CUDA, otherwise None."""
+    least = DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) >= least:
+        return None
+    return f"PyTorch is built for CUDA {cuda}, which needs NVIDIA driver {least} or later; the driver here is {driver}"
 
 
 def _cuda(facts: Facts, on_gpus: bool) -> Finding:

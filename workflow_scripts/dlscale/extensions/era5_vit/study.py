@@ -72,7 +72,7 @@ class Era5Metrics(Metrics):
 
         from dlscale.extensions.era5_vit.era5.extra import Extra
         from dlscale.extensions.era5_vit.era5.naive import ANSWERS, NaiveAnswers
-        from dlscale.scores import latitude_weights
+        from dlscale.extensions.era5_vit.scores import latitude_weights
 
         extra = Extra.of(manifest)
         self.info = info = manifest.fields["fields"]
@@ -127,7 +127,7 @@ class Era5Metrics(Metrics):
         ]
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        from dlscale.scores import anomaly_correlation, mean_square
+        from dlscale.extensions.era5_vit.scores import anomaly_correlation, mean_square
 
         square = mean_square(prediction - y, self.weights)
         values = {"square": square, "root": square.sqrt()}
@@ -138,7 +138,7 @@ class Era5Metrics(Metrics):
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
         import torch
 
-        from dlscale.scores import mean_square
+        from dlscale.extensions.era5_vit.scores import mean_square
 
         squares: dict[str, list[torch.Tensor]] = {name: [] for name in self.called}
         for index in indices:
@@ -151,7 +151,7 @@ class Era5Metrics(Metrics):
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
         import torch
 
-        from dlscale.scores import skill
+        from dlscale.studies.scores import skill
 
         rmse = means["square"].sqrt() * self.scale
         errors = {name: means[f"{name}_square"].sqrt() * self.scale for name in self.called}
@@ -248,7 +248,7 @@ class Era5ViT(Study):
         return float(m.depth * block + ends)
 
     def loss(self, run: Any) -> SampleLoss:
-        from dlscale.scores import relative_l2
+        from dlscale.extensions.era5_vit.scores import relative_l2
 
         return relative_l2
 

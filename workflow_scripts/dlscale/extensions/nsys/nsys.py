@@ -198,7 +198,8 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, sys.path)
     )  # keep the order of this process: the site's further packages are last
-    with socket.create_server(("", 0)) as free:
+    alone = os.environ.get("MASTER_ADDR", "127.0.0.1") == "127.0.0.1"  # whether no other node connects to the port
+    with socket.create_server(("127.0.0.1" if alone else "", 0)) as free:
         number = world.gather(free.getsockname()[1])[0]
     environment["MASTER_PORT"] = str(number)
     if MEET in environment:

@@ -23,7 +23,7 @@ class Duel(Record):
     challenger: int  #: Index of the challenger in `Tuning.candidates`.
     rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's original settings, by round.
     ratio: float  #: Speed of the challenger / speed of the run's original settings.
-    low: float  #: Lower end of the ratio's 95 % interval (`dlscale.core.noise.ratio_interval`).
+    low: float  #: Lower end of the ratio's 95 % interval (`dlscale.extensions.tune.tune.ratio_interval`).
     high: float  #: Upper end of the interval.
 
     @property

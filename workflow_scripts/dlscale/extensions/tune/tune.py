@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import shlex
 import statistics
 import time
@@ -25,7 +26,7 @@ import yaml
 from dlscale.config.run import RunCore, Tune, load_run, loader_classes
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import write_text
-from dlscale.core.noise import halved, ratio_interval
+from dlscale.core.noise import halved, interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
 from dlscale.extensions.tune.records import Duel, Tried, Tuning
@@ -115,6 +116,16 @@ def duel(best: int | None, rates: Rates) -> Duel | None:
     rounds = list(zip(rates[best], rates[0], strict=True))
     ratio, low, high = ratio_interval(rounds)
     return Duel(challenger=best, rates=rounds, ratio=ratio, low=low, high=high)
+
+
+def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return the ratio of two quantities and the ends of its 95 % interval.
+
+    The two quantities were measured alternately (paired timing). `interval` computes the interval from the logarithms
+    of the ratios, one ratio per round.
+    """
+    centre, reach = interval([math.log(first / second) for first, second in rounds])
+    return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
 
 
 # ---- the search: successive halving, where every measurement is noisy --------------------------------

@@ -59,7 +59,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                 fields = store.dataset(file, "fields", ndim=4)
                 if shape and fields.shape[1:] != shape[1:]:
                     raise UserError(
-                        f"{path}: fields have the shape {fields.shape}; expected {shape}, as in other files"
+                        f"{path}: fields have the shape {fields.shape[1:]} per time; expected {shape[1:]}, as in other "
+                        "files"
                     )
                 shape = fields.shape
                 names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}

@@ -9,50 +9,21 @@ import argparse
 import ast
 import contextlib
 import json
-import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dlscale.config.resolve import Configuration
-from dlscale.core.files import write_json, written_since
+from dlscale.core.fingerprint import read_table
 from dlscale.core.settings import flat
-from dlscale.core.stages import RUN_STAGES, STAGES
-from dlscale.core.text import many, shorten
-from dlscale.preflight.run import dry_run, typed_target
-from dlscale.preflight.status import last_word
+from dlscale.core.stages import RUN_STAGES, STAGES, job_name, stage_of
+from dlscale.core.text import LISTED, are_gone, listed, many, shorten
+from dlscale.preflight.run import Waiting, dry_run, typed_target
 
-#: Maximum number of settings, modules or names listed in a line; the line only counts the rest.
-MAX_NAMES = 4
 #: Function that returns module name → digest for a digest of sources; None for an unknown digest.
 Sources = Callable[[str], Mapping[str, str] | None]
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A job that would run, with Snakemake's reasons for it."""
-
-    rule: str
-    wildcards: Mapping[str, str]
-    missing: Sequence[str] = ()  #: Missing outputs; names of folders end with a slash.
-    known: bool = False  #: Whether the job ran before.
-    failed: bool = False  #: Whether the last attempt failed; Snakemake then removed its outputs.
-    before: Sequence[str] = ()  #: Recorded parameters (as `repr`) that the job no longer has.
-    now: Sequence[str] = ()  #: Parameters (as `repr`) that are not recorded.
-    newer: Sequence[str] = ()  #: Inputs that changed since the last run.
-    inputs: bool = False  #: Whether the list of inputs changed.
-    follows: bool = False  #: Whether the same call makes some of the job's inputs.
-    forced: bool = False
-    interrupted: bool = False  #: Whether an earlier attempt was interrupted.
-    command: bool = False  #: Whether the rule's own command changed.
-
-
-def stage_of(rule: str) -> str:
-    """Return the stage of a rule, such as `report` for `report_plan`."""
-    return "acquire" if rule == "fetch" else rule.partition("_")[0]
 
 
 def _order(rule: str) -> int:
@@ -63,14 +34,14 @@ def _in_order(rules: Iterable[str]) -> list[str]:
     return sorted(rules, key=lambda rule: (_order(rule), rule))
 
 
-def format_reasons(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
+def format_reasons(jobs: Iterable[Waiting], sources: Sources = read_table) -> list[str]:
     """Return a line for each reason with its jobs, a line on dependent jobs, and a line on replaced results."""
     jobs, told, follow = list(jobs), dict[tuple[str, str], dict[str, set[str]]](), Counter[str]()
     for job in jobs:
         if not (reason := explain_job(job, sources)):
             follow[job.rule] += 1
             continue
-        group, name = place(job.rule, job.wildcards)
+        group, name = job_name(job.rule, job.wildcards)
         told.setdefault((group, reason), {}).setdefault(name, set()).add(job.rule)
     alike = dict[tuple[str, str, frozenset[str]], list[str]]()  # runs with the same stages share a line
     for (group, reason), stages in told.items():
@@ -81,7 +52,7 @@ def format_reasons(jobs: Iterable[Waiting], sources: Sources) -> list[str]:
         # Omit the rule that writes a plan's list of runs if other rules have the same reason.
         in_order = _in_order(rule for rule in rules if stage_of(rule) != "configure") or _in_order(rules)
         several = len(names) > 1 and group.endswith(".")
-        text = f"{{{_some(sorted(names))}}}" if several else _some(sorted(names))
+        text = f"{{{listed(sorted(names))}}}" if several else listed(sorted(names))
         line = f"{group}{text} ({', '.join(in_order)}): {reason}"
         reasons.append((_order(in_order[0]), group, sorted(names), line))
     further = [f"{rule} ({follow[rule]} jobs)" if follow[rule] > 1 else rule for rule in _in_order(follow)]
@@ -103,33 +74,9 @@ def replaced(jobs: Iterable[Waiting]) -> str:
             data |= read
     if not names:
         return ""
-    runs = f"{_some(sorted(names))} ({', '.join(_in_order(rules))})"
+    runs = f"{listed(sorted(names))} ({', '.join(_in_order(rules))})"
     own = "define a new run, on a new dataset" if data else "define a new run"
     return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
-
-
-def missing_results(
-    results: str, runs: Iterable[str], datasets: Iterable[str], making: Collection[str], given: Sequence[str] = ()
-) -> list[str]:
-    """Return a line for each run (`PLAN/RUN`) and dataset with missing files that no job would make.
-
-    `making` has the files that jobs would make, and `given` the options that select the call's site and configuration.
-    """
-    places = [(f"plans/{run}", run.replace("/", "."), "metrics.jsonl", ["model.pt", "tensorboard/"]) for run in runs]
-    places += [(f"data/{name}", f"data {name}", "manifest.json", ["stats/"]) for name in datasets]
-    lines = []
-    for where, what, first, kept in places:
-        folder = f"{results}/{where}"
-        # An empty folder counts as missing.
-        gone = [name for name in kept if not any(Path(folder).glob(f"{name}*" if name.endswith("/") else name))]
-        if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
-            call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
-            lines.append(f"{what}: {_gone(gone)}, and no target needs this; to make it again: {call}")
-    return lines
-
-
-def _gone(names: Sequence[str]) -> str:
-    return f"{_some(names)} {'is' if len(names) == 1 else 'are'} gone"
 
 
 def explain_job(job: Waiting, sources: Sources) -> str:
@@ -137,10 +84,10 @@ def explain_job(job: Waiting, sources: Sources) -> str:
     reasons = ["interrupted" if job.interrupted else "forced"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
-        reasons.append("the last attempt failed" if job.failed else _gone(names) if job.known else "never made")
+        reasons.append("the last attempt failed" if job.failed else are_gone(names) if job.known else "never made")
     reasons += changes(_stage(job.before), _stage(job.now), sources)
     if job.newer and job.known:  # for a first run all inputs are new
-        reasons.append(f"changed: {_some(job.newer)}")
+        reasons.append(f"changed: {listed(job.newer)}")
     if job.inputs and not reasons:
         reasons.append("its list of input files changed")
     if job.command:
@@ -151,11 +98,11 @@ def explain_job(job: Waiting, sources: Sources) -> str:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], sources: Sources) -> list[str]:
     """Return a text for each difference between a job's parameters before and now."""
     own = _settings(before.get("settings"), now.get("settings"))
-    changed = [*own[:MAX_NAMES], *([f"{many(len(own) - MAX_NAMES, 'more setting')}"] if len(own) > MAX_NAMES else [])]
+    changed = [*own[:LISTED], *([f"{many(len(own) - LISTED, 'more setting')}"] if len(own) > LISTED else [])]
     if before.get("sources") != now.get("sources"):
         one, other = (sources(each.get("sources", "")) for each in (before, now))
         names = sorted({name for name, _ in {*(one or {}).items()} ^ {*(other or {}).items()}})
-        changed.append(f"{_some(names) if one and other else 'sources'} changed")
+        changed.append(f"{listed(names) if one and other else 'sources'} changed")
     first = _settings(before.get("beside"), now.get("beside"))
     changed += [f"in the plan's first run: {text}" for text in first if text not in own]
     around = [(key, before.get(key), now.get(key)) for key in ("image", "packages")]
@@ -174,10 +121,6 @@ def _settings(before: Any, now: Any) -> list[str]:
     return told
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-
-
 def _value(value: Any) -> str:
     if value is None:
         return "none"
@@ -192,44 +135,6 @@ def _stage(texts: Iterable[str]) -> dict[str, Any]:
             if isinstance(value, dict):
                 return value
     return {}
-
-
-def place(rule: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Return group and name of a job, from its rule and wildcards."""
-    if "run" in known:
-        return f"{known['plan']}.", known["run"]
-    for key, group in (("plan", "plan "), ("dataset", "data ")):
-        if key in known:
-            return group, known[key]
-    return "", rule
-
-
-def failed(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
-    """Return a line on a failed job of a call that began at `since` (seconds since 1970-01-01 UTC)."""
-    name = "".join(place(rule, wildcards))
-    stage, file = stage_of(rule), Path(log)
-    name += f" ({stage})" if name != rule else ""
-    if not written_since(file, since):  # an earlier call wrote the log
-        return f"FAILED {name}: it did not start; the reason is in the lines above"
-    word = last_word(file, stage) or "it ended without a message, as a killed process does"
-    return f"FAILED {name}: {word}; log: {log}"
-
-
-# ---- modules behind digests --------------------------------------------------------------------------
-
-
-def remember(tables: Mapping[str, Mapping[str, str]], folder: Path) -> None:
-    """Write a file for each digest of sources, with the digests of its modules."""
-    for digest, table in tables.items():
-        if not (path := folder / f"{digest}.json").exists():
-            write_json(path, table)
-
-
-def remembered(folder: Path, tables: Mapping[str, Mapping[str, str]], digest: str) -> Mapping[str, str] | None:
-    """Return the modules behind a digest of sources, from `tables` or the files of `remember`."""
-    with contextlib.suppress(OSError, ValueError):
-        return tables.get(digest) or json.loads((folder / f"{digest}.json").read_text(encoding="utf-8"))
-    return None
 
 
 # ---- the command -------------------------------------------------------------------------------------

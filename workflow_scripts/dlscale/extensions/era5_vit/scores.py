@@ -1,4 +1,4 @@
-"""Losses and metrics per sample, in plain PyTorch, that several studies use.
+"""Loss and metrics per sample, in plain PyTorch.
 
 Shape suffixes: B batch, C channels, H W grid; a suffix without H W allows a grid with any number of axes.
 """
@@ -6,20 +6,6 @@ Shape suffixes: B batch, C channels, H W grid; a suffix without H W allows a gri
 from __future__ import annotations
 
 import torch
-
-
-def l1(prediction_BC: torch.Tensor, target_BC: torch.Tensor, density_weight: float = 0.0) -> torch.Tensor:
-    """Return the mean absolute error of each sample, [B], plus a term for high densities.
-
-    The term is `density_weight` times the mean absolute error of exp(14 x) for channel 0. With a weight of zero, the
-    term is not computed.
-    """
-    loss_B = _mean((prediction_BC - target_BC).abs())
-    if density_weight:
-        loss_B = loss_B + density_weight * _mean(
-            ((14.0 * prediction_BC[:, 0]).exp() - (14.0 * target_BC[:, 0]).exp()).abs()
-        )
-    return loss_B
 
 
 def relative_l2(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
@@ -50,15 +36,3 @@ def anomaly_correlation(
     p, t = prediction_BCHW - climatology_CHW, target_BCHW - climatology_CHW
     cross, pp, tt = ((a * b * weights_H1).sum(dim=(-2, -1)) for a, b in ((p, t), (p, p), (t, t)))
     return cross / (pp * tt).sqrt()
-
-
-def skill(error: torch.Tensor, naive: torch.Tensor) -> torch.Tensor:
-    """Return the skill 1 - `error` / `naive`, scalars or [C]; `naive` is the error of a baseline without learning.
-
-    The skill is NaN if `naive` is zero.
-    """
-    return torch.where(naive > 0, 1 - error / naive, torch.nan)
-
-
-def _mean(values_BC: torch.Tensor) -> torch.Tensor:
-    return values_BC.mean(dim=tuple(range(1, values_BC.dim())))

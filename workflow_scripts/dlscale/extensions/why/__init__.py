@@ -1,0 +1,1 @@
+"""Extension: reasons why jobs would run."""

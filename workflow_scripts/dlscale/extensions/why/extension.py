@@ -1,0 +1,21 @@
+"""Command that explains why jobs would run; the end of each dry run prints the same reasons."""
+
+from dlscale.core.commands import Query
+
+COMMANDS = {
+    "why": Query(
+        "dlscale.extensions.why.why",
+        "Show why jobs would run: changed settings, sources, images or files.",
+        (
+            (
+                "targets",
+                {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
+            ),
+        ),
+    ),
+}
+
+PROVIDES = {
+    "explain_jobs": "dlscale.extensions.why.why.format_reasons",
+    "replaced_results": "dlscale.extensions.why.why.replaced",
+}
