@@ -398,10 +398,10 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "train.py").write_text(textwrap.dedent(write))
     given = settings(tmp_path, command=[sys.executable, "train.py", "{out}"], losses={}, resume=[])
     file = make_run(tmp_path / "w", "program", given, {"kind": "files"})
-    player = turns.Program(turns.TimedRunSettings(str(file), "none", "cpu", 1))
+    player = turns.ProgramSubject(turns.TimedRunSettings(str(file), "none", "cpu", 1))
     with contextlib.closing(player), pytest.raises(turns.TurnFailed, match="only in its log"):
-        player.send("begin")
-        player.receive()
+        player.open()
+        player.wait()
 
 
 @pytest.mark.slow
@@ -412,8 +412,8 @@ def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
     code = (
         "import sys, time; from dlscale.measure.turns import TimedRunSettings\n"
-        "from dlscale.extensions.programs.turns import Program\n"
-        "it = Program(TimedRunSettings(sys.argv[1], 'none', 'cpu', 1)); it.send('open'); it.receive(); it.stop()\n"
+        "from dlscale.extensions.programs.turns import ProgramSubject\n"
+        "it = ProgramSubject(TimedRunSettings(sys.argv[1], 'none', 'cpu', 1)); it.open(); it.wait(); it.pause()\n"
         "print(flush=True); time.sleep(1000)"
     )
     with subprocess.Popen(

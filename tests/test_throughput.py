@@ -394,21 +394,20 @@ def test_each_run_goes_first_equally_often(monkeypatch: pytest.MonkeyPatch) -> N
         def __init__(self, timed: TimedRunSettings) -> None:
             self._name = timed.config
 
-        def send(self, message: str) -> None:
-            said.append((message, self._name))
+        def open(self) -> None:
+            said.append(("open", self._name))
 
-        def receive(self) -> float:
-            return 1.0
+        def wait(self) -> None: ...
 
         def turn(self) -> float:
             said.append(("turn", self._name))
             return 2.0 if self._name == "own" else 1.0
 
-        def stop(self) -> None: ...
+        def pause(self) -> None: ...
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("dlscale.measure.turns._timed_run", Player)
+    monkeypatch.setattr("dlscale.measure.turns._subject", Player)
     own, first = (TimedRunSettings(name, "", "cpu", 1) for name in ("own", "first"))
     assert Turns(own, first).rounds(0, 0.5) == 2 * [2 * [(2.0, 1.0)]]
     openings = [name for what, name in said if what == "open"]

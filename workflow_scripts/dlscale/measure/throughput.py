@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,14 +24,13 @@ from dlscale.config.run import Throughput as Settings
 from dlscale.config.run import load_run
 from dlscale.core import board, registry
 from dlscale.core.files import write_text
-from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.data.manifest import Manifest
 from dlscale.measure.processes import Meter
-from dlscale.measure.records import MODES, Beside, Throughput, Trials
+from dlscale.measure.records import MODES, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
 from dlscale.measure.steps import timed_steps, training_batches
-from dlscale.measure.turns import TimedRunSettings, TurnFailed, Turns
+from dlscale.measure.turns import paired
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
@@ -52,18 +49,13 @@ def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest`; write one line of JSON to `args.out`."""
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
-        turns = None
-        if args.beside:  # before any computation, because the timed processes are forks of this process
-            own = TimedRunSettings(args.config, args.manifest, args.device, args.threads)
-            first = replace(own, config=args.beside, manifest=args.beside_manifest)
-            turns = stack.enter_context(contextlib.closing(Turns(own, first)))
+        # Before any computation, because the timed processes are forks of this process.
+        turns = stack.enter_context(paired(args))
         world, links = stack.enter_context(run_context(run, args.manifest, args.device))
         if args.beside and args.beside_manifest != args.manifest:
             verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
-        results = results.model_copy(
-            update={"links": links, "beside": turns and time_paired_runs(run.throughput, turns, args)}
-        )
+        results = results.model_copy(update={"links": links, "beside": turns and turns.beside(run.throughput)})
         if world.main:
             out = Path(args.out)
             modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
@@ -71,27 +63,6 @@ def main(args: argparse.Namespace) -> None:
             shown |= {"mfu": results.mfu(), "mbu": results.mbu(), "peak_memory_bytes": results.peak_memory_bytes}
             board.write(out.parent / "tensorboard" / "throughput", shown)
             write_text(out, results.text() + "\n")
-
-
-def time_paired_runs(settings: Settings, turns: Turns, args: argparse.Namespace) -> Beside | None:
-    """Return the paired timing with the plan's first run; if the timing fails, log the reason and return None."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # free this process's memory for the two timed runs
-    try:
-        rounds = turns.rounds(settings.beside, settings.error)
-    except TurnFailed as ended:
-        logging.warning("no paired timing with the plan's first run: %s", ended)
-        return None
-    found = Beside(compute=compute_digest(load_run(args.beside, "throughput").model_dump(mode="json")), openings=rounds)
-    ratio, error = interval(found.ratios)
-    logging.info(
-        "paired timing, %d openings: %.3f times as fast as the first run (relative error ± %.3f)",
-        len(rounds),
-        math.exp(ratio),
-        error,
-    )
-    return found
 
 
 def measure(settings: Settings, session: Session) -> Throughput:

@@ -8,7 +8,9 @@ doi:10.1145/2464157.2464160).
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import gc
 import logging
 import math
 import multiprocessing
@@ -16,16 +18,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
-from dlscale.config.run import load_run
+import torch
+
+from dlscale.config.compute import compute_digest
+from dlscale.config.run import Throughput, load_run
 from dlscale.core import machine, registry
 from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import read_settings
+from dlscale.measure.records import Beside
 from dlscale.measure.steps import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
@@ -66,16 +72,19 @@ class TurnFailed(Exception):
     """A timed run could not be opened, ended early, or did not answer."""
 
 
-class TimedRun(Protocol):
-    """A timed run between its turns, either of a study or of an external program."""
+class Subject(Protocol):
+    """A run that is timed in turns: either the training step of a study, or an external program.
 
-    def send(self, message: Any) -> None:
-        """Send a message, such as the request to open the run."""
+    All methods raise `TurnFailed` if the run failed.
+    """
 
-    def receive(self) -> float:
-        """Wait for the samples/s of a turn, or for 0 from a newly opened run; raise `TurnFailed` if the run failed."""
+    def open(self) -> None:
+        """Begin to start the run, without waiting for it."""
 
-    def stop(self) -> None:
+    def wait(self) -> None:
+        """Wait until the run has started and has made its warm-up steps."""
+
+    def pause(self) -> None:
         """Pause the run and all processes that it has started."""
 
     def turn(self) -> float:
@@ -89,17 +98,37 @@ class Turns:
     """The processes of both runs. Create them before the stage computes anything, because they are forks."""
 
     def __init__(self, own: TimedRunSettings, first: TimedRunSettings) -> None:
+        self._first = first
         # In a test, the run that was created and opened first was 1 % slower. Therefore the order alternates.
         self._couples = [
-            (_timed_run(own), _timed_run(first)) if number % 2 else (_timed_run(first), _timed_run(own))[::-1]
+            (_subject(own), _subject(first)) if number % 2 else (_subject(first), _subject(own))[::-1]
             for number in range(OPENINGS)
         ]
 
     def close(self) -> None:
         """End both runs and all processes that they have started."""
         for couple in self._couples:
-            for player in couple:
-                player.close()
+            for subject in couple:
+                subject.close()
+
+    def beside(self, settings: Throughput) -> Beside | None:
+        """Return the record of the paired timing; if the timing fails, log the reason and return None."""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # free this process's memory for the two runs
+        try:
+            rounds = self.rounds(settings.beside, settings.error)
+        except TurnFailed as failed:
+            logging.warning("no paired timing with the plan's first run: %s", failed)
+            return None
+        first = load_run(self._first.config, "throughput").model_dump(mode="json")
+        found = Beside(compute=compute_digest(first), openings=rounds)
+        ratio, error = interval(found.ratios)
+        logging.info(
+            "paired timing with the plan's first run, %d openings: %.3f times as fast (relative error ± %.3f)",
+            *(len(rounds), math.exp(ratio), error),
+        )
+        return found
 
     def rounds(self, seconds: float, error: float) -> list[list[Round]]:
         """Return the samples/s of both runs by opening and round.
@@ -133,19 +162,19 @@ class Turns:
         return found
 
 
-def _open(couple: Sequence[TimedRun], order: tuple[int, int]) -> float:
+def _open(couple: Sequence[Subject], order: tuple[int, int]) -> float:
     """Open both runs in the order `order`, pause both, and return the seconds that this took."""
     start = time.monotonic()
     for number in order:
-        couple[number].send("open")
-    for player in couple:
-        player.receive()
-    for player in couple:
-        player.stop()
+        couple[number].open()
+    for subject in couple:
+        subject.wait()
+    for subject in couple:
+        subject.pause()
     return time.monotonic() - start
 
 
-def _rounds(couple: Sequence[TimedRun], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
+def _rounds(couple: Sequence[Subject], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
     """Time both runs alternately, end both, and return the rounds."""
     found: list[Round] = []
     start = time.monotonic()
@@ -153,8 +182,8 @@ def _rounds(couple: Sequence[TimedRun], order: tuple[int, int], seconds: float, 
         for turn in (order, order[::-1]):
             rates = {number: couple[number].turn() for number in turn}
             found.append((rates[0], rates[1]))
-    for player in couple:
-        player.close()
+    for subject in couple:
+        subject.close()
     return found
 
 
@@ -166,12 +195,23 @@ def _enough(rounds: list[Round], passed: float, seconds: float, error: float) ->
     return reach <= MAX_ERROR_RATIO * error or passed >= MAX_DURATION_RATIO * seconds
 
 
-def _timed_run(timed: TimedRunSettings) -> TimedRun:
-    """Start the process of a run. The process waits for the request to open the run."""
-    if read_settings(timed.config)[0].get("program"):
-        found: TimedRun = registry.load("dlscale.extensions.programs.turns").Program(timed)
-        return found
-    return _Study(timed)
+@contextlib.contextmanager
+def paired(args: argparse.Namespace) -> Iterator[Turns | None]:
+    """Start the processes of the stage's run and of the run `args.beside`; yield None without `args.beside`."""
+    if not args.beside:
+        yield None
+        return
+    own = TimedRunSettings(args.config, args.manifest, args.device, args.threads)
+    first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
+    with contextlib.closing(Turns(own, first)) as turns:
+        yield turns
+
+
+def _subject(timed: TimedRunSettings) -> Subject:
+    """Return a run that is not open yet; the process of a study's run is forked here."""
+    program = registry.provided("ProgramSubject", None) if read_settings(timed.config)[0].get("program") else None
+    found: Subject = (program or _Study)(timed)
+    return found
 
 
 class _Study:
@@ -188,11 +228,17 @@ class _Study:
         with contextlib.suppress(OSError):  # the child does the same
             os.setpgid(self._group, self._group)
 
-    def send(self, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process ended; `receive` raises the reason
-            self._pipe.send(message)
+    def open(self) -> None:
+        self._ask()
 
-    def receive(self) -> float:
+    def wait(self) -> None:
+        self._answer()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the process ended; `_answer` raises the reason
+            self._pipe.send(None)
+
+    def _answer(self) -> float:
         if not self._pipe.poll(PATIENCE):  # a loader hangs, or a user stopped the process
             raise TurnFailed(f"process {self._group} of a run did not answer for {PATIENCE:.0f} s")
         try:
@@ -204,14 +250,14 @@ class _Study:
             raise TurnFailed(answer)
         return float(answer)
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         os.killpg(self._group, signal.SIGSTOP)
 
     def turn(self) -> float:
         os.killpg(self._group, signal.SIGCONT)
-        self.send("turn")
-        rate = self.receive()
-        self.stop()
+        self._ask()
+        rate = self._answer()
+        self.pause()
         return rate
 
     def close(self) -> None:

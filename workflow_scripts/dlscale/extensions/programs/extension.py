@@ -89,6 +89,7 @@ PROBES = {"scripts": "dlscale.extensions.programs.jobs.probe_scripts"}
 PROVIDES = {
     "Program": "dlscale.extensions.programs.settings.Program",
     "Programs": "dlscale.extensions.programs.jobs.ProgramJobs",
+    "ProgramSubject": "dlscale.extensions.programs.turns.ProgramSubject",
 }
 
 #: Functions that find what slows an external program, for the verdict on its run.

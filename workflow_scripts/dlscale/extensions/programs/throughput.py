@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,11 @@ from dlscale.config.compute import compute_digest
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
 from dlscale.core.files import temporary_folder
-from dlscale.core.noise import interval
 from dlscale.core.text import duration, number
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.run_program import RunProgram
-from dlscale.measure.records import Beside
-from dlscale.measure.turns import TimedRunSettings, TurnFailed, Turns
+from dlscale.measure.turns import paired
 
 
 def main(args: argparse.Namespace) -> None:
@@ -31,11 +27,7 @@ def main(args: argparse.Namespace) -> None:
     run, out = load_run(args.config, "throughput"), Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        turns = None
-        if args.beside:
-            own = TimedRunSettings(args.config, args.manifest, args.device, args.threads)
-            first = replace(own, config=args.beside, manifest=args.beside_manifest or args.manifest)
-            turns = stack.enter_context(contextlib.closing(Turns(own, first)))
+        turns = stack.enter_context(paired(args))
         place = Path(stack.enter_context(temporary_folder(".program", out.parent)))
         program = RunProgram(run, args.start, place / "out", place / "steps")
         ended = program.go(lambda printed: enough(run.throughput, program, printed))
@@ -49,24 +41,10 @@ def main(args: argparse.Namespace) -> None:
         logging.info(
             "training: %s (standard deviation %s) %s", number(found.full.mean), number(found.full.std, 2), found.unit
         )
-        beside = None
-        if turns:
-            try:
-                rounds = turns.rounds(run.throughput.beside, run.throughput.error)
-            except TurnFailed as problem:
-                logging.warning("no paired timing with the plan's first run: %s", problem)
-            else:
-                settings = load_run(args.beside, "throughput").model_dump(mode="json")
-                beside = Beside(compute=compute_digest(settings), openings=rounds)
-                ratio, error = interval(beside.ratios)
-                logging.info(
-                    "paired timing with the plan's first run (both opened %d times): %.3f times as fast, ± %.3f",
-                    *(len(rounds), math.exp(ratio), error),
-                )
+        beside = turns and turns.beside(run.throughput)
         digest = compute_digest(run.model_dump(mode="json"))
-        found.model_copy(update={"beside": beside, "compute": digest, "settings": run.throughput.model_dump()}).write(
-            out
-        )
+        known = {"beside": beside, "compute": digest, "settings": run.throughput.model_dump()}
+        found.model_copy(update=known).write(out)
 
 
 def enough(settings: Any, program: RunProgram, printed: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.config.run import Tune, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.progress import Progress
-from dlscale.extensions.programs.turns import Program
+from dlscale.extensions.programs.turns import ProgramSubject
 from dlscale.extensions.tune.records import Tried, Tuning
 from dlscale.extensions.tune.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
 from dlscale.measure.turns import TimedRunSettings, TurnFailed
@@ -63,7 +63,7 @@ class _Trials:
             TimedRunSettings(json.dumps(run), args.manifest, args.device, args.threads) for _, run in candidates
         ]
         self._changes, self._progress = [changes for changes, _ in candidates], progress
-        self._open = dict[int, Program]()
+        self._open = dict[int, ProgramSubject]()
         self.problems: dict[int, str] = {}
         self.keeps = False  #: Whether a program is stopped and kept after a turn, for its next turn.
 
@@ -71,8 +71,8 @@ class _Trials:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for player in self._open.values():
-            player.close()
+        for subject in self._open.values():
+            subject.close()
 
     def __call__(self, number: int, seconds: float) -> float | None:
         """Return the samples/s of a candidate.
@@ -81,24 +81,24 @@ class _Trials:
         measured, raise `UserError`.
         """
         self._progress.update(self._progress.done + 1)
-        player = self._open.pop(number, None)
+        subject = self._open.pop(number, None)
         try:
-            if player is None:
-                player = Program(self._timed[number])
-                player.send("open")
-                player.receive()
-                player.stop()
-            rate = player.turn(seconds)
+            if subject is None:
+                subject = ProgramSubject(self._timed[number])
+                subject.open()
+                subject.wait()
+                subject.pause()
+            rate = subject.turn(seconds)
         except TurnFailed as ended:
-            if player:
-                player.close()
+            if subject:
+                subject.close()
             if number == 0:
                 raise UserError(f"program: {ended}") from None
             self.problems[number] = str(ended)
             logging.info("%s: skipped: %s", self._changes[number], ended)
             return None
         if self.keeps:
-            self._open[number] = player
+            self._open[number] = subject
         else:
-            player.close()
+            subject.close()
         return rate

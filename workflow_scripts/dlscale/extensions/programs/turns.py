@@ -28,8 +28,8 @@ WARM_UP_STEPS, MIN_TURN_STEPS = 10, 4
 LOOK = 0.02
 
 
-class Program:
-    """A run's program in its own session."""
+class ProgramSubject:
+    """A run's program in its own session: a `dlscale.measure.turns.Subject`."""
 
     def __init__(self, timed: TimedRunSettings) -> None:
         self._timed, self._folder = timed, temporary_folder("dlscale-program")
@@ -39,8 +39,8 @@ class Program:
         self._look = 0.0  # time at which the program's log is read again, on the monotonic clock
         self._logged: list[list[logs.Point]] = []
 
-    def send(self, message: object) -> None:
-        """Start the program afresh, whatever the message."""
+    def open(self) -> None:
+        """Start the program afresh."""
         self._end()
         place = Path(self._folder.name)
         try:
@@ -58,7 +58,7 @@ class Program:
         except OSError as error:
             raise TurnFailed(f"a program cannot be started: {error.strerror}") from None
 
-    def receive(self) -> float:
+    def wait(self) -> None:
         """Wait until the program has made its warm-up steps; then determine its pace and its samples per step."""
         self._wait(self._warm)
         ends = self._ends()[WARM_UP_STEPS:]
@@ -69,7 +69,6 @@ class Program:
         if not size:
             raise TurnFailed("a program's samples per step are unknown; put {batch_size} into program.command")
         self._size = float(size)
-        return 0.0
 
     def _warm(self) -> bool:
         ends = self._ends()
@@ -82,7 +81,7 @@ class Program:
                     raise TurnFailed("a program's steps are only in its log, which is read too late for paired timing")
         return len(ends) > WARM_UP_STEPS and ends[-1] - ends[WARM_UP_STEPS] >= TURN
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         self._signal(signal.SIGSTOP)
 
     def turn(self, seconds: float = TURN) -> float:
@@ -102,9 +101,9 @@ class Program:
             if ended and (self._process is None or self._process.poll()):
                 raise TurnFailed("a program failed during paired timing")
             if ended:
-                self.send("again")
-                self.receive()
-            self.stop()
+                self.open()
+                self.wait()
+            self.pause()
             if len(ends) > MIN_TURN_STEPS:
                 return self._size * (len(ends) - 1) / (ends[-1] - ends[0])
         raise TurnFailed(
