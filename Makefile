@@ -61,8 +61,8 @@ $(LOCK): requirements.lock | $(VENV)/bin/python
 	sed -E "/$$left/d" requirements.lock >$@
 
 # The installer is uv if installed, because uv is faster, and otherwise pip. pip is also the installer if its
-# configuration has an index or links, which uv would ignore, or if .venv was made with --system-site-packages, which uv
-# does not see. `UV=` always selects pip.
+# configuration has an index or links, which uv would ignore, or if .venv was made with --system-site-packages, because
+# uv does not see these packages. `UV=` always selects pip.
 UV ?= $(shell grep -qis '^include-system-site-packages *= *true' $(VENV)/pyvenv.cfg || \
     python3 -m pip config list 2>/dev/null | grep -E 'index-url|find-links' >/dev/null || command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --compile-bytecode --python $(VENV)/bin/python,python -m pip install --disable-pip-version-check) \
@@ -172,7 +172,7 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? c
 PYTEST := pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
 .PHONY: test
-test: $(VENV)/.installed-dev  ## test every feature once, in a few minutes
+test: $(VENV)/.installed-dev  ## test every feature once: 25 minutes on two cores
 	$(say) 'Running the tests (all of them: make test-all)'
 	@$(PYTEST) -m 'not (slow or long or parallel or cluster or container)' $(ARGS)
 

@@ -34,7 +34,7 @@ BEGINNINGS = re.compile(r"#: (Of|That|What|Whether what|Where|Those|These|None o
 ALLOWED = {
     "site.engine is none": "a value of the configuration",
 }
-#: Folders in which only docstrings and comments are checked: other strings are inputs and expected outputs.
+#: Beginnings of paths where only docstrings and comments are checked: other strings are inputs and expected outputs.
 INPUTS = ("tests/", "bench/", ".ci/prose.py")
 #: Longest first sentence of a docstring, words.
 LONGEST = 25
@@ -58,7 +58,7 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
 
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yield line, text and whether it is a docstring, of each string with at least five words."""
+    """Yield line, text and whether the text is a docstring: all docstrings, and strings of at least five words."""
     documented, parts = set[int](), set[int]()
     for node in ast.walk(tree):
         documentable = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -94,7 +94,7 @@ def problems(name: str, text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def broken(text: str) -> Iterator[str]:
-    """Yield the remedy for each banned pattern in a text, code aside."""
+    """Yield the remedy for each banned pattern in a text, except in code."""
     text = re.sub("`[^`]*`", "`…`", text)
     if not any(part in text for part in ALLOWED):
         yield from (remedy for pattern, remedy in BANNED.items() if re.search(pattern, text))

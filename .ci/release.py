@@ -1,7 +1,7 @@
 """Prepare a release: write the version into all files, check files and distributions, print the notes.
 
 python .ci/release.py version             write pyproject.toml's version into all other files that have it
-python .ci/release.py check [--tag TAG]   compare these files, the changelog, dist/ and the tag with it
+python .ci/release.py check [--tag TAG]   compare these files, the changelog, dist/ and the tag with this version
 python .ci/release.py notes               print the changelog's section of this version
 """
 

@@ -94,8 +94,8 @@ def asked_targets():
     return [target for target in found if target]
 
 
-#: Environment variable with the path of this call's configuration for its jobs, because a user may edit configuration
-#: files while jobs are queued.
+#: Environment variable that gives jobs the path of a copy of this call's configuration, because a user may edit the
+#: configuration files while jobs are queued.
 CALLED = "DLSCALE_CALLED"
 
 try:
@@ -105,7 +105,7 @@ try:
     else:
         BASE, LAYERS = resolve.site_settings(site_name(), f"{workflow.basedir}/profiles"), layers()
     AS_CALLED = json.dumps([BASE, LAYERS], default=str)
-    # The layers are merged over the profile's site; a section with another `kind` is replaced.
+    # The layers are merged over the profile's site; a section with another `kind` is replaced, not merged.
     CONFIG = resolve.load(functools.reduce(resolve.merge, [resolve.resolve_paths(*layer) for layer in LAYERS], BASE))
     urls.publish(CONFIG.secrets)
     ASKED = asked_targets()

@@ -24,7 +24,7 @@ rule acquire:
 
 
 use rule acquire as fetch with:
-    # This rule needs the network, such as on a login or transfer node.
+    # This rule needs the network, which compute nodes may lack.
     wildcard_constraints:
         dataset=exactly(FETCHED),
     message:

@@ -1,4 +1,4 @@
-# Lock results: only one call at a time may change them. Run checks before Snakemake's methods.
+# Lock results: only one call at a time may change them. Run checks before Snakemake changes or shows results.
 import os
 import signal
 import sys

@@ -14,10 +14,9 @@ from pathlib import Path
 from dlscale.core import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Files on which all tests depend. After a change of these files, run `make test`.
+#: Files on which all tests depend, left out of the selection. After a change of these files, run `make test`.
 COMMON = {ROOT / "tests/conftest.py"}
-#: Path of the table of stages. The fingerprint of sources, which finds the modules for this selection, leaves the table
-#: out.
+#: Path of the table of stages. `fingerprint.reachable` leaves the table out, so `reached` adds it.
 STAGES = ROOT / "workflow_scripts/dlscale/core/stages.py"
 
 
@@ -34,9 +33,7 @@ def files(since: str) -> set[Path]:
 
 @functools.cache
 def reached(test: Path) -> frozenset[Path]:
-    """Return the files on which a test file depends: the file itself, and the tests and package modules that it
-    imports.
-    """
+    """Return the files on which a test file depends: itself, and the modules of tests and dlscale that it imports."""
     found, modules, todo = {test}, set[str](), [test]
     while todo:
         for name in _imported(todo.pop()):

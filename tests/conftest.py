@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-# tests run in parallel; this variable must be set before OpenMP loads
+# Tests run in parallel, so waiting threads must not spin. OpenMP reads this variable when it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and tests run in parallel
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     process, because all nsys processes of a machine use the same shared memory.
     """
     for item in items:
-        # A second marker would put the test into a third group.
+        # pytest-xdist would combine two groups of a test into a third group.
         if not item.get_closest_marker("xdist_group") and (group := _group(item)):
             item.add_marker(pytest.mark.xdist_group(group))
     # Start the longest group first. If it started last, it would run without any other group.
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = sorted({item.path.stem.removeprefix("test_") for item in left_out})
         # print once, because every process collects all tests
         if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
-            print(f"\nLeft out, since it imports nothing that differs: {', '.join(names)}", file=sys.__stderr__)
+            print(f"\nLeft out, because they import no changed file: {', '.join(names)}", file=sys.__stderr__)
 
 
 def _group(item: pytest.Item) -> str | None:
@@ -209,7 +209,7 @@ def shared() -> Callable[[str], Path]:
     def find(name: str) -> Path:
         path = SHARED / name
         if not path.exists():
-            pytest.skip(f"real data are not at hand: {name}")
+            pytest.skip(f"real data file missing: {name}")
         return path
 
     return find

@@ -44,7 +44,7 @@ def _size(values: Any) -> int:
 
 
 def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, width: int) -> dict[str, int]:
-    """Return the bytes that the first rank exchanges in a step, by kind; single numbers do not count.
+    """Return the bytes that the first rank exchanges in a step, by kind, without exchanges of single numbers.
 
     Parameters
     ----------

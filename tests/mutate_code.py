@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
 
-#: Folders that the tests do not need: names in the top folder, then names in any folder.
+#: Names that are not copied, because tests do not need them: in the top folder, then (`CACHES`) in any folder.
 EXCLUDED_FOLDERS = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 
@@ -61,7 +61,7 @@ class Mutation:
         if (count := text.count(self.old)) != 1:
             raise ValueError(
                 f"mutation {self.name}: {self.path} has {self.old!r} {count} times, expected once: the code changed; "
-                "bring the list in tests/mutate_code.py into step with it"
+                "adapt the mutation in tests/mutate_code.py or tests/mutate_defects.py"
             )
         return text.replace(self.old, self.new)
 
@@ -184,7 +184,7 @@ def chosen(patterns: Iterable[str]) -> list[Mutation]:
     wanted = list(patterns) or ["*"]
     for pattern in wanted:
         if not fnmatch.filter((mutation.name for mutation in MUTATIONS), pattern):
-            raise SystemExit(f"{pattern}: no mutation is called so")
+            raise SystemExit(f"{pattern}: no mutation has this name")
     return [each for each in MUTATIONS if any(fnmatch.fnmatch(each.name, pattern) for pattern in wanted)]
 
 

@@ -30,7 +30,8 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-#: Mutation of each defect, or the reason why it has no mutation, by the beginning of the defect's row.
+#: Mutation of each defect, its name in `tests.mutate_code`, or the reason why it has no mutation, by the beginning of
+#: the defect's row.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
     "DALI's flip takes the first": Mutation(
@@ -111,7 +112,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "sums = torch.tensor(means.sum().item() * len(batch[0]))  # stays",
         "test_training.py::test_no_step_waits_for_the_device",
     ),
-    "the copy to the device holds up": "a host that waits shows on a GPU's clock alone",
+    "the copy to the device holds up": "only timings on a GPU show that the host waits",
     "throughput is overstated if": Mutation(
         "batches_count_as_full",
         "measure/steps.py",
@@ -307,7 +308,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "test_cost.py::test_a_download_is_not_a_scheduler_job",
     ),
     "timings without synchronisation": "device_not_waited_for",
-    "the script lacks the profiled function's": "functions are timed as they are: nothing can be left out",
+    "the script lacks the profiled function's": "functions are timed without a decorator, so none can be missing",
     "top-5 accuracy fails on": Mutation(
         "top5_of_views",
         "extensions/imagenet_resnet50/study.py",

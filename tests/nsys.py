@@ -29,7 +29,7 @@ def find() -> Path | None:
 
 
 def unpack(folder: Path) -> None:
-    """Unpack the packages into a folder. Separate package lists include the non-free packages."""
+    """Unpack the packages into a folder; apt uses a copy of the system's sources with the component non-free."""
     work = folder / "apt"
     shutil.rmtree(work, ignore_errors=True)
     for name in ("sources", "lists/partial", "packages"):
@@ -68,7 +68,7 @@ def real_nsys() -> Path:
     """Return the path of the tool; skip the test if the tool is missing."""
     if os.environ.get("DLSCALE_NSYS_TESTS") == "1" and find() is None:
         if not shutil.which("apt-get"):
-            pytest.skip("Nsight Systems is missing, and apt-get to fetch it, too")
+            pytest.skip("Nsight Systems is missing, and so is apt-get, which could fetch it")
         FOLDER.mkdir(parents=True, exist_ok=True)
         # only one process of a test session unpacks at a time
         with FOLDER.with_name(f"{FOLDER.name}.lock").open("w") as lock:

@@ -1,7 +1,7 @@
-"""Databases with NVIDIA's documented tables, made by hand as `nsys export --type sqlite` writes them.
+"""Databases of given events, with the tables that `nsys export --type sqlite` writes according to NVIDIA.
 
 Source: "SQLite Schema Reference" of https://docs.nvidia.com/nsight-systems/AnalysisGuide/index.html. A real database of
-2022.4 has the same `NVTX_EVENTS`. A table exists only if it has a row.
+nsys 2022.4 has the same `NVTX_EVENTS`. A table exists only if it has a row.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Differences of each version. `names`: columns with the names of NVTX ranges; `lacks`: missing tables and columns;
-#: `more`: additional columns.
+#: Differences of each version of nsys. `names`: column with the names of NVTX ranges (`mixed`: both columns); `lacks`:
+#: missing tables and columns; `more`: additional columns.
 VERSIONS: dict[str, dict[str, Any]] = {
     "2020": {
         "names": "text",
@@ -43,7 +43,7 @@ SCHEMA = {
     " globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL",
     "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": f"{DEVICE} syncType INTEGER NOT NULL, eventId INTEGER NOT NULL",
 }
-PROCESS = 281605453119488  # like a real number: hardware, virtual machine and process; the lower 24 bits are the thread
+PROCESS = 281605453119488  # globalPid of a real recording; a globalTid has the thread in its lower 24 bits
 SYNC_CALLS = {1: "cudaEventSynchronize_v3020", 2: "cudaStreamWaitEvent_v3020", 3: "cudaStreamSynchronize_v3020"}
 SYNC_CALLS[4] = "cudaDeviceSynchronize_v3020"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-#: Module that replaces the PyTorch module imported by the program, so its container needs no PyTorch and starts at
-#: once.
+#: Module that replaces the PyTorch module imported by the program, so the program starts at once, and its container
+#: needs no PyTorch.
 OPTIMIZER = """
 HOOKS = []
 def register_optimizer_step_post_hook(hook):

@@ -1,4 +1,4 @@
-"""Small files in the layouts that dlscale reads (raw volumes, published files of both studies), and manifests."""
+"""Small files in the layouts that dlscale reads (raw volumes, published cosmo and ERA5 files), and manifests."""
 
 from __future__ import annotations
 

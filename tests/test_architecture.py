@@ -28,7 +28,7 @@ MODULES = {
     ".".join(["dlscale", *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): file
     for file in sorted(PACKAGE.rglob("*.py"))
 }
-#: Module of each study with its own model, by name.
+#: Module of each study that has its own model, by name of the study.
 STUDIES = {name: study.module for name, study in registry.studies().items() if not registry.study(name).programs}
 KINDS = registry.kinds()
 LOADERS = [settings.model_fields["kind"].annotation.__args__[0] for settings in LOADER_SETTINGS]
@@ -74,7 +74,7 @@ def of_kinds(modules: list[str]) -> dict[str, str]:
 
 
 def test_extensions_declare_the_extensions_that_they_import() -> None:
-    """`USES` of each extension and the exceptions of the import contract are the same."""
+    """`USES` of the extensions equals the exceptions of the import contract in pyproject.toml."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (ignored,) = (contract["ignore_imports"] for contract in contracts if contract["type"] == "independence")
     allowed = {tuple(part.split(".")[2] for part in each.split(" -> ")) for each in ignored}
@@ -248,9 +248,7 @@ def test_a_guard_decides_no_result(module: str) -> None:
 
 
 def test_a_guard_counts_where_pages_are_made() -> None:
-    """The report's fingerprint includes the text module, because the format of numbers changes pages, but not
-    trainings.
-    """
+    """The report's fingerprint includes the guard `core.text`, because the format of numbers changes pages."""
     assert "dlscale.core.text" in reachable(["dlscale.report.report"])
 
 

@@ -90,7 +90,7 @@ def damaged(folder: Path, change: Callable[[dict[str, Any]], object] = lambda fi
 def test_a_file_that_makes_hdf5_loop(
     tmp_path: Path, refused: Check, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HDF5 loops on a text attribute that points to a heap object of size zero.
+    """HDF5 loops on a text attribute that points to a heap object whose size overflows to zero.
 
     The stage stops after its time limit and names the file.
     """
@@ -376,7 +376,7 @@ def test_missing_or_truncated_data_files_are_detected(era5_data: Path, tmp_path:
 
 
 def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
-    """Acquire, preprocess and assemble fail to write 1.2 MB, and leave the free space unchanged."""
+    """On a full disk, acquire, preprocess and assemble give one message, and leave the free space unchanged."""
     free = shutil.disk_usage(full_disk).free
     raw = cosmo_data / "source" / "box000.h5"
     piece = cosmo_data / "pieces" / "train" / "box000-0.h5"
@@ -398,7 +398,7 @@ def test_a_full_disk(full_disk: Path, refused: Check, cosmo_data: Path) -> None:
 
 @contextlib.contextmanager
 def without_rights(folder: Path) -> Iterator[None]:
-    """Remove the right to write in `folder` for a while. Root becomes another user, because root needs no rights."""
+    """Remove the right to write in `folder`. As root, also become another user, because root may write everywhere."""
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     root = os.geteuid() == 0

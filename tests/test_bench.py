@@ -77,7 +77,7 @@ def test_the_benchmark_of_noise_runs(tmp_path: Path) -> None:
     assert all(math.isfinite(log) and error >= 0.015 for log, error in (found["copy"], found["slow"]))
     assert found["headline"] in ("first", "copy")
     assert re.search(r"^in all: equal \d of 2, slow-down found \d of 2$", done.stdout, re.MULTILINE)
-    assert re.search(r"^gate: passed \d of 1 equal ones, failed \d of 1 slower ones$", done.stdout, re.MULTILINE)
+    assert re.search(r"^gate: passed \d of 1 equal runs, failed \d of 1 slower runs$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.long
@@ -100,7 +100,7 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
                 "needs CUDA",
                 "cannot compute",
                 "no such kernel",
-                "only interpreted on a processor",
+                "only interpreted on a CPU",
                 "no nsys here",
             )
             assert any(reason in result["why"] for reason in known)
@@ -212,7 +212,7 @@ def test_each_check_detects_an_error() -> None:
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)
 def test_the_published_form_is_the_same_training(case: Case) -> None:
-    """Three models with the same weights agree in predictions, in losses and, after some steps, in weights."""
+    """The published loop and dlscale agree in predictions, losses and updated weights; the bare loop in predictions."""
     x, y = case.batch(torch.device("cpu"))
     theirs, published_step = training.published_loop(case)
     bare, bare_step = training.bare_loop(case)
@@ -240,9 +240,7 @@ def test_contestants_take_turns() -> None:
 
 
 def test_ratios_compare_neighbouring_turns() -> None:
-    """The ratio compares neighbouring values. If a machine slows to a tenth, both medians change, but the ratio does
-    not.
-    """
+    """If a machine slows to a tenth, both medians change, but the ratio of neighbouring values does not."""
     row = Row("name", "MB/s", [100.0, 10.0, 1.0], "floor", [200.0, 20.0, 4.0], {"bytes": 2e6})
     assert row.ratio == 0.5
     assert row.to_json()["value"] == 10 and row.to_json()["reference_value"] == 20
@@ -252,7 +250,7 @@ def test_ratios_compare_neighbouring_turns() -> None:
 
 
 def test_a_cold_row_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
-    """Cold reads are an error while the file is mapped, because a mapped file stays in the page cache."""
+    """A timing of cold reads fails while the file is mapped, because a mapped file stays in the page cache."""
     path = tmp_path / "file"
     path.write_bytes(bytes(2**22))
     if subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip() == "tmpfs":

@@ -112,7 +112,7 @@ def test_event_files_behind_a_link_are_kept(tmp_path: Path, place: str) -> None:
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    """A second writer is refused, with the process that has the lock. A killed process leaves no lock."""
+    """A second writer is refused; the message names the lock's process. A killed process leaves no lock."""
     code = (
         "import sys; from pathlib import Path; from dlscale.core.process import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print(flush=True), input()"

@@ -32,9 +32,7 @@ class Machine:
     def measure(
         self, folder: str, speeds: dict[str, float], spread: float | dict[str, float] = 0.01, **more: Any
     ) -> Path:
-        """Write a results folder with plan `p`, in which each run has a paired timing with the first run; return the
-        path.
-        """
+        """Write results of plan `p`, in which runs have a paired timing with the first run; return the folder."""
         results = Results(self.root / folder)
         for name, speed in speeds.items():
             path, own = results.run("p", name), spread[name] if isinstance(spread, dict) else spread
@@ -206,7 +204,7 @@ def test_incomparable_results_give_one_message(
 
 @pytest.mark.slow
 def test_five_per_cent_fail_the_comparison_and_noise_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1 % noise, at most two of forty equal results fail; at least 38 of forty fail that are 5 % slower."""
+    """With 1 % noise, at most two of forty equal results fail, and at least 38 of forty that are 5 % slower."""
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path, seed=5)
     machine.measure("before", SPEEDS)

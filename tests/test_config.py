@@ -37,7 +37,7 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 
 Raw = dict[str, Any]
 
-#: Configuration of two datasets and a plan, without mistakes.
+#: Configuration of two datasets and two plans, without mistakes.
 SOUND: Raw = {
     "targets": ["sound"],
     "datasets": {"box": COSMO, "sky": ERA5},
@@ -237,7 +237,7 @@ def test_mistakes_outside_of_runs(changes: Raw, path: str, words: tuple[str, ...
 
 TWO, FSDP = {"gpus_per_node": 2}, {"kind": "fsdp"}
 
-#: Settings that devices with a common model do not support, by name: (study, settings, words of the message).
+#: Settings that runs with a divided model or sharded weights refuse, by name: (study, settings, words of the message).
 UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "heads": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 3}}, "heads"),
     "devices": ("era5_vit", {"geometry": {"gpus_per_node": 3, "tp": 2}}, "tp"),
@@ -914,7 +914,7 @@ STEPS: dict[str, list[tuple[str, Raw]]] = {
 
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
 def test_each_published_rung_changes_one_setting(name: str, steps: list[tuple[str, Raw]]) -> None:
-    """Each rung adds one step to the previous rungs, even if the rung comes from another plan."""
+    """Each rung adds one documented change to the previous rungs, even if the rung comes from another plan."""
     found = config.load(
         {"targets": [name], "site": {"engine": "docker", "image": "some:image", "provides": ["dali"]}}
     ).plans
@@ -1064,7 +1064,7 @@ def test_each_published_log_has_all_losses(study: str, source: str, runs: int, s
 
 
 def test_a_published_figure_has_devices_and_unit() -> None:
-    """A figure whose label has a number of GPUs has `gpus`, because the cost is divided by `gpus`.
+    """`gpus` equals the number of GPUs in a figure's label, because estimates divide the rate by `gpus`.
 
     A metric of time is called `time` and has the unit s, min or h.
     """
@@ -1078,9 +1078,9 @@ def test_a_published_figure_has_devices_and_unit() -> None:
 
 
 def test_the_published_table_of_imagenet_has_the_batch_sizes_of_the_runs() -> None:
-    """The published table has the batch sizes of its runs.
+    """The published table has the batch sizes of its runs, and the speeds and times of `plot.py`.
 
-    The repository names the runs of May by GPUs and images per GPU. Speeds and times are in `plot.py`.
+    The repository names the runs of May by GPUs and images per GPU.
     """
     table = [each for each in config.study_files()["imagenet_resnet50"].published if "table" in each.series]
     for metric, values in {
@@ -1136,7 +1136,7 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
             {"repeat": 2, "runs": {"a": {}, "a-seed1": {}}},
             "repeat: a repetition cannot be called a-seed1, because this run exists already",
         ),
-        ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 letters"),
+        ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 characters"),
         (
             {"repeat": 2, "kind": "convergence", "runs": {}, "convergence": {"batch_sizes": [64]}},
             "repeat: a plan of kind convergence cannot have this key; list the seeds in convergence.seeds",
@@ -1151,7 +1151,7 @@ def test_impossible_repeats_are_refused(more: Raw, message_: str) -> None:
 def test_every_key_is_described_and_listed_in_the_reference() -> None:
     """Every key has a description, and a row in the reference with its default, if any.
 
-    The page equals the output of the command.
+    docs/configuration.md equals the generated reference.
     """
     found = schema()
     models = {"the file": found, **found["$defs"]}

@@ -48,8 +48,8 @@ def measure_power(delta: np.ndarray, box: float) -> tuple[np.ndarray, np.ndarray
     Returns
     -------
     k, power
-        float64 [N/2 - 1], the mean wavenumber of each shell (h/Mpc) and its mean power ((Mpc/h)³), up to but
-        without the Nyquist shell. Cloud-in-cell's own damping near it is left in.
+        float64 [N/2 - 1], the mean wavenumber of each shell (h/Mpc) and its mean power ((Mpc/h)³), for all shells
+        below the Nyquist shell. Damping by cloud-in-cell near that shell is not corrected.
     """
     grid = delta.shape[0]
     power = np.abs(np.fft.rfftn(delta)).astype(np.float64) ** 2 * (box**3 / grid**6)
@@ -80,7 +80,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 def test_initial_field_has_the_asked_power() -> None:
     # A shell of m modes (one half conjugate to the other half) scatters by sqrt(2/m) in one realisation. The lowest
     # shell, two fundamental modes from the origin, has 62 modes: 18 %. Sixty realisations reduce the scatter to 2.3 %,
-    # so that the tolerance of 10 % is four standard deviations. The curvature of P across a shell takes about 3 %.
+    # so that the tolerance of 10 % is four standard deviations. The curvature of P across a shell adds about 3 %.
     grid, size, realisations = 32, 64.0, 60
     fields = [simulator.gaussian_field(grid, size, simulator.power_spectrum, rng(i)) for i in range(realisations)]
     k, _ = measure_power(fields[0], size)

@@ -229,8 +229,8 @@ def test_fused_attention_on_a_cpu_counts_like_plain_products() -> None:
 def test_convolutions(groups: int, transposed: bool) -> None:
     """Convolutions have the FLOPs computed by hand.
 
-    Every output (transposed: every input) needs 3 x 3 x the channels of a group. With gradients, the FLOPs are three
-    times as many.
+    Every output (transposed: every input) takes 3 x 3 multiply-adds per channel of a group. With gradients, the FLOPs
+    are three times as many.
     """
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(4, 6, 3, stride=2, groups=groups)

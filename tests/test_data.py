@@ -229,7 +229,7 @@ def measured(*arguments):
     return peak() - before
 
 folder, grown = Path(sys.argv[1]), {}
-for size in ("small", "big"):  # the first imports everything
+for size in ("small", "big"):  # only "big" is measured; "small" imports all modules before
     raw, config, piece = folder / f"{size}.h5", folder / "config.yaml", folder / "piece.h5"
     measure = measured if size == "big" else stage
     cut = ["--config", config, "--part", f"train/{size}", "--source", raw, "--out", piece]
@@ -450,7 +450,7 @@ def test_shared_data_is_refused(dataset: dict[str, Any], words: str) -> None:
 
 
 def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
-    """A link to a training file, or a copy of a training file, is refused as validation data."""
+    """A link to a training file is refused as validation data."""
     (tmp_path / "b.h5").symlink_to(write_volume(tmp_path / "a.h5", published(volume((8, 8, 8)))))
     splits = {
         split: [File.of(tmp_path / f"{name}.h5", tmp_path, 8)] for split, name in (("train", "a"), ("valid", "b"))
@@ -489,7 +489,7 @@ def test_statistics_use_only_the_training_part(tmp_path: Path, kind: str) -> Non
 
 
 def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
-    """Write a published folder; return its manifest. Training values are 10000 x year + time, on 2 x 4 points."""
+    """Write a published folder; return its manifest. Training values are 10000 (year - 2000) + time on 2 x 4 points."""
     root = write_years(tmp_path / "raw", {"train": years, "valid": {2009: 9}}, channels=1, shape=(2, 4))
     for year, times in years.items():
         with h5py.File(root / "train" / f"{year}.h5", "w") as file:

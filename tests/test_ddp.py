@@ -296,7 +296,7 @@ def test_processes_validate_with_the_same_statistics(tmp_path: Path, imagenet_da
 
 @pytest.mark.slow
 def test_data_parallel_on_a_cpu_runs_one_process(tmp_path: Path, era5_data: Path) -> None:
-    """On a CPU, a single device without copies, DataParallel gives exactly the numbers of plain training."""
+    """On a CPU, DataParallel does not copy the model, and gives exactly the numbers of plain training."""
     for name, over in (("serial", {}), ("dp", {"parallel": {"kind": "dp"}, "geometry": {"gpus_per_node": 2}})):
         make_run(tmp_path / name, "era5_vit", config.merge({**ERA5_RUN, "loader": {"workers": 0}}, over), ERA5)
         assert train(tmp_path / name, era5_data / "manifest.json") == 0
@@ -308,7 +308,7 @@ def test_data_parallel_on_a_cpu_runs_one_process(tmp_path: Path, era5_data: Path
 
 
 def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is the mean over all samples, not the mean of the two slices of three and two samples."""
+    """The loss is the mean over all five samples, not the mean of the means of two slices of three and two samples."""
 
     class Cutting(nn.Module):  # replaces DataParallel, which needs GPUs, and computes the slices one after the other
         def __init__(self, module: nn.Module, device_ids: list[int]) -> None:
@@ -391,7 +391,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [[], ["-c", OLDER]], ids=["as it is", "as 2.11"])
-def test_several_processes_start_with_other_versions(before: list[str]) -> None:
+def test_distributed_operations_work_with_other_versions(before: list[str]) -> None:
     command = [sys.executable, *before, str(ROOT / "tests/container/inside.py"), "numba"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("ok: PyTorch "), done.stderr

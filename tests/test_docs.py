@@ -57,7 +57,7 @@ def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each YAML block that begins with a file name is valid over config.yaml: its keys, plans and runs exist."""
+    """Each YAML block that begins with a file name is valid on top of config.yaml: its keys, plans and runs exist."""
     monkeypatch.chdir(ROOT)
     found = 0
     for page in PAGES:

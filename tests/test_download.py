@@ -216,9 +216,7 @@ def test_a_changed_file_is_downloaded_from_the_beginning(remote: Remote, target:
 
 
 def lying(start: int = 0, etag: str | None = None, named: bool = True) -> Callable[[Answer], None]:
-    """Return a misbehaviour: status 206 with a Content-Range that is shifted by `start` or missing, or with another
-    ETag.
-    """
+    """Return a misbehaviour: status 206 with a shifted (`start`) or missing Content-Range, or with another ETag."""
 
     def misbehave(answer: Answer) -> None:
         offset, size = answer.offset() + start, len(BODY)

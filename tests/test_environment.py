@@ -39,7 +39,7 @@ def test_the_record_agrees_with_pip_git_and_the_machine(tmp_path: Path) -> None:
     code = "import torch; from dlscale.core.environment import environment; print(environment().text())"
     kept = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     secrets = {name: "secret" for name in ("WANDB_API_KEY", "MY_NCCL_KEY", "NCCL_NET_TOKEN", "FI_X_AUTH_KEY")}
-    secrets |= {"NCCL_SOCKET_IFNAME": "lo"}  # on a single node this variable always has this value
+    secrets |= {"NCCL_SOCKET_IFNAME": "lo"}  # not recorded, because dlscale sets this value on a single node
     secrets |= {"TORCH_HUB": "https://me:secret@host/weights", "UCX_ODD": "\udcff"}
     for name, content in {"none-1": b"", "odd-2": b"\xff"}.items():
         (tmp_path / f"{name}.dist-info").mkdir()

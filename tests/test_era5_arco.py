@@ -189,7 +189,7 @@ def test_the_digests_of_the_shipped_digits_are_those_of_the_files(shared: Callab
 def test_an_account_of_fsspecs_configuration_is_used(
     own: dict[str, Any], anonymous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `anon`, s3fs would ignore key and secret."""
+    """`anon` is added only without an account: with `anon`, s3fs would ignore key and secret."""
     given: dict[str, Any] = {}
     monkeypatch.setitem(fsspec.config.conf, "s3", own)
     monkeypatch.setattr(zarr, "open_xarray", lambda *_, **options: given.update(options))

@@ -270,8 +270,8 @@ def test_spread_over_files(tmp_path: Path, form: str) -> None:
 def test_the_names_that_axes_go_by(tmp_path: Path) -> None:
     """Axes and variables are found under all usual names.
 
-    The test has the names in the climate data store's current NetCDF files, short names, long names of variables, and
-    levels in pascals.
+    These are the names in the climate data store's current NetCDF files, short names, and long names of variables.
+    Levels may be in pascals.
     """
     states = atmosphere(names=("t2m", "z"))
     present = states.rename(time="valid_time", level="pressure_level").expand_dims(number=1)
@@ -490,7 +490,7 @@ def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 def test_grib_without_the_extra_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the `grib` extra, a GRIB file is refused with the remedy.
 
-    The extra needs 180 MB, and the demo does not need GRIB.
+    GRIB is an extra, because it needs 180 MB and the demo does not need it.
     """
     monkeypatch.setitem(sys.modules, "cfgrib", None)
     (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
@@ -508,7 +508,7 @@ def test_a_missing_value_is_reported_with_date_and_position(tmp_path: Path, down
     """A missing value is reported with its date and position.
 
     A missing value is NaN, a fill value, an entry of a bitmap, or the number that NetCDF's library leaves in unwritten
-    floats.
+    floats or integers.
     """
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan
@@ -580,7 +580,7 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
 
 @pytest.mark.parametrize("fill", [0.0, math.nan])
 def test_an_unwritten_chunk_of_a_zarr_store_is_refused(tmp_path: Path, fill: float) -> None:
-    """Zarr 3 would read a missing chunk as the fill value, by default 0 K. A store with all chunks is read."""
+    """A missing chunk is refused, because Zarr 3 would read it as the fill value, by default 0 K."""
     states = atmosphere(names=("t2m",))
     states.to_zarr(tmp_path / "store", zarr_format=3, consolidated=False, encoding={"t2m": {"chunks": (4, 5, 12)}})
     group = zarr.open_group(tmp_path / "store", mode="r+")

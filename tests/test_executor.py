@@ -89,9 +89,7 @@ def test_a_preempted_job_has_failed_unless_slurm_requeues_it(executor: Executor,
 
 
 def test_a_job_that_slurm_no_longer_lists_has_failed(executor: Executor, slurm: Slurm) -> None:
-    """A job that Slurm no longer lists has failed after 15 minutes of replies. A pending array's job is listed by its
-    array.
-    """
+    """A job that Slurm has not listed for 15 minutes has failed. Slurm lists a pending array's jobs as the array."""
     jobs = [job("1"), job("2_3")]
     slurm.states = {"1": "RUNNING", "2": "PENDING"}
     assert active(executor, jobs) == jobs
@@ -143,7 +141,7 @@ def test_a_refused_submission_is_repeated_for_an_hour(
     executor.report_job_error(refused, "QOSMaxSubmitJobPerUserLimit")
     slurm.clock += 3600
     executor.report_job_submission(refused)
-    pauses.clear()  # a submission that succeeds ends the hour
+    pauses.clear()  # after a successful submission, the hour starts anew
     while not executor.ended:
         executor.report_job_error(refused, "QOSMaxSubmitJobPerUserLimit")
         slurm.clock += pauses[-1]

@@ -447,7 +447,7 @@ def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, s
 def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, str], resize: int) -> None:
     """Validation samples equal the result of torchvision's Resize and CenterCrop, in each epoch and in file order.
 
-    The centre 24 of 35 rows begin at 5.5, which is rounded to 6.
+    The middle 24 of 35 rows would begin at row 5.5, which is rounded to 6.
     """
     for path in sorted(tmp_path.glob("valid/*/1.*")):  # some images are portraits, others are landscapes
         with Image.open(path) as image:

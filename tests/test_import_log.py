@@ -31,9 +31,7 @@ Values = dict[str, float]
 
 
 def write(path: Path, rows: list[tuple[int, float, Values]], start: float = START, make: Any = None) -> Path:
-    """Write an event file from (step, seconds since `start`, values); `make` turns a tag and number into a summary
-    value.
-    """
+    """Write an event file from (step, seconds since `start`, values); `make(tag, value)` returns a summary value."""
     make = make or (lambda tag, value: Summary.Value(tag=tag, simple_value=value))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -166,7 +164,7 @@ def curve(*steps: int, value: float = 1.0) -> list[tuple[int, float, Values]]:
     return [(step, float(number), {"Loss/valid": value}) for number, step in enumerate(steps)]
 
 
-#: Logs of a folder by name, kept values, and words of the message.
+#: Points of each file of a log, kept values, and words of the message, by name of the case.
 LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "two trainings": (
         {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
@@ -252,10 +250,7 @@ def test_validations_by_epoch_among_iterations_are_named(
 
 
 def test_links_to_logs_are_followed(results: Path, tmp_path: Path) -> None:
-    """Links that a user names are followed.
-
-    Links in a results folder are not followed, because another user may have made them.
-    """
+    """Links that a user names are followed, unlike links in a results folder, which another user may have made."""
     path = write(tmp_path / "elsewhere/events.out.tfevents.1", curve(0, 1))
     for link, target in ((tmp_path / "log/events.out.tfevents.1", path), (tmp_path / "folder", path.parent)):
         link.parent.mkdir(exist_ok=True)
@@ -284,14 +279,14 @@ def test_abandoned_points_equal_tensorboards(
     assert len(expected) == {None: 17, 0: 4, 55: 10, 60: 10, 121: 17}[purge]
     assert bring(tmp_path / "log") == 0
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
-    # TensorBoard keeps abandoned points unless the writer names the step. An imported curve never has them.
+    # TensorBoard keeps abandoned points unless the writer has `purge_step`. An imported curve never has them.
     counts = expected[:6] + [(step, 2.0) for step in range(55, 86, 10)] if len(expected) == 17 else expected
     assert [(step, value) for step, _, value in found] == counts
     void, printed = 17 - len(counts), capfd.readouterr().out
     assert f"loss/valid: {void} points left out, of an abandoned try" in printed
     seen = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert sorted((step, value) for _, step, value in seen) == expected
-    # TensorBoard treats a folder inside the log as another run. Steps of an abandoned try were real steps.
+    # TensorBoard treats a folder inside the log as another run. `_rows` keeps abandoned steps, which the pace includes.
     add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
     both = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert len(both) == len(expected) + 3

@@ -1,4 +1,4 @@
-"""Jobs and their settings without Snakemake (see `tests/workflow`), and settings that change the time of a step."""
+"""Jobs and their settings, tested without Snakemake, and settings that change the time of a step."""
 
 from __future__ import annotations
 

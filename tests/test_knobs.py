@@ -62,9 +62,7 @@ def each_validation_is_that_of_an_epoch() -> Iterator[None]:
 
 @pytest.fixture
 def era5(tmp_path: Path, era5_data: Path) -> Make:
-    """Return a function that trains the tiny ViT in a named folder; a second call with the same name resumes the
-    training.
-    """
+    """Return a function that trains the tiny ViT in a named folder, or resumes the training in this folder."""
 
     def make(name: str = "run", status: int = 0, **over: Any) -> Path:
         make_run(tmp_path / name, "era5_vit", config.merge(config.merge(copy.deepcopy(ERA5_RUN), STEADY), over), ERA5)
@@ -426,7 +424,7 @@ def test_evaluate_gives_the_values_of_the_training(
 def test_evaluate_measures_baselines_on_the_given_split(
     era5: Make, era5_data: Path, tmp_path: Path, valid: int | None
 ) -> None:
-    """`dlscale evaluate` computes the baselines without learning on the evaluated split.
+    """`dlscale evaluate` computes baselines, such as persistence, on the evaluated split.
 
     The test split is the file of 2002; the baselines on the validation file have other values.
     """

@@ -1,4 +1,4 @@
-"""Waits with their own timeout, because other programs may slow the machine."""
+"""Wait for a condition, with a timeout that is long enough for a busy machine."""
 
 from __future__ import annotations
 

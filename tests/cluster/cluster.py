@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from tests.waiting import PATIENCE, NotInTime, until
 
-#: Program that shows that a Debian package is installed, by package.
+#: Debian packages, each with a program whose presence shows that the package is installed.
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -41,8 +41,8 @@ PACKAGES = {
     "iproute2": "ip",
     "util-linux": "unshare",
 }
-#: Folder of the files that list the processes of each cluster, by the cluster's number. A new process finds the file
-#: even after a crash.
+#: Folder with a file per cluster, which lists the cluster's processes. The path is fixed, so that `stop` in another
+#: process finds them, even after a crash.
 RECORDS = Path("/run/dlscale-cluster")
 #: Search path with Debian's folders for daemons, which not every user's PATH has.
 PATH = f"{os.environ.get('PATH', '/usr/bin:/bin')}:/usr/sbin:/sbin"
@@ -93,7 +93,8 @@ SlurmdPidFile={folder}/run/%n.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/%n.log
 
-# Far more CPUs and memory are promised than there are: nothing is bound or confined to them. Memory is watched, though.
+# The nodes claim far more CPUs and memory than the machine has, so tasks are not bound to CPUs. Slurm kills a job that
+# exceeds its memory.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -135,7 +136,7 @@ MinJobAge=1800
 InactiveLimit=0
 
 {nodes}
-# Whole nodes, or parts of them: the submit filter chooses.
+# Partitions for complete nodes, and (_shared) for parts of nodes. The submit filter chooses the partition.
 PartitionName=DEFAULT MaxTime=2-00:00:00 DefaultTime=00:10:00 State=UP
 PartitionName=gpu Nodes={gpu_nodes} OverSubscribe=EXCLUSIVE
 PartitionName=gpu_shared Nodes={gpu_nodes} OverSubscribe=NO
@@ -173,9 +174,9 @@ function slurm_job_submit(job, partitions, uid)
       return refuse("ask for a kind of node, -C gpu or -C cpu")
    end
    if kind == "gpu" and job.account ~= nil and not string.find(job.account, "_g$") then
-      return refuse("GPU nodes are charged to a project with _g")
+      return refuse("GPU nodes are charged to a project whose name ends in _g")
    end
-   -- The site picks the partition, whatever was asked for.
+   -- The site selects the partition; a requested partition has no effect.
    job.partition = job.qos == "shared" and kind .. "_shared" or kind
    return slurm.SUCCESS
 end
@@ -221,13 +222,13 @@ def missing() -> list[str]:
 
 
 def obstacle() -> str | None:
-    """Return the reason why this machine cannot run a cluster, whatever is installed; None if it can."""
+    """Return the reason why this machine cannot run a cluster, even after `install`; None if it can."""
     if os.geteuid() != 0:
         return "not root"
     if missing() and not shutil.which("apt-get"):
         return f"not installed, and there is no apt-get: {', '.join(missing())}"
     if shutil.which("unshare") and call("unshare", "--net", "--uts", "--mount", "true", check=False).returncode:
-        return "this root may not make namespaces"
+        return "root may not create namespaces here"
     return None
 
 
@@ -259,7 +260,7 @@ class Cluster:
         0 … 99; determines unique addresses, ports and names.
     folder
         Folder for all files, recreated by `start`; only the logs remain after `stop`. The path must be short, because
-        it contains sockets.
+        paths of sockets have at most 107 bytes.
     """
 
     def __init__(self, number: int = 0, folder: Path | None = None) -> None:
@@ -285,7 +286,7 @@ class Cluster:
         new.replace(self.record)
 
     def processes(self) -> dict[str, int]:
-        """Return the process numbers of running daemons, by name; a recycled process number does not count."""
+        """Return the process numbers of running daemons, by name, except numbers that other processes have now."""
         return {name: pid for name, (pid, start) in self._recorded()["processes"].items() if started(pid) == start}
 
     def _spawn(self, name: str, *command: object, **environment: str) -> None:
@@ -362,11 +363,11 @@ class Cluster:
         until("all nodes", self.ready)
 
     def stop(self) -> None:
-        """Stop the cluster and all processes on its nodes, even if another process started it or crashed."""
+        """Stop the cluster and all processes on its nodes, even if another process, now ended, started the cluster."""
         for node in NODES:
             self._kill_all_on(node)
         names = list(self._recorded()["processes"])
-        # No data are used again, so the database and the nodes need no orderly end.
+        # Stopping deletes the data, so the database and the nodes' daemons are killed without SIGTERM.
         orderly = [name for name in names if name in ("slurmctld", "slurmdbd")]
         if names:
             self._halt(*(name for name in names if name not in orderly), patience=0)
@@ -400,7 +401,7 @@ class Cluster:
         return f"{self.subnet}.{10 + NODES.index(node)}"
 
     def _namespace(self, node: str) -> str:
-        """Return the name of a node's network namespace, which is also the name of its device on this side."""
+        """Return the name of a node's network namespace, and of the node's network device on this machine."""
         return f"{self.id}-{node}"
 
     def _configure(self) -> None:
@@ -436,7 +437,7 @@ class Cluster:
             "job_submit.lua": JOB_SUBMIT_LUA.replace("{refusal}", REFUSAL),
             "gres.conf": "AutoDetect=off\n"
             f"NodeName={values['gpu_nodes']} Name=gpu Type=a100 File={self.folder}/dev/nvidia[0-{GPUS - 1}]\n",
-            # Without a version, slurmd looks for cgroups, which are unused.
+            # Without a named version of cgroups, slurmd searches for one, although the cluster uses no cgroups.
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
             "hosts": "\n".join(["127.0.0.1 localhost", f"{self.subnet}.1 {host}", *names, ""]),
         }
@@ -463,8 +464,8 @@ class Cluster:
             lines.append(f"link add {name} type veth peer name eth0 netns {name}")
             lines.append(f"link set {name} master {self.id} up")
         lines.append(f"link set {self.id} up")
-        # Without quick acknowledgements, slurmdbd and its clients wait for each other: 0.2 s per request instead of 1
-        # ms.
+        # Without quick acknowledgements, slurmdbd and its clients wait for each other: a request takes 0.2 s instead of
+        # 1 ms.
         here = f"{self.subnet}.1"
         lines.append(f"route replace local {here} dev {self.id} table local scope host src {here} quickack 1")
         call("ip", "-batch", "-", input="\n".join(lines))
@@ -500,7 +501,7 @@ class Cluster:
         until("mariadbd", port.exists)
         self._spawn("slurmdbd", "slurmdbd", "-D", MYSQL_UNIX_PORT=str(port))
         until("slurmdbd", lambda: self.run("sacctmgr", "-n", "show", "cluster", check=False).returncode == 0)
-        # Add these before slurmctld starts, so slurmctld reads them at once.
+        # Add projects and QOS before slurmctld starts, so that it reads them at its start.
         lines = ["add cluster perlmutter"]
         lines += [f"add qos {name} {limits} Flags=DenyOnLimit" for name, limits in QOS.items()]
         lines += [f"add account {name} Description=test Organization=test" for name in ACCOUNTS]
@@ -509,7 +510,7 @@ class Cluster:
         self.run("sacctmgr", "-i", "-Q", input="\n".join([*lines, "quit", ""]))
 
     def _limit_shared(self) -> bool:
-        """Return whether slurmctld knows the limit; slurmctld ignores a limit that is set before it listens."""
+        """Set the limit of QOS `shared`; return whether slurmctld knows it, since it ignores limits set too early."""
         self.run("sacctmgr", "-i", "-Q", "modify", "qos", "shared", "set", SHARED_LIMIT, check=False)
         return SHARED_LIMIT.partition("=")[2] in self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
 
@@ -548,7 +549,7 @@ class Cluster:
     # ---- use -------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that a process additionally needs to use the cluster."""
+        """Return the environment variables with which a process uses the cluster."""
         return {"SLURM_CONF": str(self.conf)}
 
     def run(self, *command: object, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -561,7 +562,7 @@ class Cluster:
         return int(done.stdout)
 
     def state(self, job: int) -> str:
-        """Return a job's state, until 300 s after its end: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
+        """Return a job's state, until 1800 s after its end: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").stdout.strip()
 
     def wait(self, job: int, *states: str) -> None:
@@ -569,7 +570,7 @@ class Cluster:
         until(f"job {job} to be {' or '.join(states)}", lambda: self.state(job) in states)
 
     def limit_jobs(self, qos: str, number: int) -> None:
-        """Set the number of submitted jobs of a QOS; -1 removes the limit."""
+        """Limit the number of submitted jobs of a QOS; -1 removes the limit."""
         self.run("sacctmgr", "-i", "-Q", "modify", "qos", qos, "set", f"GrpSubmitJobs={number}")
 
         def shown() -> bool:
@@ -584,7 +585,7 @@ class Cluster:
         self._halt("slurmctld", patience=10)
 
     def start_controller(self) -> None:
-        """Start `slurmctld` again, with the earlier jobs."""
+        """Start `slurmctld` again, which still knows the earlier jobs."""
         self._spawn("slurmctld", "slurmctld", "-D", "-f", self.conf)
         until("slurmctld", lambda: "UP" in self.run("scontrol", "ping", check=False).stdout)
         until("all nodes", self.ready)
@@ -627,8 +628,8 @@ def main() -> int:
     """Run the command line for developers; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.cluster", description="A Slurm cluster for tests.")
     parser.add_argument("action", choices=["install", "start", "stop", "env"])
-    parser.add_argument("--number", type=int, default=0, help="which one, 0 to 99 (default 0)")
-    parser.add_argument("--folder", type=Path, help="where it keeps its files; a short path")
+    parser.add_argument("--number", type=int, default=0, help="number of the cluster, 0 to 99 (default 0)")
+    parser.add_argument("--folder", type=Path, help="folder of its files; the path must be short")
     arguments = parser.parse_args()
     if why := obstacle():
         print(f"No cluster here: {why}.", file=sys.stderr)

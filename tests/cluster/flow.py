@@ -19,10 +19,11 @@ from tests.cluster.cluster import Cluster
 from tests.conftest import ERA5, ERA5_RUN
 from tests.waiting import PATIENCE, until
 
-#: Options for frequent queries, which would burden a production site.
+#: Options for short waits. Their frequent queries would burden a production site.
 QUICK = ["--dlscale-init-seconds-before-status-checks=3", "--latency-wait=5"]
 
-#: Configuration with one dataset and runs of each shape. The runs have few steps, because the tests are about jobs.
+#: Configuration with one dataset, runs on each shape of nodes and GPUs, and a long run. The runs in `shapes` have few
+#: steps, because the tests are about jobs.
 CONFIG: dict[str, Any] = {
     "targets": ["shapes"],
     "datasets": {"years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}},
@@ -114,7 +115,7 @@ class Flow:
     def until(
         self, what: str, ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = PATIENCE
     ) -> Any:
-        """Wait until `ready` returns a true value, and return this value; the process must not end before."""
+        """Wait until `ready` returns a true value, and return this value; fail if the process ends before."""
         return until(what, ready, process, lambda: self.output[-5000:], seconds)
 
     def log(self, run: str = "long/run") -> str:

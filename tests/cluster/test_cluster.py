@@ -42,7 +42,7 @@ def test_refusals(cluster: Cluster, options: list[str], message: str) -> None:
 
 
 def test_tasks_take_the_gpus_in_the_sites_order(cluster: Cluster) -> None:
-    """The site's options determine the order of GPUs; Slurm's own order has no effect."""
+    """`site.gpu_order` determines the order of GPUs in each task; Slurm's own order has no effect."""
     scheduler = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
     site = Site.model_validate({"starter": "srun", "gpu": True, "scheduler": scheduler, "gpu_order": [3, 2, 1, 0]})
     place = ContainerMounts(str(cluster.folder), str(cluster.folder), uid=0, gid=0)

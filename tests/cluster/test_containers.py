@@ -38,7 +38,7 @@ def running(engine: Engine) -> list[str]:
 
 
 def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # noqa: F811
-    """The plan runs from simulated data to the report. On two nodes, each of four tasks has its own container."""
+    """In containers, a plan runs from data to report; tasks on two nodes join, and train like one process."""
     assert flow.run(timeout=900) == 0, flow.output[-8000:]
     assert (flow.path / "results/report/shapes.html").exists()
     met = Environment.read(flow.path / "results/plans/shapes/eight/telemetry/train.json")

@@ -107,7 +107,7 @@ def test_in_containers(
     container_engine: Engine,  # noqa: F811
     cpu_image: str,  # noqa: F811
 ) -> None:
-    """Each task has its own container with only Python. Paired timing and tuning run in the stages' container."""
+    """The program's tasks run in containers with only Python, paired timing and tuning in the stages' container."""
     theirs, mine = "localhost/ci-base:bookworm", container_engine.environment
     flow = make({}, environment={key: mine[key] for key in mine if key.startswith("CONTAINERS_")}, image=theirs)
     flow.config["site"] = {**SITE, "engine": "podman", "image": cpu_image, "modules": []}

@@ -54,7 +54,7 @@ def make(cluster: Cluster, prepared: Flow, tmp_path: Path) -> Iterator[Callable[
 
 
 def long(seconds: float, prepared: Flow) -> dict[str, Any]:
-    """Return settings of a training that takes about `seconds`, by the speed of a training timed on this machine."""
+    """Return settings of a training that takes about `seconds`; a short training measures this machine's speed."""
     global _RATE
     if _RATE is None:
         assert prepared.run("results/plans/shapes/one/metrics.jsonl", profile=None) == 0, prepared.output[-5000:]
@@ -70,9 +70,9 @@ _RATE: float | None = None
 
 
 def test_shapes(make: Callable[..., Flow]) -> None:
-    """Slurm gets the requests of all shapes: one GPU on a shared node, one GPU on each of two nodes, and so on.
+    """Jobs request the GPUs of their runs: one GPU of a shared node, or one, two or four on each of two nodes.
 
-    The other shapes are four tasks on each node, a mesh of two on each node, and the report.
+    All runs train like a run on one process, and the call writes the report.
     """
     flow = make()
     assert flow.run() == 0, flow.output[-8000:]
@@ -112,7 +112,7 @@ def test_shapes(make: Callable[..., Flow]) -> None:
 def test_an_impossible_request_gives_one_message(
     make: Callable[..., Flow], change: dict[str, Any], message: str
 ) -> None:
-    """An impossible request gives one message; no job is submitted, and no result is lost."""
+    """An impossible request gives one message, and no job is submitted."""
     flow = make(**change)
     assert flow.run() != 0
     assert flow.output.count(message) == 1, flow.output[-3000:]
@@ -121,7 +121,7 @@ def test_an_impossible_request_gives_one_message(
 
 
 def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
-    """If the site's submit filter refuses a job, the call shows the filter's message with the name of the job."""
+    """If the site's submit filter refuses a job, the call shows the filter's message."""
     flow = make(site__scheduler={"gpu_nodes": {"account_suffix": ""}})
     assert flow.run("--retries=0", "results/plans/shapes/one/metrics.jsonl") != 0
     assert "does not match any supported policy" in flow.output and "Traceback" not in flow.output
@@ -134,8 +134,7 @@ def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
 def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
     """After the warning, the training saves and continues. At the limit, it saves and ends. The next job resumes."""
     flow = make(targets=["long"], plans__long__settings=long(3600, prepared))
-    # Slurm warns up to half a minute early, so with a limit of one minute the warning could come before the job
-    # runs.
+    # Slurm's warning may come half a minute too early; with a limit of one minute, it could precede the training.
     with flow.running("--set-resources", "train:runtime=2", "--retries=4") as process:
         # The log contains all tries.
         flow.until("the second job", lambda: "resumed after epoch" in flow.log(), process, seconds=3 * PATIENCE)
@@ -170,7 +169,7 @@ def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Clust
 
 @pytest.mark.slow
 def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """A job of a better QOS takes the node; the preempted run saves, waits, and resumes."""
+    """If a job of a higher QOS takes the node, the preempted run saves, waits and resumes."""
     flow = make(targets=["long"], plans__long__settings=long(40, prepared))
     flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
     with flow.running("--retries=2", "-p") as process:
@@ -186,7 +185,7 @@ def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster)
 
 @pytest.mark.slow
 def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluster: Cluster) -> None:
-    """Slurm kills the program and does not requeue the job; Snakemake submits the job again."""
+    """If a preempted program ignores SIGTERM, Slurm does not requeue its job; Snakemake submits the job again."""
     marker = "began"
     script = f"touch {marker}; trap '' TERM; for i in $(seq 600); do sleep 1; done"
     program = {"command": ["bash", "-c", script], "folder": "."}
@@ -207,7 +206,7 @@ def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluste
 
 @pytest.mark.slow
 def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """The controller is away for two minutes, in which the job ends. The job's result counts, and it runs only once."""
+    """Slurm's controller is down for two minutes, and the job ends meanwhile. The result counts; the job runs once."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -224,7 +223,7 @@ def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: 
 
 @pytest.mark.slow
 def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """The call ends without a traceback. Its job continues, and the next call waits for this job."""
+    """Ctrl-C in an outage ends the call without a traceback; its job continues, and the next call waits for the job."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -244,7 +243,7 @@ def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True], ids=["refused", "known to the site"])
 def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cluster: Cluster, known: bool) -> None:
-    """A refused submission is repeated. If `site.yaml` has the limit, no submission is refused."""
+    """A refused submission is repeated. If the site's `max_jobs` has the limit, Slurm refuses no submission."""
     flow = make(targets=["long"], plans__long__settings=long(15, prepared))
     flow.config["plans"]["long"]["runs"] = {"run": {}, "other": {"seed": 7}}
     if known:
@@ -280,9 +279,7 @@ def test_a_restarted_controller_runs_no_job_twice(
 
 @pytest.mark.slow
 def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """A second writer is refused, even on another node. The message names the lock's owner; the lock ends with its
-    owner.
-    """
+    """A second training of the same run is refused, even on another node. Its message names the lock's owner."""
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
     with flow.running("--retries=0", "-p") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -307,7 +304,7 @@ def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, c
 
 @pytest.mark.slow
 def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow]) -> None:
-    """All pieces of a dataset are one submission, and two measurements share one job in the queue."""
+    """Pieces of a dataset are submitted together, as arrays, and two measurements share one job."""
     flow = make(plans__shapes__runs={"one": {}, "two": {"seed": 1}}, plans__shapes__measure=["throughput"])
     flow.config["datasets"]["years"] = {**flow.config["datasets"]["years"], "pieces": 3}
     shutil.rmtree(flow.path / "results")
@@ -327,7 +324,7 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
 
 @pytest.mark.slow
 def test_a_sweep_submits_only_promoted_trials(make: Callable[..., Flow]) -> None:
-    """The controller decides the rungs during the call: a trial that is not promoted is not submitted again."""
+    """Rungs are decided during the call: a trial is submitted for the next rung only if it is promoted."""
     flow = make(targets=["swept"])
     flow.config["plans"]["swept"] = {
         "study": "era5_vit",
@@ -345,7 +342,7 @@ def test_a_sweep_submits_only_promoted_trials(make: Callable[..., Flow]) -> None
 
 @pytest.mark.slow
 def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
-    """Each run and its twin without gradient averaging use the nodes that they fill; the page shows the efficiency."""
+    """Runs and their twins without gradient averaging request the nodes that they fill; the page shows efficiency."""
     flow = make(targets=["weak"])
     flow.config["plans"]["weak"] = {
         "study": "era5_vit",

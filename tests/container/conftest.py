@@ -58,7 +58,7 @@ def lacking() -> str | None:
     tools = ["podman"] if "DLSCALE_BASE_IMAGE" in os.environ else ["podman", "mmdebstrap"]
     missing = " and ".join(tool for tool in tools if not shutil.which(tool))
     if missing and os.environ.get("DLSCALE_CONTAINER_TESTS") != "1":
-        return f"without {missing}; `make test-container` installs what it needs"
+        return f"without {missing}; `make test-container` installs missing packages"
     if missing and not shutil.which("apt-get"):
         return f"without {missing}, and without apt-get to install it"
     return None

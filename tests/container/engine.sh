@@ -7,8 +7,8 @@
 #                                     as --target=gpu
 #   engine.sh env                     print variables to `eval` with which any podman sees these images
 #
-# Each may be repeated. State is in $DLSCALE_CONTAINERS (default: /var/tmp/dlscale-containers), unless
-# CONTAINERS_STORAGE_CONF names another store. $DLSCALE_BASE_IMAGE names another base, which is used instead.
+# Each command may be repeated. Images are in $DLSCALE_CONTAINERS (default: /var/tmp/dlscale-containers), unless
+# CONTAINERS_STORAGE_CONF names another store. $DLSCALE_BASE_IMAGE names an existing image, which becomes the base.
 set -euo pipefail
 
 STATE=${DLSCALE_CONTAINERS:-/var/tmp/dlscale-containers}
@@ -80,14 +80,15 @@ build() {
     local folder=$1 tag=$2 place mounts=()
     shift 2
     base
-    # Package folders in pip's settings are mounted for the build, not copied. Links of an index point outside its
-    # folder `simple`.
+    # Package folders in pip's settings are mounted for the build, not copied. For an index, the parent of its folder
+    # `simple` is mounted, because links of the index point there.
     while read -r place; do
         place=${place#file://}
         place=${place%/simple}
         [ ! -d "$place" ] || mounts+=("--volume=$place:$place:ro")
     done < <(pip_values extra-index-url; pip_values find-links)
-    # The docker format keeps HEALTHCHECK. A missing image is an error at once, without a search over the network.
+    # The docker format keeps HEALTHCHECK. If the base is made here, a missing image is an error at once, without a
+    # search over the network.
     podman build --format=docker --network=host --pull="$([ -n "${DLSCALE_BASE_IMAGE:-}" ] && echo missing || echo never)" \
         --build-arg="BASE_IMAGE=$BASE" --build-arg="GPU_BASE_IMAGE=$BASE" --build-arg=TORCH_INDEX= "${mounts[@]}" \
         --target=cpu "$@" --file="$folder/docker/Dockerfile" --tag="$tag" "$folder"

@@ -34,7 +34,7 @@ class Network(torch.nn.Module):
 
 
 def main(packages: list[str]) -> None:
-    """Import packages, train a model with the wrapper for several processes, and run the self-test's operations."""
+    """Import packages, compute gradients with DistributedDataParallel, and run the self-test's operations."""
     faulthandler.dump_traceback_later(300, exit=True)  # if the process hangs, print where
     for name in packages:
         importlib.import_module(name)

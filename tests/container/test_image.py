@@ -77,8 +77,8 @@ def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspec
     assert container_engine(*RUN, cpu_image, "ls", "-A", "results") == ""
 
 
-def test_several_processes_can_start(container_engine: Engine, cpu_image: str) -> None:
-    """The processes use the image's PyTorch, which may differ from the PyTorch of this environment."""
+def test_distributed_operations_work(container_engine: Engine, cpu_image: str) -> None:
+    """DistributedDataParallel works with the image's PyTorch, which may differ from the PyTorch of this environment."""
     mount = f"--volume={ROOT}/tests/container/inside.py:/tmp/inside.py:ro"
     assert "ok: PyTorch " in container_engine(*STRANGER, mount, cpu_image, "python", "/tmp/inside.py", "numba")
 

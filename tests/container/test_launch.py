@@ -1,4 +1,4 @@
-"""Containers of the launcher: signals, exit status and files; no container is left over."""
+"""Containers that the launcher starts: signals, exit status and files; no container is left over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAGE = """
 import os, signal, sys, time
 from dlscale.launch.contain import exit_with_stdin
 def heard(number, frame):
-    open(signal.Signals(number).name, "w").close()  # what it prints goes nowhere once the client is gone
+    open(signal.Signals(number).name, "w").close()  # the printed line is lost if the client has ended
     print("heard", signal.Signals(number).name, flush=True)
     if number != signal.SIGUSR2:
         sys.exit(75)
@@ -148,7 +148,7 @@ def test_a_failing_engine_is_reported(container_engine: Engine, prefix: list[str
 def test_a_training_in_a_container_equals_one_outside(
     engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
 ) -> None:
-    """The numbers agree within the accuracy of another build, also in a container of the Shifter stand-in."""
+    """In containers, losses and metrics agree with those outside, to the accuracy of another build of PyTorch."""
     from tests.conftest import ERA5, records, train
 
     if engine == "shifter" and any(path.is_relative_to("/var") for path in (ROOT, era5_data, tmp_path)):

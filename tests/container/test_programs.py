@@ -26,7 +26,7 @@ from tests.waiting import PATIENCE, until
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1800), pytest.mark.xdist_group("machine")]
 SOURCES = str(ROOT / "workflow_scripts")
 BASE = os.environ.get("DLSCALE_BASE_IMAGE", "localhost/ci-base:bookworm")
-#: Containerfile of the program's image. Its own PYTHONPATH must be kept.
+#: Containerfile of the program's image. dlscale must keep the image's own PYTHONPATH.
 THEIRS = f"FROM {BASE}\nENV PYTHONPATH=/its\nRUN mkdir /its && echo place = __file__ >/its/its_own.py\n"
 
 

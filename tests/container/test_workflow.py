@@ -79,7 +79,7 @@ def test_profiled_in_a_container(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """If the container lacks libraries that nsys needs for its report, the recorded file is kept."""
+    """nsys profiles a stage in a container. If it lacks libraries for its report, its recorded file is kept."""
     profiler.configure(tmp_path)
     words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
     root = real_nsys.parents[2]  # the folder that contains usr/bin/nsys

@@ -132,12 +132,12 @@ def determinant(axes: Sequence[int], signs: Sequence[int]) -> int:
 
 
 class Crops(Dataset[Pair]):
-    """Random cubes of boxes in memory (`inmem`; the published program has one box), turned in one of 24 ways.
+    """Random cubes of boxes in memory, turned in one of 24 ways; the published program (`inmem`) has one box.
 
     The published cubes omit the last offset. They are turned by 16 rotations and 8 reflections, without their vectors.
     Validation is as random as training. If repaired, all offsets and the 24 rotations occur, and vectors are turned,
     too (channels 1 to 3 of both fields are components along the three axes). With `fixed`, the cubes are the disjoint
-    cubes of the box, and are not turned. Only `last` decides whether the last offset occurs.
+    cubes of the first box, and are not turned. If given, `last` decides whether the last offset occurs.
     """
 
     def __init__(

@@ -33,9 +33,7 @@ def read_rates(path: Path) -> Rates:
 
 
 def lines(measured: Mapping[int, Rates]) -> dict[str, list[float]]:
-    """Return the lines over the number of nodes: measured rates, and ideal rates, which are multiples of the first
-    rate.
-    """
+    """Return the lines of the figure by label: measured rates, and (`ideal`) multiples of the rate on one node."""
     (base, first), *_ = measured.items()
     assert base == 1, "the script needs the rate on one node as its unit"
     drawn = {label: [rates[column] for rates in measured.values()] for column, label in enumerate(LABELS)}

@@ -56,8 +56,8 @@ from tests.published.programs import (
 )
 from tests.raw_files import era5, write_years
 
-#: Relative tolerance of losses after 20 steps, which both programs compute in float32 with other operations in another
-#: order.
+#: Relative tolerance of losses over 20 steps. dlscale and the program compute them in float32, but with different
+#: operations.
 TOLERANCE = 1e-5
 BATCH = 4
 SEEDS = range(5)
@@ -73,7 +73,7 @@ class Recording:
     rates: list[float] = field(default_factory=list)
 
     def epochs(self, steps: int) -> Callable[[int], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return a function from an epoch to its batches."""
+        """Return a function that returns the batches of an epoch."""
         return lambda epoch: self.batches[epoch * steps : (epoch + 1) * steps]
 
 
@@ -143,7 +143,7 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
 
 
 def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> None:
-    """The program's turns have 8 reflections (numbers from 1); dlscale has the 16 rotations but no reflection."""
+    """Of the program's 24 turns, 8 are reflections. dlscale has the other 16, which are rotations."""
     path = cosmo_data / "train/box000.h5"
     published, mended = (Crops([path], 8, 1, repaired=each).turns for each in (False, True))
     assert len(set(published)) == len(set(mended)) == 24
@@ -158,13 +158,13 @@ def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> N
 
 
 def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
-    """Return how often each form of a cube occurs if each symmetry of a setting is used once."""
+    """Return how often each form of a cube occurs if each symmetry of `choice` is used once."""
     symmetries = CubeSymmetries(list(CHANNELS["Hydro"][0]), choice)
     return Counter(symmetries.apply(number, cube).tobytes() for number in range(len(CHOICES[choice])))
 
 
 def test_the_published_rotations_equal_the_programs(cosmo_data: Path) -> None:
-    """The 24 symmetries of the program's PyTorch loader occur equally often, with unchanged vectors."""
+    """`symmetry: published` has the 24 symmetries of the program's PyTorch loader, with unchanged vectors."""
     cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
     published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
     theirs = Counter(np.ascontiguousarray(published._turned(cube, *turn)).tobytes() for turn in published.turns)
@@ -200,8 +200,8 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     """With the published context parallelism on two devices, only the last norm's gradient is incomplete.
 
     The published program does not sum this gradient over devices. All other gradients differ from the gradients of one
-    device only by eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction equal
-    the results of one device. `tests/test_mesh.py` compares dlscale with one device.
+    device only because of eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction
+    equal the results of one device. `tests/test_mesh.py` compares dlscale with one device.
     """
     torch.manual_seed(0)
     model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()
@@ -209,7 +209,7 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     alone = model(x)
     programs.vit_loss(alone, y).backward()
     alone = alone.detach()
-    # the gradient of this bias is zero
+    # the gradients of the keys' biases are zero
     expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}
 
     def off(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -281,8 +281,8 @@ def test_the_unet_takes_the_published_steps(
     assert apart(recording.losses, mended.steps) < TOLERANCE
     assert apart([epoch["train_loss"] for epoch in found], mended.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], mended.valid) < TOLERANCE
-    # The published program uses the learning rate of the next step, and its warm-up does not shorten the cosine. The
-    # losses therefore differ by more than the tolerance, but by less than 10 %.
+    # The published cosine is one step ahead, and its period includes the warm-up. The losses therefore differ by more
+    # than the tolerance, but by less than 10 %.
     if not warmup:
         assert published.rates[:-1] == pytest.approx(recording.rates[1:], rel=1e-12)
         assert published.rates[-1] == 0.0, "the last step of the published program must have rate zero"
@@ -296,9 +296,7 @@ def test_the_unet_takes_the_published_steps(
 
 
 def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, recording: Recording) -> None:
-    """Losses and rates agree over 20 steps with the published Adam (betas 0.9, 0.95); the cosine steps after the
-    update.
-    """
+    """Losses and rates agree over 20 steps, with the published betas of Adam, 0.9 and 0.95."""
     steps, epochs = 5, 4
     found = trained(
         tmp_path,
@@ -334,11 +332,11 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
 
 
 def overlap(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the fraction of all divisions of the runs whose halves differ at least as much as the given halves.
+    """Return the p-value of an exact permutation test of whether two halves of the runs differ.
 
-    Curves are [runs, points]. The difference of two halves is the largest difference of their means over all points, in
-    standard errors (Welch's t). If both halves have the same distribution, the fraction is uniform between 0 and 1 for
-    any number of points and any correlation: an exact permutation test.
+    Curves are [runs, points]. The p-value is the fraction of all divisions of the runs into halves that differ at least
+    as much. The difference of two halves is the largest difference of their means over all points, in standard errors
+    (Welch's t). The test is exact for any number of points and any correlation.
     """
     runs, half = np.concatenate([one, other]), len(one)
 
@@ -352,9 +350,8 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(np.array(every) >= distance(tuple(range(half))) * (1 - 1e-12)))
 
 
-#: Level of significance, set before the first result. The loss curves of all epochs (training and validation, five
-#: seeds each) must not be among the 5 % most different divisions. The curves of a program with half the rate must be
-#: among them.
+#: Level of significance, set before the first result. The p-value of the loss curves (training and validation, all
+#: epochs, five seeds each) must be above the level; against a program with half the learning rate, at most the level.
 LEVEL = 0.05
 
 
@@ -446,7 +443,7 @@ def fields(*shape: int, seed: int) -> torch.Tensor:
 
 
 def test_losses_equal_values_by_hand() -> None:
-    """The losses of two samples with two channels on two points are computed by hand."""
+    """The losses of two samples with two channels on two points equal values computed by hand."""
     y = torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 0.0]]])
     p = torch.tensor([[[3.0, 1.0], [2.0, 2.0]], [[1.0, 2.0], [2.0, 3.0]]])
     # The errors are 0, 1, 2, -2 for a target of norm 5, and 0, 0, 0, 3 for a target of norm 3.
@@ -460,7 +457,7 @@ def test_losses_equal_values_by_hand() -> None:
 
 
 def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
-    """On 9 rows from 90° to -90°, the metric is the mean of the samples' RMSE of standardised fields, by channel."""
+    """On 9 rows from 90° to -90°, `rmse_normalised` of each channel equals the program's RMSE."""
     folder = write_years(tmp_path / "raw", {"train": {2001: 6}, "valid": {2003: 9}}, 20, (9, 16))
     manifest = Manifest.read(make_dataset(tmp_path / "data", era5(folder)) / "manifest.json")
     assert manifest.extra["latitude"] == np.linspace(90, -90, 9).tolist()

@@ -33,7 +33,7 @@ TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned""
 #: Folder of the external study (made by `dlscale new-study`), next to the copy of the repository.
 OUTSIDE = "a study's place"
 
-#: A few steps for each profiler; the record names the missing profilers.
+#: Profile of two steps with each profiler; the record lists profilers that are not installed.
 PROFILE = {"tools": ["torch", "nsys", "lines"], "skip": 1, "steps": 2}
 
 #: Configuration of all workflow tests: three plans of two studies with four runs and a reused run; a tuned run; a
@@ -109,7 +109,7 @@ for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].va
     CONFIG["datasets"][_study] = TINY[_study]["dataset"]
     CONFIG["plans"][_study] = {
         "study": _study,
-        "measure": ["train"],  # other plans are timed
+        "measure": ["train"],  # only train, because the plans above are also timed
         "settings": {**TINY[_study]["run"], "dataset": _study},
         "runs": {"tiny": {}},
     }
@@ -222,7 +222,7 @@ class Tree:
             self._dry_runs = subprocess.Popen(
                 [sys.executable, str(INSIDE / "dry_runs.py")],
                 cwd=self.path,
-                # answer the preflight checks from a file
+                # as for `dlscale why`: write the reasons to a file instead of the terminal
                 env={**self.environment, ASKED: str(self.path / "answer.json")},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -189,7 +189,7 @@ class Row:
     edit: Edit
     jobs: list[str]
     arguments: tuple[str, ...] = ()
-    slow: bool = False  #: Whether the row runs only in the slow tests; other components have the same rows.
+    slow: bool = False  #: Whether only the slow tests include the row, because a similar row is always tested.
 
 
 def components() -> Iterator[Row]:
@@ -221,13 +221,13 @@ def users(module: str) -> list[str]:
     return [name for name, file in files.items() if f"from dlscale.{module} import" in file.read_text()]
 
 
-#: Jobs that rerun after a change of a run's training that keeps the work of a step. Plan `again` reuses the run.
+#: Jobs that rerun if a setting changes how `cosmo.unet` learns, but not a step's work. Plan `again` reuses the run.
 LEARNT = ["train cosmo unet", *tables("cosmo", "again")]
 COLLECT = '    "collect": Stage('
 ROWS = [
     *components(),
     # An external study with separate files for its model and its data.
-    Row("a study outside", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
+    Row("an external study", append(f"../{OUTSIDE}/waves.py"), runs("waves")),
     Row(
         "its data",
         replace(f"../{OUTSIDE}/waves_data.py", "curve += dataset.noise", "curve += 2 * dataset.noise"),
@@ -239,11 +239,11 @@ ROWS = [
         ["configure_plan waves_ladder", *tables("waves_ladder")],
     ),
     Row(
-        "settings of a study outside",
+        "settings of an external study",
         replace(f"../{OUTSIDE}/waves.yaml", "lr: 1.0e-2", "lr: 2.0e-2"),
         [*trained("waves")],
     ),
-    Row("a file beside a study outside", create(f"../{OUTSIDE}/unused.py"), []),
+    Row("a file next to an external study", create(f"../{OUTSIDE}/unused.py"), []),
     # Files that all studies share: all runs, including their measurements.
     Row("losses", append(f"{PACKAGE}/scores.py"), runs(*users("scores"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
@@ -278,7 +278,7 @@ ROWS = [
     # Code around a stage does not affect the stage's results. Exception: the formatted numbers on pages are results.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
-    Row("what stands around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
+    Row("code around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
     Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"]), slow=True),
     # Code that watches a run does not affect the run. Code that reads telemetry affects the tables.
     Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
@@ -309,10 +309,10 @@ ROWS = [
         runs(*ALL),
         slow=True,
     ),
-    # A stage's entry in the table of stages is part of the params of the stage's jobs.
+    # A stage's settings in the table of stages are part of its jobs' params, but not its text, and not other stages.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(
-        "a stage more",
+        "an additional stage",
         replace(f"{PACKAGE}/core/stages.py", COLLECT, f'    "new": Stage("dlscale.new", "New.", "page"),\n{COLLECT}'),
         [],
     ),
@@ -366,7 +366,7 @@ ROWS = [
     ),
     Row("site's GPUs: the commands have another --device", configure("site", {"gpu": True}), []),
     Row(
-        "a learning rate, of tuning",
+        "a tuned run's learning rate",
         configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
         [],
     ),
@@ -395,7 +395,7 @@ ROWS = [
         LEARNT,
     ),
     Row(
-        "weight decay, where there was none",
+        "weight decay instead of none",
         configure("plans.cosmo.runs.unet.optimizer.weight_decay", 0.1),
         [*LEARNT, "throughput cosmo unet", "profile cosmo unet", "throughput cosmo ceiling"],
     ),
@@ -420,7 +420,7 @@ ROWS = [
         [*timed("years")],
     ),
     Row(
-        "what tuning tries",
+        "values that tuning tries",
         configure("plans.tuned.settings.tune.workers", [0, 2]),
         [*tuned("boxes")],
     ),
@@ -551,7 +551,7 @@ HARMLESS = [row for row in ROWS if not (row.jobs or row.arguments)]
 
 
 def test_harmless_edits_rerun_no_job(finished: tuple[Tree, Outcome]) -> None:
-    """No harmless edit makes a job run. If a job would run, its reason, or a test of each edit, shows the edit."""
+    """Harmless edits, all at once, make no job run. If a job would run, the failed assertion shows its reason."""
     tree, _ = finished
     undo = both(*(row.edit for row in HARMLESS))(tree)
     try:
@@ -633,7 +633,7 @@ def test_a_fingerprint_contains_exactly_the_imported_modules(
         *(f"{module}.kind" for module in kinds),
         *(settings.__module__ for settings in registry.loader_settings()),
         *reachable(["waves"], whole=True),
-        # Settings of programs, which the settings of a run contain, and a check before the first step.
+        # Settings of programs, which the settings of a run contain, and the self-test before the first step.
         *reachable([*registry.provider("Program"), *registry.provider("self_test")], whole=True),
     }
     stages_seen = []

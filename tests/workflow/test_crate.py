@@ -34,7 +34,7 @@ CITATION = {
     ],
 }
 
-#: All recommendations of the profiles that crates do not follow; comments have the reasons.
+#: All recommendations of RO-Crate's profiles that crates do not follow; comments have the reasons.
 LACKING = {
     "The Application SHOULD have a url",  # this repository has none
     "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages
@@ -75,7 +75,7 @@ def entities(crate: Path) -> dict[str, Any]:
 
 
 def test_a_validator_accepts_the_crate(crate: Path, tmp_path: Path) -> None:
-    """The metadata contain the terms of RO-Crate 1.1 (of 1.3, except for four terms), so no network is needed."""
+    """A validator accepts the crate, without a network: the test adds RO-Crate 1.1's terms (1.3's and four others)."""
     from rocrate import vocabs
     from rocrate_validator import models, services
 

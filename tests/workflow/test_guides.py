@@ -153,7 +153,7 @@ def of_snakemake(text: str) -> Edges:
 
 @pytest.mark.slow
 def test_the_graph_of_rules(make_tree: Callable[..., Tree]) -> None:
-    """The documented edges equal Snakemake's, without targets and plan-writing rules, for config.yaml's plans."""
+    """The edges in docs/fingerprints.md equal Snakemake's rule graph without `all` and `configure_*`."""
     done = make_tree().shell("snakemake --rulegraph mermaid-js")
     assert done.returncode == 0, done.stderr
     edges = of_snakemake(done.stdout)
@@ -179,7 +179,7 @@ def written(tree: Tree) -> Tree:
 
 @pytest.mark.slow
 def test_the_run_commands_of_each_guide_are_valid(make_tree: Callable[..., Tree]) -> None:
-    """Each `dlscale run` on the page works as a dry run; the data are made first."""
+    """The `run`, `why` and `python` commands of the page work in order; `dlscale run` as a dry run."""
     tree = written(make_tree())
     assert [name for name, _ in FILES] == ["mine.yaml", "fields.py", "own.yaml"]
     for command in [command for command in COMMANDS if command.startswith(("dlscale run", "dlscale why", "python "))]:

@@ -45,7 +45,7 @@ def check_ladder(results: Path, name: str, page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_new_study_goes_through_ladder_profile_and_page(make_tree: Callable[..., Tree]) -> None:
-    """A new study runs unchanged. A second call does nothing. A change of its network reruns only trainings."""
+    """A new study runs unchanged. A second call does nothing. A change of its network reruns no data stage."""
     tree = make_tree()
     tests, look, run = told(call(tree, "dlscale new-study gentle_slopes --images"))
     assert "7 passed" in call(tree, tests)

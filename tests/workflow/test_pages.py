@@ -20,7 +20,7 @@ SETTINGS = {"dataset": "squares", "batch_size": 8, "model": {"hidden": 8}, "load
 NAMED = {"study": "starter_cnn", "measure": ["train"]}
 PLAN = {**NAMED, "settings": {**SETTINGS, "training": {"epochs": 1}}}
 SOURCE = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "shares": {"train": 0.5, "valid": 0.5}}
-#: Configuration with `results` set, as in config.yaml, whose targets own the page `index.html`.
+#: Configuration with the results folder of config.yaml. Its page is `OWN`; `index.html` is the page of config.yaml.
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["one", "other"],
@@ -70,7 +70,7 @@ def test_a_call_ends_with_the_page_of_the_targets(small: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_failed_is_written_by_the_next_call(small: Tree) -> None:
-    """After a failure neither a partial page nor the old page remains; only the page's table is newer than the page."""
+    """After a failure, neither a partial page nor the old page remains, and the next call writes only the page."""
     page, table, preview = (small.results / file for file in (OWN, "plans/one/summary.csv", "data/squares/preview.png"))
     made, drawn = preview.stat().st_mtime_ns, preview.read_bytes()
     table.write_text(table.read_text() + "\n")

@@ -13,7 +13,7 @@ from dlscale.data import parts
 from tests.workflow.conftest import Job, Outcome, Tree
 
 PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
-#: First and last rung of each ladder on one GPU, and the last rung on the four GPUs of a node.
+#: Profiled runs: first and last rung of each ladder on one GPU, and (`FOUR`) the last rung on the four GPUs of a node.
 SINGLE = [f"{study}_ladder {run}" for study in ("cosmo", "era5") for run in ("baseline", "graphs")]
 FOUR = ["cosmo_profile four", "era5_profile four"]
 DATA = [
@@ -77,7 +77,7 @@ def test_profiles_run_in_the_container_and_four_by_srun(shown: tuple[str, Outcom
 
 
 def test_the_last_epoch_is_profiled_with_the_ladders_settings(shown: tuple[str, Outcome]) -> None:
-    """Both tools profile the last of four epochs. Except for the first rung, runs have the settings of the ladder."""
+    """nsys and PyTorch profile the last of four epochs. Runs have the settings of their rungs."""
     for name, job in profiles(shown[1]).items():
         words = shlex.split(job.command)
         run = json.loads(words[words.index("--config") + 1])
@@ -96,13 +96,13 @@ def test_the_slurm_request_of_profiles(shown: tuple[str, Outcome]) -> None:
         gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
         asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}
         assert asked == {"nodes": 1, "constraint": "gpu&hbm40g", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
-        # The speed of a first rung is published. The time of a later rung is unknown until it is timed.
+        # A first rung has a published speed. A later rung gets 60 minutes, because its speed is not known yet.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
 
 
 @pytest.mark.slow
 def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tree]) -> None:
-    """With placeholders for the data, each geometry fits on a node and each setting is accepted."""
+    """With placeholders for the data, a dry run accepts every run of the shipped plans."""
     tree = make_tree({"results": "results"})
     configuration = resolve.load({"targets": ["cosmo_published"]})
     shipped = [name for study in resolve.study_files().values() for name in study.plans]
@@ -128,5 +128,5 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
     expected = {(run.plan, run.name) for run in runs if not run.rung}
     lacking = {
         (plan, run) for plan, left_out in configuration.skipped_runs.items() for run in left_out
-    }  # on this machine
+    }  # runs that this machine does not support
     assert made - lacking == expected

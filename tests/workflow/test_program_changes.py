@@ -70,7 +70,7 @@ def repository(name: str, revision: str | None = None) -> Edit:
     ("edit", "jobs", "fetched"),
     [
         (append("theirs/train.py", "# edited\n"), HERE, False),
-        # Files of a dataset are identified by size and modification time, so this edit also restores the time.
+        # A dataset's files are identified by size and modification time; undoing `touch` also restores the time.
         (both(touch("read.txt"), append("read.txt", "more\n")), HERE + PINNED, False),
         (configure("plans.theirs.runs.here.program", {"values": {"seconds": 0.02}}), HERE, False),
         (configure("plans.theirs.settings.program.environment", {"A": "b"}), HERE + PINNED, False),

@@ -112,7 +112,7 @@ def check_environments(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
-    """A program and a user's rule use the caller's `python` and can import modules next to them."""
+    """A program and a user's rule get the caller's variables and `python`, and can import modules next to them."""
     settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}
     settings |= {"throughput": {"trials": 2, "beside": 0}}
     plan = {"study": "program", "measure": ["throughput"], "settings": settings, "runs": {"one": {}}}

@@ -116,7 +116,7 @@ def test_only_downloads_get_secrets(make_tree: Callable[..., Tree], guarded: tup
     assert host in (tree.results / "report/p.html").read_text(), "the page must name the origin of the data"
     assert lines == set()
     assert environments, "no process with a secret was seen"
-    # the other processes are shells, which begin with `env -u`
+    # the other processes are shells, whose command removes the secrets with `env -u` before it starts the stage
     stages = {line for line in environments if line.startswith("python")}
     assert all(" dlscale acquire " in line for line in stages), "only `acquire` may get the secrets"
 
@@ -125,7 +125,7 @@ def test_only_downloads_get_secrets(make_tree: Callable[..., Tree], guarded: tup
     assert tree.planned(targets=["all"]).names == [], "a new token must not fetch the files again"
     told = tree.snakemake("-n", "--cores", "1", "--config", f"datasets={tree.config['datasets']}", "--", "all")
     assert told.status == 2 and "--config: a secret, or an address with a login. Everyone can read" in told.output
-    for log in (tree.path / ".snakemake/log").iterdir():  # has the command line of the last call as it was typed
+    for log in (tree.path / ".snakemake/log").iterdir():  # contains the last command line, with its secrets
         log.unlink()
     report = tree.snakemake("--report", "report.html", "--", "all")
     assert report.status == 0, report.output[-3000:]

@@ -85,7 +85,7 @@ def test_the_question(clone: Tree) -> None:
 
 @pytest.mark.slow
 def test_another_image_reruns_all_stages(clone: Tree) -> None:
-    """After a change to a container, results computed natively are recomputed, with the reason; fetched files stay."""
+    """If a container is configured, results computed without it are recomputed, with the reason."""
     (clone.path / "image.sif").write_bytes(b"an image")
     configure("site", {"engine": "apptainer", "image": "image.sif"})(clone)
     done = clone.snakemake("--dry-run", "-p", "--", "plan_era5")
@@ -152,7 +152,7 @@ def test_the_terminal_shows_progress_and_messages(make_tree: Callable[..., Tree]
 def test_raw_files_that_are_replaced_are_seen(make_tree: Callable[..., Tree]) -> None:
     """A replaced raw file is detected even if it is older, also in a study's own kind.
 
-    Without the raw file, products stay.
+    If a raw file is missing, its dataset is kept.
     """
     array = {"channels": ["f"]}
     arrays = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "input": array, "target": array}

@@ -82,12 +82,12 @@ FILES = {
 
 
 def test_layout(finished: tuple[Tree, Outcome]) -> None:
-    """results/README.md documents all files, and no partial file is left."""
+    """The jobs write exactly the files in `FILES`, and no partial file is left."""
     tree, outcome = finished
     files = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
     jobs = [job for job in outcome.jobs if job.command]
     expected = {file.format(**job.wildcards) for job in jobs for file in FILES[job.rule]}
-    # For these folders the documentation names only the folder, not the files.
+    # `FILES` leaves out the files in these folders.
     folders = ("logs/", "benchmarks/", "checkpoints/", *(f"data/{dataset}/stats/" for dataset in CONFIG["datasets"]))
     folders += ("report/figures/", *(f"plans/{plan}/figures/" for plan in CONFIG["plans"]))
     traces = {file for file in files if "/profile/" in file and ".rank0." in file}
@@ -143,7 +143,7 @@ def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_a_call_ends_with_the_time_per_rule(finished: tuple[Tree, Outcome]) -> None:
-    """Every job is counted once, with the total time and the start time of the job's process."""
+    """The last table counts every job once, with the total time of each rule and the start time of its processes."""
     tree, outcome = finished
     pages = [
         "report/index.html",
@@ -176,7 +176,7 @@ def test_nothing_is_left_to_do(finished: tuple[Tree, Outcome]) -> None:
 
 @pytest.mark.slow
 def test_snakemakes_own_report(finished: tuple[Tree, Outcome]) -> None:
-    """Snakemake's report contains every page, table and picture that a rule declares, with its caption."""
+    """Snakemake's report contains every page, table and picture that a rule declares."""
     tree, _ = finished
     outcome = tree.snakemake("--report", "own.html", "--", *TARGETS)
     page = tree.path / "own.html"
@@ -389,7 +389,7 @@ def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
 def test_interrupted_and_killed(clone: Tree) -> None:
     """After Ctrl-C the same command continues. After SIGKILL, Snakemake first asks for `--unlock` and then continues.
 
-    Meanwhile the training outlives Snakemake, and no second process writes to its files.
+    A training that outlives the killed Snakemake keeps other processes from writing to its files.
     """
     clone.config["plans"]["era5"]["settings"]["training"] = {"epochs": 40}
     clone.write()

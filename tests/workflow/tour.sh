@@ -146,7 +146,7 @@ step 'Ctrl-C, and the same command again'
 sed -i 's/epochs: 2/epochs: 40/' mine.yaml
 metrics=results/plans/first/reference/metrics.jsonl
 rm "$metrics"
-# Start it in its own process group, as a terminal does; otherwise bash makes background processes ignore Ctrl-C.
+# Start Snakemake in its own process group, as a terminal does; otherwise bash makes it ignore Ctrl-C.
 set -m
 snakemake "${mine[@]}" -- "$metrics" >"$seen" 2>&1 </dev/null &
 snakemake=$!
@@ -160,11 +160,11 @@ kill -INT -- "-$snakemake" || true  # if it has ended, the output shows why
 status=0
 wait "$snakemake" || status=$?
 cat "$seen"
-[ "$status" -ne 0 ] || { echo 'TOUR: it ended with status 0 after Ctrl-C'; exit 1; }
+[ "$status" -ne 0 ] || { echo 'TOUR: snakemake ended with status 0 after Ctrl-C'; exit 1; }
 says 'Interrupted. Finished results are kept: the same command continues.'
 is_silent_about 'corrupted'
 epochs=$(wc -l <"$metrics")
-{ [ "$epochs" -ge 5 ] && [ "$epochs" -lt 40 ]; } || { echo "TOUR: it ended after $epochs epochs"; exit 1; }
+{ [ "$epochs" -ge 5 ] && [ "$epochs" -lt 40 ]; } || { echo "TOUR: the training ended after $epochs epochs"; exit 1; }
 ends 0 dlscale status "${mine[@]}"
 says 'asked to end; saved after step'
 ends 0 snakemake "${mine[@]}" -- "$metrics"

@@ -1,6 +1,6 @@
 """dlscale: turn a PyTorch model and a dataset into a measured, reproducible scaling study.
 
-The author of a study imports all names from this package: `from dlscale import Study, Metric, DatasetKind`.
+A study imports the names in `__all__` from here, such as `from dlscale import Study, Metric, DatasetKind`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ def main() -> int:
     from dlscale.core import interrupt
 
     name = f"dlscale {sys.argv[1]}" if sys.argv[1:] and not sys.argv[1].startswith("-") else "dlscale"
-    name = "" if "--log" in sys.argv else name  # a job prints nothing on Ctrl-C, because Snakemake prints a message
+    name = "" if "--log" in sys.argv else name  # Snakemake's jobs have --log; Snakemake prints the message
     interrupt.end_at_once(name)
     import gc
 
@@ -17,8 +17,8 @@ def main() -> int:
     from dlscale.core import machine
 
     machine.GIVEN |= machine.first_environment()
-    # Like this process, child processes must not import from the working folder. External programs are the exception:
-    # they get the first environment.
+    # Like this process, child processes must not import from the working folder. External programs are an
+    # exception: they get the environment in `machine.GIVEN`.
     os.environ["PYTHONSAFEPATH"] = "1"
     status = cli.main()
     interrupt.end_at_once(name)

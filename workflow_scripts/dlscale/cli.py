@@ -1,4 +1,4 @@
-"""Command line with a thin subcommand for each stage and each query, a command for users.
+"""Command line with a thin subcommand for each stage and each query (a command for users).
 
 The module of a subcommand is only imported when the subcommand runs.
 """
@@ -47,7 +47,7 @@ USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 RUN = "Run plans, or make data or files, with settings from the command line, such as dlscale run PLAN seed=2"
 
-#: Commands of dlscale without extensions, in the order of `--help`.
+#: Queries of the core, in the order of `--help`; extensions add further queries.
 _OWN = {
     "status": Query(
         "dlscale.preflight.status",
@@ -69,12 +69,12 @@ _OWN = {
     ),
 }
 
-#: All commands; the commands of extensions are last.
+#: All queries; the queries of extensions are last.
 QUERIES = _OWN | registry.commands()
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (
-    option("--profile", "profile with a site: NAME means profiles/NAME/site.yaml; or a path", False, metavar="NAME"),
+    option("--profile", "profile with a site: NAME for profiles/NAME/site.yaml, or a path", False, metavar="NAME"),
     option(
         "--configfile",
         "YAML files that override config.yaml",
@@ -210,13 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage or query and return the exit status of the process.
 
     0: success, 1: a defect, 2: a user's mistake, 75: the stage ended on request after saving its state and can be run
-    again, 76: another process of the run failed, 130: interrupted, 141: the reader of the output has ended. A query may
-    return other values; see its module.
+    again, 76: another process of the run failed, 130: interrupted, 141: the reader of the output (`| head`) has ended.
+    A query may return other values; see its module.
     """
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the caller has closed the stream
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
-    # The folder `site.packages` is added last, so that it does not hide installed packages.
+    # The folder of the setting `site.packages` comes last in `sys.path`, so that it does not hide installed packages.
     if packages := os.environ.get("DLSCALE_PACKAGES"):
         site.addsitedir(packages)
     args = parser().parse_args(argv)
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_threads_wait()
     # SIGTERM raises SystemExit, so that a stage removes incomplete files, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # Ignore the signal that Slurm sends before the time limit, since it would end this process. Training handles it.
+    # Slurm may send these signals before the time limit. By default they end a process; the train stage handles them.
     for warning in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(warning, signal.SIG_IGN)
     try:
@@ -312,7 +312,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _module(args: argparse.Namespace) -> str:
-    """Return the module of a stage; an external program has another module than dlscale's training."""
+    """Return the entry module of a stage, which is another module for a run of an external program."""
     row = STAGES[args.stage]
     other = row.scope == "run" and read_settings(args.config)[0].get("program")
     if other and not row.program:
@@ -324,7 +324,7 @@ def _module(args: argparse.Namespace) -> str:
 
 
 def _imported(module: str) -> Any:
-    """Import a module without garbage collection, because garbage collection makes the import a fifth longer."""
+    """Import a module without garbage collection, which would make the import a fifth longer."""
     gc.disable()
     try:
         return importlib.import_module(module)
@@ -369,9 +369,9 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Return the path of the manifest of the data that a run's loader reads.
+    """Let a run's loader prepare its data, and return the path of the manifest that it reads.
 
-    If the loader requests a copy (`staging`), return the manifest of the copy on this node.
+    If the loader requests a copy (`staging`), this is the manifest of the copy on this node.
     """
     loader = read_settings(config)[0].get("loader")
     loader = loader if isinstance(loader, dict) else {}  # the stage itself refuses an invalid section
@@ -387,7 +387,7 @@ def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
     for stream in dict.fromkeys((terminal, sys.stderr)):
         try:
             print(f"{name}: {message}", file=stream, flush=True)
-        except OSError:  # the reader has ended, or the disk is full; a second attempt at exit must not fail
+        except OSError:  # the reader has ended, or the disk is full; Python's flush at exit must not fail, too
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return status
@@ -396,7 +396,7 @@ def _fail(terminal: TextIO, name: str, status: int, message: object) -> int:
 def _configuration(args: argparse.Namespace) -> Configuration | None:
     """Return the configuration, merged as in the workflow.
 
-    Return None without files and settings, such as inside an image.
+    Return None without any file or setting, such as inside an image.
     """
     from dlscale.config.resolve import load_files
 

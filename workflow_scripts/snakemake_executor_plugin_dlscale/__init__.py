@@ -39,7 +39,7 @@ class Executor(SlurmExecutor):
 
     def __post_init__(self, test_mode: bool = False) -> None:
         self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
-        self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's number.
+        self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's job ID.
         self._refused: dict[int, tuple[float, float]] = {}  #: Start of attempts and next pause, s, by `id` of the job.
         self._timers: list[threading.Timer] = []  #: Timers of repeated submissions.
         super().__post_init__(test_mode)
@@ -76,7 +76,7 @@ class Executor(SlurmExecutor):
             self.report_job_error(job, msg=message)
 
     def report_job_submission(self, job_info: SubmittedJobInfo) -> None:
-        """Report a job as submitted; its next refusal is repeated for `REFUSED_SECONDS` again."""
+        """Report a job as submitted, and forget its earlier refusals."""
         self._refused.pop(id(job_info.job), None)
         super().report_job_submission(job_info)
 

@@ -98,7 +98,7 @@ class LogHandler(LogHandlerBase):
     def _is_wrong(self, record: logging.LogRecord, event: LogEvent | None) -> bool:
         """Return whether to print a record that Snakemake wrote.
 
-        The answer is true for warnings, for errors that the rules do not explain at the end of the call, and in a dry
+        The result is true for warnings, for errors that the rules do not explain at the end of the call, and in a dry
         run for the first record with the number of jobs.
         """
         if event == LogEvent.RUN_INFO:  # a dry run repeats this record at its end

@@ -1,4 +1,4 @@
-"""Stand-in for `imagenet_ddp_apex.py`, started by torch.distributed.launch, and its version for one GPU."""
+"""Stand-in for `imagenet_ddp_apex.py` (started by torch.distributed.launch) and for its version for one GPU."""
 
 from __future__ import annotations
 

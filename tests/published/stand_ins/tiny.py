@@ -72,7 +72,7 @@ def validate(model: nn.Module, batches: Batches) -> float:
 
 
 def note(rate: float, train: float, valid: float) -> None:
-    """Append an epoch's figures, by the stand-in's own stopwatch, to a file next to the stand-in."""
+    """Append an epoch's rate, by the stand-in's own stopwatch, and its losses to a file next to the stand-in."""
     if RANK == 0:
         with Path(__file__).with_name("stopwatch.jsonl").open("a") as file:
             file.write(json.dumps({"rate": rate, "train": train, "valid": valid}) + "\n")

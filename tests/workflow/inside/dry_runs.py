@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 
-import jinja2  # noqa: F401 - what dlscale and Snakemake's parser of a workflow import
+import jinja2  # noqa: F401 - dlscale and Snakemake's parser of workflows import these packages
 import numpy  # noqa: F401
 import PIL.Image  # noqa: F401
 import pydantic  # noqa: F401

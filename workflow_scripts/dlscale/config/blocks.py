@@ -20,7 +20,7 @@ from dlscale.core.schema import MAX_RUNS, BatchSize, Devices, Name, Number, Posi
 from dlscale.core.settings import holds
 from dlscale.core.text import many
 
-#: Settings that a generated run changes, in parts; each part is under the key of the block that sets it.
+#: Settings of a generated run, in parts: key in the block that sets the part → settings.
 Parts = dict[str, dict[str, Any]]
 
 
@@ -123,7 +123,7 @@ class Convergence(Lawful):
     scaling: list[Literal["none", "sqrt", "linear"]] = Field(
         ["sqrt"],
         min_length=1,
-        description="Rules for the growth of the learning rate with the batch size; each rule gives runs of its own.",
+        description="Rules for the growth of the learning rate with the batch size; each rule has its own runs.",
     )
     base_batch_size: BatchSize | None = Field(
         None, description="Batch size for which optimizer.lr was chosen. Absent: the smallest number in batch_sizes."
@@ -153,7 +153,7 @@ class Convergence(Lawful):
     def runs(self, kind: str) -> dict[str, Parts]:
         """Return the runs by name.
 
-        At the base batch size, all rules give the same learning rate, so this batch size only uses the first rule.
+        At the base batch size, all rules give the same learning rate, so only the first rule has runs there.
         """
         base, made = self.base_batch_size or min(self.batch_sizes), {}
         for (size, settings), rule, seed in itertools.product(self.batch_sizes.items(), self.scaling, self.seeds):
@@ -249,9 +249,9 @@ class Sweep(Lawful):
 
     method: Literal["grid", "random", "halving"] = Field(
         "grid",
-        description="Search method. grid: try all combinations. random: try as many random combinations as `trials` "
-        "says. halving: successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of all combinations, or of "
-        "random combinations if `trials` is set; only the best trials of each rung continue.",
+        description="Search method. grid: try all combinations. random: try `trials` random combinations. halving: "
+        "successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of all combinations, or of random "
+        "combinations if `trials` is set; only the best trials of each rung continue.",
     )
     over: dict[str, list[Any] | Range] = Field(
         min_length=1,
@@ -261,7 +261,7 @@ class Sweep(Lawful):
     trials: PositiveInt | None = Field(
         None,
         description="Number of trials to draw. If the number is increased later, the earlier trials are kept. Absent: "
-        "for halving, all combinations.",
+        "all combinations (grid and halving).",
     )
     seed: Seed = Field(0, description="Seed of the random draws.")
     metric: str = Field(
@@ -299,8 +299,8 @@ class Sweep(Lawful):
         ),
         (
             lambda its: its.trials is None and any(isinstance(values, Range) for values in its.over.values()),
-            "over: a range has no finite list of combinations; set trials with method random or halving, or replace "
-            "the range by a list",
+            "over: a range needs a number of trials; set trials with method random or halving, or replace the range by "
+            "a list",
         ),
         (
             lambda its: its.method == "random" and its.trials is None,
@@ -344,14 +344,14 @@ class Sweep(Lawful):
 
     @property
     def runs(self) -> dict[str, Values]:
-        """Settings that each trial changes, by the trial's name, which consists of the values."""
+        """Settings of each trial, by the trial's name, which consists of the values."""
         if self.trials is None:
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}
         found: dict[str, Values] = {}
         # Each setting has random numbers of its own, so the first trials stay the same if more trials are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
-        # A narrow range has few values, so a draw may repeat an earlier draw.
+        # In a narrow range, draws often repeat earlier draws, so the number of draws is limited.
         for drawn in itertools.islice(shares, 20 * self.trials):
             draw = {
                 key: values.at(share) if isinstance(values, Range) else values[int(share * len(values))]

@@ -1,7 +1,7 @@
 """Settings of a run that decide how long a step takes.
 
-Two runs with the same compute settings do the same work, so their measurements are pooled, and a measurement of one run
-is used for the other run. Settings that only affect the training result (learning rate, seed, names) are not included.
+Two runs with the same compute settings do the same work, so their measurements are pooled, or one measurement serves
+both. Settings that only affect the training result (learning rate, seed, names) are not included.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ KEYS = (
     *("cuda_graph", "memory_format", "attention", "accumulation_steps", "activation_checkpointing", "threads"),
     *("geometry", "parallel", "program"),
 )
-#: Keys of `KEYS`' sections that do not affect the time of a step: factors whose value does not change the work, sizes
-#: of an epoch, the self-test, and the requested memory.
+#: Keys that do not affect the time of a step, by section: factors whose value does not change the work, sizes of an
+#: epoch, the self-test, and the requested memory.
 WITHOUT = {
     "optimizer": ("lr", "betas", "eps"),
     "samples": ("train", "valid"),

@@ -28,7 +28,7 @@ class Written(str):
 
 
 def seen(text: Any) -> Any:
-    """Convert a path that is relative to its settings file to a path for the working folder.
+    """Return a path in a settings file, which is relative to this file, as a path for the working folder.
 
     A path in the working folder becomes relative, any other path absolute. URLs, paths with `~` and values that are not
     from a settings file do not change.
@@ -54,8 +54,8 @@ class Storage(Strict):
     )
     chunk: Extent | None = Field(
         32,
-        description="Edge length of an HDF5 chunk, cells. A chunk of a volume is a cube with all channels. null: store "
-        "no chunks, but the rows of the full volume one after the other.",
+        description="Edge length of an HDF5 chunk, cells. A chunk of a volume is a cube with all channels. null: no "
+        "chunks; the rows of the volume are stored one after the other.",
     )
     channels: Literal["first", "last"] = Field(
         "first",
@@ -86,14 +86,14 @@ class Shares(Strict):
 class DatasetSettings(Strict):
     """Settings that every dataset has.
 
-    The settings of a kind define the key `kind` as a Literal, and the key `source`.
+    The subclass for a kind defines the key `kind` as a Literal, and the key `source`.
     """
 
     kind: str
     source: Any = None
 
     downsample: Extent = Field(
-        1, description="Edge length, cells, of the blocks whose cells are averaged; not for prepared files."
+        1, description="Edge length, cells, of the blocks that are averaged to one cell; not for prepared files."
     )
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Number of pieces per file; each piece is preprocessed by a parallel job.")

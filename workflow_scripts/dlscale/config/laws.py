@@ -1,7 +1,7 @@
-"""Tables of rules for settings that exclude each other; each rule has a message that refuses the settings.
+"""Tables of rules for settings that exclude each other; each rule has a message for settings that break it.
 
-A message begins with the wrong keys, because `dlscale.core.settings` finds the file and section of the keys that a
-message names. In a message, `{its}` stands for the settings.
+A message begins with the wrong keys, from which `dlscale.core.settings` finds the section or file to name. In a
+message, `{its}` stands for the settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import model_validator
 from dlscale.core import registry
 from dlscale.core.schema import Strict
 
-#: Rule: function that returns whether settings break the rule, and message for settings that do.
+#: Rule: function that returns whether settings break the rule, and the message for this case.
 Law = tuple[Callable[[Any], Any], str]
 
 
@@ -54,8 +54,8 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.accumulation_steps > run.local_batch_size,
-        "accumulation_steps {its.accumulation_steps} is more than the {its.local_batch_size} samples per device of "
-        "batch_size",
+        "accumulation_steps {its.accumulation_steps} is more than the {its.local_batch_size} samples that "
+        "batch_size gives each device",
     ),
     (
         lambda run: run.accumulation_steps > 1 and _captures(run),

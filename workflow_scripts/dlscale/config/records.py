@@ -16,12 +16,12 @@ class Published(Record):
 
     label: str = NONE
     hardware: str = NONE
-    gpus: int = Field(1, ge=1)  #: Number of GPUs; a rate is the sum over all GPUs, memory is the memory of one GPU.
+    gpus: int = Field(1, ge=1)  #: Number of GPUs. Rates are sums over all GPUs; a memory size is for one GPU.
     batch_size: int | None = Field(None, ge=1)  #: Samples per step over all GPUs.
     source: str = NONE
     runs: list[str] = []  #: `PLAN.RUN` of the runs that repeat the published measurement.
     like: list[str] = []  #: `PLAN.RUN` of runs with the same kind of step, but with other data or of another size.
-    kind: str = "FULL"  #: Mode of a throughput, one of `MODES`.
+    kind: str = "FULL"  #: Mode of a throughput, one of `dlscale.measure.records.MODES`.
     samples_per_second: float | None = Field(None, gt=0)
     std: float | None = Field(None, ge=0)  #: Standard deviation of a throughput over its trials, samples/s.
     metric: str = ""  #: Key of `PUBLISHED_KINDS` or a validation metric; empty for a throughput.
@@ -32,7 +32,7 @@ class Published(Record):
     #: Number of samples: training samples of the measured epochs, or samples of the measured validation. The measured
     #: time then includes the wait for the first batch. None if the figure only measures steps.
     samples: int | None = Field(None, ge=1)
-    epochs: int | None = Field(None, ge=1)  #: Number of epochs with validations, if the figure is a time.
+    epochs: int | None = Field(None, ge=1)  #: Number of epochs, with validations, that a published time covers.
     #: Tensor-parallel size `tp` and context-parallel size `cp` of the measurement, as in `geometry`.
     tp: int = Field(1, ge=1)
     cp: int = Field(1, ge=1)
@@ -58,7 +58,7 @@ class Published(Record):
         return f"{self.gpus} × {self.hardware}" if self.gpus > 1 else self.hardware
 
 
-#: Key of `metric` → name, for published figures that are neither a throughput nor a validation metric.
+#: Value of `Published.metric` → name for readers, for figures that are neither a throughput nor a validation metric.
 PUBLISHED_KINDS = {
     "train_loss": "training loss",
     "valid_loss": "validation loss",
@@ -74,7 +74,7 @@ PUBLISHED_KINDS = {
 }
 
 
-#: Kinds of plans. The runs of a plan are independent, build on each other, or are generated from a block of settings.
+#: Kinds of plans: the runs are independent, build on each other, or are generated from a block of settings.
 PlanKind = Literal["set", "ladder", "tune", "sweep", "weak_scaling", "strong_scaling", "convergence", "parallelism"]
 
 

@@ -139,7 +139,7 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     try:
         workflow = validate(workflow_class(of_runs=False), merged)
     except UserError:
-        workflow = validate(workflow_class(), merged)  # a message of this class can suggest any key of a run
+        workflow = validate(workflow_class(), merged)  # messages of this larger class can suggest keys of a run
     _check_references(workflow, files)
     resolver = _Resolver(workflow, files)
     left_out = {plan: resolver.skipped_runs(plan) for plan in workflow.plans}
@@ -196,7 +196,7 @@ def of_program(stages: Iterable[str]) -> list[str]:
 def _check_names(user: Raw, shipped: Raw) -> None:
     """Refuse a misspelt name of a shipped dataset or plan.
 
-    With a misspelt name, the entry lacks a key that a new dataset or plan needs.
+    An entry with a misspelt name looks new, and lacks a key that a new dataset or plan needs.
     """
     if MEASURED in user["plans"]:
         raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another name")
@@ -266,7 +266,7 @@ def _repeated(plan_name: str, plan: Plan, runs: dict[str, ResolvedRun]) -> dict[
             if again in runs or len(again) > 64 or seed > MAX_SEED:
                 raise UserError(
                     f"configuration: plans.{plan_name}.repeat: a repetition cannot be called {again}, because this run "
-                    f"exists already, the name has more than 64 letters, or the seed is above {MAX_SEED}; "
+                    f"exists already, the name has more than 64 characters, or the seed is above {MAX_SEED}; "
                     f"rename {name}, or lower its seed"
                 )
             label = f"{resolved.run.label or name}, seed {seed}"
@@ -363,7 +363,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
         else:
             base[key] = copy.deepcopy(dict(value))
     for one, other in [*EXCLUSIVE, *((other, one) for one, other in EXCLUSIVE)]:
-        # A mapping under such a key is not this setting, but for example a run with the same name.
+        # A mapping under a key such as `steps` is not this setting, but for example a run with this name.
         if not isinstance(over.get(one), Mapping | None) and other not in over:
             base.pop(other, None)
     return base
@@ -372,7 +372,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     """Return the path of the targets' page, relative to the results folder.
 
-    Later `layers` override earlier layers. The page is `report/index.html` if the targets are those in effect at the
+    Later `layers` override earlier layers. The page is `report/index.html` for the targets that are in effect at the
     layer that sets the results folder. If a later layer changes the targets, the page is named after the new targets.
     """
     folder: str | None = None
@@ -393,8 +393,8 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
     """Set the title of the targets' page.
 
-    A title counts if it is in the layer that sets the targets, or in a later layer. Otherwise the title lists the
-    titles of the first three plans.
+    A title counts if it is in the layer that sets the targets, or in a later layer. Without such a title, the page
+    gets the titles of the first three plans.
     """
     title, targets = None, None
     for layer in layers:
@@ -449,7 +449,7 @@ class _Resolver:
     def skipped_runs(self, plan: str) -> dict[str, str]:
         """Return the runs of a plan that this machine does not support, with the requirements that it lacks."""
         if plan not in self._skipped_runs:
-            self._skipped_runs[plan] = {}  # set first; a circle of names is reported when the runs are resolved
+            self._skipped_runs[plan] = {}  # set first, for circles of `use`, which `layers` reports later
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
@@ -466,9 +466,9 @@ class _Resolver:
         return self._skipped_runs[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return a list with a description of a run's GPUs, if this machine has at least one GPU, but too few.
+        """Return a run's number of GPUs, as a list of one text, if this machine has too few GPUs.
 
-        Return an empty list if the machine has enough GPUs, has no GPUs, or starts runs on other nodes.
+        The list is empty on a machine with enough GPUs or without any GPU, or if runs start on other nodes.
         """
         if not self._here:
             return []
@@ -533,7 +533,7 @@ class _Resolver:
                 )
             if program := found.run.program:
                 layers = self.layers(found.plan, found.name)[1] if registry.study(plan.study).programs else []
-                # The settings of a study with a model describe the work of the program.
+                # In a study with a model, settings describe the program's work, and need not be in its command.
                 own = [(where, layer) for where, layer in layers if not where.startswith(written_in(plan.study))]
                 if wrong := program.problem(found.run, name, run, self.workflow, own):
                     raise UserError(f"configuration: {wrong}")

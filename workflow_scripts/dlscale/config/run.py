@@ -51,7 +51,7 @@ from dlscale.core.schema import (
 from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
-#: Names of experiment trackers (`Tracker`) and of profilers (`Tool`), including extensions.
+#: Types for the names of experiment trackers (`Tracker`) and of profilers (`Tool`), including those of extensions.
 Tracker: Any = one_of(registry.trackers())
 Tool: Any = one_of(registry.profilers())
 #: Class of the settings of an external program.
@@ -179,13 +179,13 @@ class Training(Lawful):
     stop_after: PositiveInt | None = Field(
         None,
         description="Number of epochs after which the training pauses. Schedule and checkpoints do not change, so that "
-        "the training can continue later as if there was no pause. On a CPU, the result has identical bits; on a GPU, "
-        "libraries choose kernels again, so bits may differ.",
+        "the training can continue later as if there had been no pause. On a CPU, the result has identical bits; on a "
+        "GPU, libraries choose kernels again, so bits may differ.",
     )
     on_divergence: Literal["fail", "stop"] = Field(
         "fail",
         description="Reaction to a loss of NaN or infinity. fail: the stage fails. stop: the training ends and the run "
-        "ranks last, as for trials of a sweep.",
+        "ranks last; this is the default in plans of kind sweep or convergence.",
     )
     keep_best: str | None = Field(
         VALID_LOSS.name,
@@ -260,8 +260,8 @@ class FSDP(_Several):
     kind: Literal["fsdp"]
     shard: PositiveInt | None = Field(
         None,
-        description="Number of neighbouring devices over which one copy of the weights is sharded. Groups of this many "
-        "devices average their gradients (hybrid sharding). Absent: all devices.",
+        description="Number of neighbouring devices over which one copy of the weights is sharded. Several groups of "
+        "this many devices average gradients with each other (hybrid sharding). Absent: all devices.",
     )
     reshard: bool = Field(
         True,
@@ -371,7 +371,7 @@ class Geometry(Lawful):
 
 
 class Throughput(Strict):
-    """Trials of the throughput stage, as in `benchy`, and paired timing with the plan's first run."""
+    """Trials of the throughput stage, as in the tool benchy, and paired timing with the plan's first run."""
 
     warmup: Repeats = Field(3, description="Number of warm-up trials, whose times are discarded.")
     trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials whose times count.")
@@ -383,15 +383,15 @@ class Throughput(Strict):
     )
     beside: Seconds = Field(
         30.0,
-        description="Maximum duration of the paired timing, seconds: to measure the speed-up, a single-process run and "
+        description="Planned duration of the paired timing, seconds: to measure the speed-up, a single-process run and "
         "the plan's first run are timed alternately. On a busy machine the timing may take up to three times as long. "
         "0: no paired timing. If this is at least 10, the first run is also timed against a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
-        description="Target of the paired timing for the relative half-width of the ratio's 95 % interval, each time "
-        "that the two runs are opened. The timing ends early when it reaches this target, and takes longer than "
-        "`beside` if the half-width is above three times the target.",
+        description="Target for the relative half-width of the 95 % interval of the two runs' speed ratio. Paired "
+        "timing starts both runs several times. Each time, it ends early when it reaches the target, and takes longer "
+        "than planned if the half-width is above three times the target.",
     )
 
 
@@ -513,12 +513,12 @@ class RunCore(Lawful):
         "values are PyTorch's kernels.",
     )
     accumulation_steps: PositiveInt = Field(
-        1, description="Number of micro-batches per local batch, which are computed one after the other for one update."
+        1, description="Number of micro-batches per local batch; one update follows after all of them."
     )
     activation_checkpointing: bool = Field(
         False,
-        description="Recompute activations in the backward pass instead of keeping the activations. A step then needs "
-        "less memory and more time.",
+        description="Recompute activations in the backward pass instead of keeping them. A step then needs less "
+        "memory and more time.",
     )
     threads: Threads | None = Field(
         None,

@@ -49,7 +49,7 @@ USUAL = {
     "parallelism": ["throughput"],
 }
 
-#: For each kind of plan whose runs are generated: name of the block that generates the runs, and example of the block.
+#: Kind of plan with generated runs → name of the block that generates them, and an example of the block.
 BLOCKS = {
     "sweep": ("sweep", "{over: {optimizer.lr: [1e-3, 1e-2]}}"),
     "weak_scaling": ("scaling", "{devices: [1, 2, 4], batch_sizes: [64]}"),
@@ -115,7 +115,7 @@ class Plan(Lawful):
         {},
         min_length=1,
         validate_default=True,
-        description="Name of the run → settings, in the order of tables and ladders; `{use: plan.run}` means a run of "
+        description="Settings by name of the run, in the order of tables and ladders; `{use: plan.run}` means a run of "
         "another plan. A sweep generates all of its runs. `scaling` and `convergence` generate further runs; "
         "`{use: plan.run}` under the name of a generated run replaces the generated run.",
     )

@@ -1,4 +1,4 @@
-"""Writers and a reader of TensorBoard event files."""
+"""Write TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LAST = ".last"  #: Suffix of an event file that is written only once, at the end
 def writer(folder: Path, step: int = -1) -> SummaryWriter:
     """Return a writer of event files in `folder`.
 
-    Without `step`, the writer replaces all older files. With a `step`, it only replaces the file with suffix `LAST` and
-    continues after this step.
+    Without `step`, remove all older files. With a `step`, only remove the file with suffix `LAST`; the new events
+    continue after this step.
     """
     from torch.utils.tensorboard import SummaryWriter
 

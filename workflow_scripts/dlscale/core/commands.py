@@ -1,6 +1,6 @@
-"""Table rows of the commands for users.
+"""Rows of the table of commands for users, and common arguments.
 
-The module of a command is imported only when it runs.
+The module of a command is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Query:
     module: str
     text: str
     options: tuple[Option, ...] = ()
-    configured: bool = True  #: Whether the command reads the configuration and has the options for the configuration.
+    configured: bool = True  #: Whether the command reads the configuration, and has options such as `--configfile`.
 
 
-#: Argument: plans.
+#: Positional arguments: any number of plans.
 PLANS: Option = (
     "plans",
     {"nargs": "*", "metavar": "PLAN", "help": "plans (default: the targets of the configuration)"},
 )
-#: Argument: runs.
+#: Positional arguments: at least one run.
 RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or the folder of a run"})

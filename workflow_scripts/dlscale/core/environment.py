@@ -28,7 +28,7 @@ from dlscale.core.urls import hidden_in
 #: Prefixes of the environment variables that are recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
 
-#: Maximum number of packages that a list of differences names, and maximum number of variables.
+#: Maximum number of packages, and of variables, that a list of differences names.
 NAMED = 3
 
 
@@ -38,7 +38,7 @@ class Gpu(Record):
     name: str
     memory_bytes: int | None = None
     watts: float | None = None  #: Power limit, W.
-    sm_mhz: int | None = None  #: Maximum clock of the processors, MHz.
+    sm_mhz: int | None = None  #: Maximum clock of the streaming multiprocessors, MHz.
     memory_mhz: int | None = None  #: Maximum clock of the memory, MHz.
     ecc: bool | None = None
     mig: bool | None = None
@@ -127,7 +127,7 @@ def git_state() -> dict[str, Any] | None:
     # The checkout may belong to another user, so programs in its git configuration must not run.
     off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).resolve().parent), *off]
-    # An installed package may lie inside the checkout of another project.
+    # An installed package may lie inside the checkout of another project, which then does not track this file.
     if command_output([*git, "ls-files", "--error-unmatch", Path(__file__).name], 10) is None:
         return None
     commit = command_output([*git, "rev-parse", "HEAD"], 10)
@@ -198,7 +198,7 @@ def _gpu(device: Any) -> Gpu:
 def differences(before: Environment, after: Environment) -> list[str]:
     """Return the differences of two environments, such as `driver 570 → 580`.
 
-    Differences of host and time are ignored. Only the first `NAMED` packages and variables are named.
+    Host and time are ignored. The list names at most `NAMED` packages and `NAMED` variables.
     """
     sides = [_facts(each) for each in (before, after)]
     found = [_pair(name, *(side.get(name) for side in sides)) for name in dict.fromkeys([*sides[0], *sides[1]])]

@@ -50,9 +50,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def of_another(file: Path) -> str:
-    """Return advice for a name that the configuration lacks although `file` is a result with this name.
+    """Return advice for a name that is missing in the configuration although its result `file` exists.
 
-    Return an empty string if the file does not exist.
+    Return an empty string if the file is missing, too.
     """
     return f"; {file} was made from another configuration; name its file with --configfile" if file.exists() else ""
 

@@ -24,13 +24,13 @@ from dlscale.core.urls import hidden_in
 _HOST = socket.gethostname().split(".")[0]
 #: Default advice for a file that cannot be read.
 TORN = "the file may be incomplete or damaged; fetch or make it again"
-#: Seconds by which the time of a new file may precede `time.time()`: the kernel's clock of files is coarse.
+#: Seconds by which a new file's modification time may precede `time.time()`, because the kernel's file clock is coarse.
 COARSE = 0.02
 
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the block succeeds (atomic write).
+    """Yield a temporary path that replaces `path` when the block succeeds.
 
     `path` may be a file or a folder. If the block raises an error, the temporary file or folder is removed and `path`
     stays unchanged. An error with a known cause, such as a full disk, becomes a `UserError` (`translate_error`).
@@ -77,8 +77,8 @@ def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
                 remove(left)
 
 
-#: Parts of error messages about a full disk, for libraries that give no error number. The last part is in PyTorch's
-#: message about lost bytes.
+#: Parts of error messages about a full disk, for libraries that give no error number. "unexpected pos" is in PyTorch's
+#: message about an incomplete write.
 FULL = ("no space left", "quota exceeded", "file too large", "unexpected pos")
 
 #: Messages with problem and remedy, by error number.
@@ -129,7 +129,7 @@ def _dangling(path: Any) -> Path | None:
 
 
 def save_png(figure: Any, path: Path, dpi: int) -> None:
-    """Write a matplotlib figure atomically as PNG with 256 colours, which halve the size of the file."""
+    """Write a matplotlib figure atomically as PNG; its palette of 256 colours halves the file size."""
     from PIL import Image
 
     drawn = io.BytesIO()
@@ -259,7 +259,7 @@ def written_since(path: Path, moment: float) -> bool:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return the size (bytes) and the modification time (ns) of a file, to detect changes of the file."""
+    """Return the size (bytes) and the modification time (ns) of a file, to detect changes."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 

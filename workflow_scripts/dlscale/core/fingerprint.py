@@ -1,8 +1,8 @@
 """Fingerprints of the source code that each stage imports, since Snakemake does not follow imports.
 
 A fingerprint is a parameter of a rule: if a module is edited, exactly the stages that import the module run again.
-Comments, docstrings, formatting, modification times and most modules in `GUARDS` do not count. Messages and
-descriptions of settings only count for stages that make pages or pictures.
+Comments, docstrings, formatting, modification times and modules in `GUARDS` do not count. Messages, descriptions of
+settings and modules in `SHOWN` only count for stages that make pages or pictures.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CHECKOUT = ROOT.parents[1] if (ROOT.parents[1] / "Snakefile").is_file() else Non
 #: Tables of source files with their digests, one table for each fingerprint that this process computed.
 TABLES: dict[str, dict[str, str]] = {}
 
-#: Modules that read, write, wait or report and thus do not affect a stage's numbers, each with a description. The code
-#: of these modules is not part of a fingerprint and their imports are not followed. `SHOWN` has the exception.
+#: Modules that read, write, wait or report and thus do not affect a stage's numbers, each with a description. Their
+#: code is not part of a fingerprint and their imports are not followed, except for `SHOWN` in stages that make pages.
 GUARDS = {
     # settings and names: the params of a job contain the resolved values
     "dlscale.config.laws": "checks of settings that exclude each other",
@@ -56,7 +56,7 @@ GUARDS = {
     "dlscale.core.urls": "redaction of addresses; the params of a job contain the redacted addresses",
 }
 
-#: Modules of `GUARDS` that count for stages that make pages and pictures, because the results contain texts.
+#: Modules of `GUARDS` that count for stages that make pages and pictures, because these results contain texts.
 SHOWN = {"dlscale.core.text"}
 
 #: Keyword arguments that only contain texts for readers, by name of the function.
@@ -134,7 +134,7 @@ def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
     if key not in _PARSED:
         _PARSED[key] = _parsed(content, file, module)
     code, unworded, imported = _PARSED[key]
-    # A package's __init__ runs when any of its modules is imported.
+    # A package's __init__ counts, because it runs when any of the package's modules is imported.
     known = {name for name in imported if _file(name)} | {module}
     known |= {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
     return (code, unworded), frozenset(name for name in known - {module} if _file(name))
@@ -221,8 +221,8 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     """Return `modules` and all modules with a known source file (`_file`) that `modules` import.
 
-    Imports inside functions count. Imports for type checking and imports by a computed name do not count. Modules in
-    `GUARDS` are left out, unless `whole` is true or the exception in `SHOWN` applies.
+    Imports inside functions count, imports for type checking or by a computed name do not. Modules in `GUARDS` are left
+    out, unless `whole` is true, or a page's module imports a module in `SHOWN`.
     """
     seen, todo = set[str](), [*modules]
     while todo:

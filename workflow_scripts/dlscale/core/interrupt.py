@@ -1,6 +1,6 @@
 """Handling of Ctrl-C.
 
-This module only imports the smallest modules of Python, since it runs first.
+This module only imports small standard modules, since it must work before any slow import.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ seen = False
 def end_at_once(name: str) -> None:
     """Let Ctrl-C end this process with one line and no traceback, until `raise_again`.
 
-    Processes call this function while they import modules, because compiled code may ignore a `KeyboardInterrupt` in a
-    callback, for example while pydantic compiles a pattern. If the name is empty, the line is not printed. A process
-    that ignores Ctrl-C, such as under nohup, still ignores Ctrl-C. A second call does not change the name.
+    Imports need this, because compiled code may ignore a `KeyboardInterrupt` in a callback, for example while pydantic
+    compiles a pattern. If the name is empty, the line is not printed. A process that ignores Ctrl-C, such as a script's
+    background process, still does. A second call does not change the name.
     """
 
     def end(number: int, frame: object) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-#: Environment at the start of `python -m dlscale`, before any change.
+#: Environment at the start of `python -m dlscale`; in a job, the environment of Snakemake's caller.
 GIVEN: dict[str, str] = {}
 
 #: Environment variable with the values of the variables `CHANGED` before Snakemake started, as JSON.
@@ -25,7 +25,7 @@ CALLER = "DLSCALE_CALLER"
 #: Environment variable with the ids of the Snakemake processes above a job, outermost process first.
 SNAKEMAKES = "DLSCALE_SNAKEMAKES"
 
-#: Variables that Snakemake, its shell, and Python in the locale C set for a job.
+#: Variables that Snakemake, its shell, or Python under the locale C may set for a job.
 CHANGED = (
     *("OMP_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
     *("VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "TMPDIR", "TMP", "TEMPDIR", "TEMP"),
@@ -41,7 +41,7 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 LOCAL_DISK = "DLSCALE_LOCAL_DISK"
 #: Environment variable with the suffix of node names in the network between nodes (`host_suffix` of a site).
 HOST_SUFFIX = "DLSCALE_HOST_SUFFIX"
-#: Environment variable with the network between nodes (`fabric` of a site), if the site names one other than ethernet.
+#: Environment variable with the network between nodes (`fabric` of a site), if it is not ethernet.
 FABRIC = "DLSCALE_FABRIC"
 
 #: Environment variable with the folder for the steps of an external program; `dlscale.extensions.programs.timed`
@@ -92,7 +92,7 @@ def let_threads_wait() -> None:
 
 
 def put_python_first() -> None:
-    """Put the folder of this Python first in PATH, if the folder has a program `python`.
+    """Put the folder of this Python first in PATH, if it has a program `python`.
 
     The virtual environment of this Python then need not be activated.
     """

@@ -24,11 +24,11 @@ class Metric(Record):
     meaning: str = ""  #: Meaning in one line.
     unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None  #: Name of the metric that scores the best baseline without learning; None without it.
+    naive: str | None = None  #: Name of the metric of the best baseline without learning; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
     rival: str = ""  #: Name of the baseline that this metric scores, if the study has several baselines.
     derived: bool = (
-        False  #: Whether the metric follows from other metrics, as a skill does, which the page shows instead.
+        False  #: Whether the metric follows from other metrics, as a skill does; the page then shows the other metrics.
     )
 
     @property

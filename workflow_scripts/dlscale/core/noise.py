@@ -16,8 +16,8 @@ TRIM = 0.2
 def standard_errors(samples: float, looks: int = 1) -> float:
     """Return the half-width of a mean's interval in standard errors (Student's t).
 
-    The half-width is infinite for one sample. With several `looks`, the interval is wider, so that all `looks`
-    intervals together are correct with a probability of at least 95 % (Bonferroni).
+    The half-width is infinite for one sample. `looks` is the number of comparisons: with several, each interval is
+    wider, so that all are correct together with a probability of at least 95 % (Bonferroni).
     """
     from scipy.special import stdtrit
 
@@ -42,8 +42,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     The half-width is infinite for one value.
 
     A fifth of the values is cut off at each end, because other programs strongly distort a few measurements. The
-    standard error is computed from the Winsorized values (Tukey and McLaughlin 1963, Sankhya A 25, 331). If there are
-    fewer than five values, nothing is cut off and the interval is Student's.
+    standard error is computed from the Winsorized values (Tukey and McLaughlin 1963, Sankhya A 25, 331). With fewer
+    than five values, nothing is cut off and the interval is Student's.
     """
     ordered, cut = sorted(values), int(TRIM * len(values))
     kept = ordered[cut : len(ordered) - cut]

@@ -57,7 +57,7 @@ class Results(NamedTuple):
     def checkpoints(self, plan: str, run: str) -> str:
         """Return the folder of a run's checkpoints.
 
-        The folder is not an output of a rule, so Snakemake keeps the folder if the job fails.
+        The folder is not an output of a rule, so Snakemake keeps it if the job fails.
         """
         return f"{self.folder}/checkpoints/{plan}/{run}"
 

@@ -20,8 +20,8 @@ from dlscale.core.files import open_regular, translate_error
 
 # ---- launcher -----------------------------------------------------------------------------------------
 
-#: Variables with rank, size and local rank, one row per launcher. Slurm's variables come last, because mpirun within a
-#: Slurm job uses srun to start one process per node, and this process starts the ranks.
+#: Variables with rank, size and local rank, one row per launcher. Slurm's variables come last: in a Slurm job, mpirun
+#: uses srun to start one daemon per node, and all ranks of the node inherit the daemon's Slurm variables.
 VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # mpirun of Open MPI, jsrun
@@ -31,8 +31,8 @@ VARIABLES = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
 )
 
-#: Environment variable with the path of the file by which the ranks of a node find each other; only one user may write
-#: to the folder of this file.
+#: Environment variable with the path of the file by which the ranks of a node find each other, in a folder that only
+#: the user may write to.
 MEET = "DLSCALE_MEET"
 
 
@@ -68,7 +68,7 @@ def ranks() -> Ranks:
 class Image:
     """Container image of a stage.
 
-    The controller determines it and passes it to the stages in `DLSCALE_IMAGE`.
+    Snakemake's process determines the image and passes it to the stages in `DLSCALE_IMAGE`.
     """
 
     engine: str
@@ -112,10 +112,9 @@ def redirect(log: Path) -> TextIO:
 
 
 def keep_log(kept: Path, resumed: bool) -> None:
-    """Keep this process's log under a second name, `kept`.
+    """Keep this process's log under a second name, `kept`, because Snakemake removes a job's log before each try.
 
-    The second name is needed because Snakemake removes a job's log before each try. If `resumed`, the lines of earlier
-    tries in `kept` are first inserted at the beginning of this log.
+    If `resumed`, the lines of earlier tries in `kept` are first inserted at the beginning of this log.
     """
     if not (_log and _log.is_file()):
         return
@@ -205,8 +204,8 @@ def end(message: str, status: int) -> None:
 def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
     """Return a function that calls `work`, then ends Snakemake with the status from `ended`.
 
-    If this status is 0, the function returns. After Ctrl-C the status is 130. The function calls `sys.exit` instead of
-    raising an error, because Snakemake prints a traceback for an error in a function of the Snakefile.
+    If this status is 0, the function returns. After Ctrl-C the status is 130. The function calls `sys.exit`, because
+    Snakemake prints a traceback for any error in a function of the Snakefile.
     """
 
     def done(*args: object, **named: object) -> None:

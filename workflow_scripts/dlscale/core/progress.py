@@ -182,10 +182,7 @@ def job_seconds(benchmark: str | Path) -> float | None:
 
 
 def jobs(results: Path, since: float) -> list[Job]:
-    """Return the jobs that ended after `since`, read from benchmarks and logs.
-
-    `since` is in seconds since 1970-01-01 UTC.
-    """
+    """Return the jobs that ended after `since` (seconds since 1970-01-01 UTC), from benchmarks and logs."""
     folder, found = results / "benchmarks", []
     for path in folder.rglob("*.tsv"):
         if (end := path.stat().st_mtime) < since:
@@ -205,8 +202,8 @@ def jobs(results: Path, since: float) -> list[Job]:
 def lines(done: Iterable[Job], since: float, until: float, cores: int | None = None, busy: float = 0.0) -> list[str]:
     """Return the lines of a table of job times by rule, longest time first; an empty list without jobs.
 
-    `since` and `until` are seconds since 1970-01-01 UTC. `cores` is the number of cores, or None if unknown, and `busy`
-    is the processor time (s) that this call's processes used on these cores.
+    `since` and `until` are seconds since 1970-01-01 UTC. `cores` is the number of cores (None if unknown), and `busy`
+    is the processor time, s, of this call's processes on these cores.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:

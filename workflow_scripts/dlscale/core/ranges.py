@@ -20,13 +20,13 @@ STEPS = "steps"
 BETWEEN = "between"
 #: Kind of work: testing the communication before the first step.
 REHEARSAL = "self-test"
-#: Kind of work: everything else without a time limit, such as opening data and compiling code.
+#: Kind of work without a time limit: everything else, such as opening data and compiling code.
 OPENING = "opening"
 
 #: Range in which a process waits for a checkpoint, which threads of all processes write together.
 SAVING = "checkpoint"
 
-FIRST = 16  #: Number of first ranges that count as opening, because devices, libraries and files are then set up.
+FIRST = 16  #: Number of ranges at the start that count as `OPENING`, because they set up devices, libraries and files.
 
 #: Function that returns the context of a range, given the range's name.
 Marker = Callable[[str], AbstractContextManager[object]]
@@ -34,8 +34,8 @@ Marker = Callable[[str], AbstractContextManager[object]]
 _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
-entered = 0  #: Number of times that a range or a part of the run was entered or left.
-at = ""  #: Name of the current range or part.
+entered = 0  #: Number of ranges entered, and of parts of the run entered or left.
+at = ""  #: Name of the range or part that this process reached last.
 _marked = 0  #: Number of ranges entered.
 _kinds = [OPENING]
 

@@ -1,7 +1,4 @@
-"""Base class and types of records.
-
-A record is a JSON file that a stage writes.
-"""
+"""Base class of records, the JSON files that stages write, and types of their values."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ Number = Annotated[
 #: Measured rate or time. The upper bound is so large that a value in a wrong unit still passes. Booleans are refused.
 Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
 
-#: Measured value above zero, whose logarithm is finite.
+#: Measured value above zero, so that its logarithm is finite.
 Positive = Annotated[Measured, Field(ge=1e-15)]
 
 

@@ -16,8 +16,8 @@ from urllib.parse import SplitResult
 from dlscale.core.errors import UserError
 from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, VARIABLE, split
 
-#: Last word of a secret's name, such as token in HF_TOKEN. Exceptions: `_NOT_ALONE`; token and pass after a word in
-#: `_PLAIN`. Names that end with key are checked with `_KEYS`.
+#: Words that mark a secret at the end of a name, such as token in HF_TOKEN. Exceptions are `_NOT_ALONE`, and token or
+#: pass after a word in `_PLAIN`. Names that end with key are checked with `_KEYS`.
 _NAMES = {
     *("password", "passwd", "passphrase", "passcode", "passwords", "pgpassword", "sshpass", "pass", "pwd"),
     *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
@@ -33,7 +33,7 @@ _KEYS = {
     *("service", "client", "storage", "master", "ssh", "deploy", "subscription", "app", "admin", "wandb", "openai"),
 }
 _PLAIN_KEYS = {"primary", "foreign", "sort", "public", "cache", "partition", "group", "index", "image", "label", "data"}
-#: Words before `token` or `pass` with which the name means a part of a model or tokenizer instead of a secret.
+#: Words before `token` or `pass` in names that mean a part of a model or tokenizer instead of a secret.
 _PLAIN = {
     *("pad", "eos", "bos", "unk", "mask", "cls", "sep", "class", "special", "image", "stop", "start", "end", "begin"),
     *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
@@ -162,7 +162,7 @@ class _Redaction:
 
     def settings(self, settings: Any, name: str = "") -> Any:
         if isinstance(settings, Mapping):
-            kept = {"rate", "losses"} if name == "program" else ()  # patterns, and names of metrics
+            kept = {"rate", "losses"} if name == "program" else ()  # have patterns and names of metrics, not secrets
             return {key: value if key in kept else self.settings(value, str(key)) for key, value in settings.items()}
         if isinstance(settings, list | tuple):
             return self._secret_list(settings, name) if self._is_name(name) else self._words(settings)

@@ -1,8 +1,8 @@
 """Find the modules of studies, kinds of datasets, loaders, stages and commands by name.
 
 - The core has the studies in `dlscale/studies/NAME` and the kinds of datasets in `dlscale/datasets/KIND`.
-- Extensions add rows to tables. An extension is a folder `dlscale/extensions/NAME`, or an installed package with an
-  entry point `dlscale.extensions`.
+- Extensions add rows to tables, such as `STAGES`. An extension is a folder `dlscale/extensions/NAME`, or an installed
+  package with an entry point `dlscale.extensions`.
 - An outside study is a file or folder that the configuration names. Such a study may define kinds of datasets.
 
 A fingerprint cannot find modules that are imported by name, so this module lists them for `dlscale.core.fingerprint`.
@@ -47,8 +47,7 @@ ENTRY_POINTS = "dlscale.extensions"
 def extensions() -> dict[str, ModuleType]:
     """Return the module of each extension by the extension's name, extensions of this package first.
 
-    `USES` of an extension names the other extensions that it imports. An extension is left out if one of them is
-    missing.
+    `USES` of an extension names the extensions that it imports. Without one of these, the extension is left out.
 
     Raises
     ------
@@ -134,8 +133,8 @@ def _file(module: str) -> Path:
 def add(name: str, path: str | Path) -> None:
     """Register the study in an outside file or folder, and make the study importable.
 
-    A second call with the same arguments has no effect. Raise a `UserError` if a file is missing, if Python cannot
-    import a module of this name, or if another study has the name.
+    A second call with the same arguments has no effect. Raise a `UserError` if a file is missing, if the name of the
+    module is unsuitable or not unique, or if dlscale ships a study called `name`.
     """
     where = f"studies.{name}"
     file = Path(path).expanduser().resolve()
@@ -146,7 +145,10 @@ def add(name: str, path: str | Path) -> None:
         raise UserError(f"{where}: dlscale already has a study of this name; choose another name")
     module = (file.parent if file.name == "__init__.py" else file).stem
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
-        raise UserError(f"{where}: {path}: Python cannot import a module called '{module}'; rename it")
+        raise UserError(
+            f"{where}: {path}: expected a Python identifier that is not a standard module or '{PACKAGE.name}', got "
+            f"'{module}'; rename it"
+        )
     study = StudyModule(name, module, file)
     if not study.yaml.is_file():
         raise UserError(f"{where}: {study.yaml}: no such file; write the study's settings to this YAML file")
@@ -202,7 +204,7 @@ def load(module: str) -> ModuleType:
         if module.split(".")[0] == PACKAGE.name:
             raise
         what = mistake(error) or f"{type(error).__name__}: {error}"
-        raise UserError(f"{what}; the study in module {module} cannot be imported") from error
+        raise UserError(f"{what}; the module {module} cannot be imported") from error
 
 
 def study(name: str) -> Any:
@@ -242,7 +244,7 @@ def _outside_kinds() -> dict[str, Any]:
 def kinds() -> dict[str, str]:
     """Return the package or module of each kind of dataset, by name of the kind.
 
-    A shipped kind has a package. For an outside kind, the result has the module of the kind's class.
+    Shipped kinds have a package; for outside kinds, this is the module of the kind's class.
     """
     return {**shipped_kinds(), **{name: type(kind).__module__ for name, kind in _outside_kinds().items()}}
 
@@ -322,7 +324,7 @@ def program_stages() -> dict[str, str]:
 
 
 def sections() -> list[str]:
-    """Return the full names of the functions that make sections of a page for extensions.
+    """Return the full names of the functions with which extensions add sections to a page.
 
     A function has the arguments (`PlanResult`, `dlscale.report.sections.Page`); it returns a `Section`, or None.
     """
@@ -332,13 +334,13 @@ def sections() -> list[str]:
 def probes() -> list[str]:
     """Return the full names of the checks that extensions add to `dlscale doctor`.
 
-    A check has the arguments (configuration, plans; None for the targets), and returns a list of `Finding`.
+    A check has the arguments `configuration` and `plans` (None means the targets), and returns a list of `Finding`.
     """
     return list(_table("PROBES").values())
 
 
 def page_modules() -> list[str]:
-    """Return the modules with which extensions complete a page, so that a change of them renews the page."""
+    """Return the modules with which extensions complete a page; the page is made again if one of them changes."""
     names = (*causes(), *sections(), *cards(), *(row.record for row in stages().values() if row.record))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
@@ -367,8 +369,8 @@ def provider(name: str) -> list[str]:
 def trackers() -> dict[str, str]:
     """Return the full class names of experiment trackers, by name in `training.trackers`.
 
-    The class is called with four arguments: the run's folder, settings, history, and folder of checkpoints. Objects of
-    the class have the methods `add(epoch)` and `finish(picture, best)`.
+    A class has four arguments: folder, settings, history and checkpoint folder of the run. Its objects have the methods
+    `add(epoch)` and `finish(picture, best)`.
     """
     return _table("TRACKERS")
 
@@ -376,8 +378,8 @@ def trackers() -> dict[str, str]:
 def profilers() -> dict[str, str]:
     """Return the modules of profilers, by name in `profile.tools`.
 
-    The module of a profiler that starts separate processes has two functions: all ranks call `profile_apart(run_json,
-    manifest, world, threads, device, folder)`, and `of_report(path)` reads a report.
+    The module of a profiler that starts separate processes has two functions. `profile_apart(run_json, manifest, world,
+    threads, device, folder)` is called on all ranks, and `of_report(path)` reads a report.
     """
     return _table("PROFILERS")
 

@@ -1,4 +1,4 @@
-"""Read settings from YAML, validate them, and report each error with one message."""
+"""Read settings from YAML, validate them, and explain wrong values in messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, st
     try:
         return json.loads(str(config)), option
     except json.JSONDecodeError as error:
-        raise UserError(f"{option}: not valid JSON ({error}); pass the JSON of the workflow, or a file") from None
+        raise UserError(f"{option}: not valid JSON ({error}); pass valid JSON or a YAML file") from None
 
 
 def write_yaml(path: str | Path, settings: Raw) -> None:
@@ -210,7 +210,7 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
     key, here, valid = item["ctx"]["key"], tuple(map(str, keys)), item["ctx"]["keys"].split(", ")
     if difflib.get_close_matches(key, valid, n=1, cutoff=0.9):  # a typing error is likelier than a wrong section
         return str(item["msg"])
-    # For each key: distance from `here` in the tree (up to a constant), path, and length of the common prefix.
+    # For each key: distance from `here` in the tree (up to a constant), path, length of the prefix shared with `here`.
     every = [(len(path) - 2 * same, path, same) for path in set(key_paths(kind)) for same in [_shared(path, here)]]
     # Skip keys of other members of a union, because these keys are not valid in this section.
     every = [each for each in sorted(every) if each[2] < len(here) or {*each[1][len(here) :][:1]} <= {*valid}]

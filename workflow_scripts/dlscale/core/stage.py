@@ -36,7 +36,7 @@ VALIDATION = 1 / 3
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
     """Return the training samples plus a third of the samples of all validations.
 
-    Return None for an empty dataset.
+    Return None if a number is unknown, or without training samples.
     """
     if not train or valid is None:
         return None
@@ -61,14 +61,14 @@ class Stage:
     module: str  #: Entry module; its `main(args)` does the work.
     text: str  #: Description for `--help`.
     scope: Scope
-    options: tuple[Option, ...] = ()  #: Options, without `--log` and the common options of a run's stages.
-    #: Keys of a run that the stage reads in addition to the common keys. Other keys do not make the stage run again.
+    options: tuple[Option, ...] = ()  #: Options in addition to `--log` and, for stages of a run, `RUN_OPTIONS`.
+    #: Keys of a run that the stage reads in addition to the keys of `RunCore`. Other keys do not start the stage again.
     settings: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()  #: Files in the run's folder; if the first file exists, the stage is done.
-    record: str = ""  #: Full name of the class of the first output, for a record that only an extension reads.
+    record: str = ""  #: Full name of the class of the first output, if only an extension reads this record.
     usual: bool = False  #: Whether the stage is in `measure` of a plan by default.
     nodes: Nodes = "here"
-    #: Function of (run, training samples, validation samples) for the work, in units of one training sample.
+    #: Function of (run, training samples, validation samples) that returns the work, in units of a training sample.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
     #: Function of the run that returns the time, s, that does not depend on the run's rate.
     seconds: Callable[[Any], float] | None = None
@@ -76,7 +76,7 @@ class Stage:
     starts: Callable[[Any], int] | None = None
     #: Function of the run that returns the modules that the stage imports by name.
     imports: Callable[[Any], Iterable[str]] = lambda run: ()
-    minutes: int = 60  #: Time limit of a job of unknown duration; a site may set another one.
+    minutes: int = 60  #: Time limit, minutes, of a job of unknown duration; a site may set another limit.
     warned: bool = False  #: Whether the job gets a signal before its time limit.
     science: str = ""  #: Module that decides the results, if it is not the entry module.
     #: Entry module of the stage for an external program; None if the stage does not support external programs.

@@ -1,7 +1,8 @@
 """Table of stages.
 
-This table defines the command line, the values of `measure`, the params of rules, cost, doctor, time limits and Slurm
-requests. To add a stage that measures a run, add a row to this table, the module of the stage, and a thin rule.
+This table defines the subcommands of stages, the values of `measure`, the params of rules, doctor's checks, and the
+jobs' costs, time limits and Slurm requests. To add a stage that measures a run, add a row to this table, the module of
+the stage, and a thin rule.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dlscale.core.stage import START, Stage, option, path, training_work
 def throughput_trials(run: Any) -> int:
     """Return the number of warm-up and counted trials over all modes.
 
-    There are 3 modes. A run on several groups of devices has a fourth mode, steps without communication, if its
-    settings allow such steps.
+    The modes are loading, computing and training. A run on several groups of devices also has steps without
+    communication, if its settings allow this.
     """
     modes = 3 + (run.geometry.dp > 1 and run.can_step_alone)
     return int(modes * (run.throughput.warmup + run.throughput.trials))
@@ -40,7 +41,7 @@ def turns_seconds(run: Any) -> float:
 
 
 _PAGE = option(
-    "--page", "write a live page from the current results, with these options of report", False, metavar="JSON"
+    "--page", "options of the stage report, to write a live page from the current results", False, metavar="JSON"
 )
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)

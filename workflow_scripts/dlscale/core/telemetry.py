@@ -1,4 +1,4 @@
-"""Writer and readers of `telemetry/STAGE.csv`: a node's activity during a stage of a run.
+"""Write and read `telemetry/STAGE.csv`: a node's activity during a stage of a run.
 
 The file has a row per second. Only the standard library is imported, to keep the sampling process small.
 """
@@ -153,9 +153,9 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
 
     Return None if the energy is unknown.
 
-    For a run with GPUs, the result is the energy of the GPUs. A GPU without an energy counter contributes power x time,
-    with constant power between two samples. For a run without GPUs, the result is the energy of the nodes, if the nodes
-    have a counter. If a counter decreases, it was reset: the interval counts as 0 J.
+    For a run with GPUs, this is the energy of the GPUs. A GPU without an energy counter contributes power x time, with
+    constant power between two samples. For a run without GPUs, this is the energy of the nodes, if they have a counter.
+    If a counter decreases, it was reset: the interval counts as 0 J.
     """
     found = list[float]()
     for samples in nodes:
@@ -249,7 +249,7 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
     except OSError as error:
         raise translate_error(error, path) from error
     words = map(str, (root, ranks, gpus))
-    # The sampler has a separate process group: before it ignores Ctrl-C, the signal would end it with a traceback.
+    # A separate process group, because Ctrl-C would end the sampler with a traceback until it ignores the signal.
     with file:
         sampler = subprocess.Popen(
             [sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file, process_group=0

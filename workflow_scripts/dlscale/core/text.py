@@ -12,7 +12,7 @@ from typing import Any, TextIO
 NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u00a0"  # keeps a number and its unit on one line
-#: Start of a text that a spreadsheet runs as a formula, or of such a text behind quotes.
+#: Start of a text that a spreadsheet runs as a formula, possibly after single quotes.
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 #: Number of names in a list; further names are counted.
@@ -30,8 +30,8 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Return `value` as text with `digits` significant digits and thousands separators.
 
-    All digits before the point are kept. A number below 1e-4 or from 1e9 on has a power of ten. None is `NONE`, and
-    infinite values are ∞.
+    All digits before the point are kept. Numbers below 1e-4 and from 1e9 on have a power of ten. None becomes `NONE`,
+    and infinities become ∞.
     """
     if value is None:
         return NONE
@@ -57,7 +57,7 @@ def count(value: int | None) -> str:
 
 
 def many(value: int, what: str) -> str:
-    """Return a number with its noun in the singular or plural; `what` is the noun in the singular."""
+    """Return a number with a noun in the singular or plural; `what` is the singular."""
     return f"{value} {what}{'' if value == 1 else 'es' if what.endswith('s') else 's'}"
 
 
@@ -88,7 +88,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in hours and minutes, in minutes and seconds, or below a minute in seconds."""
+    """Return a duration in seconds, in minutes and seconds, or in hours and minutes."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 60:
@@ -112,7 +112,7 @@ def size(bytes_: float | None, space: str = _SPACE) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines with aligned columns; the columns with numbers in `right` are right-aligned."""
+    """Return rows of cells as lines with aligned columns; columns with an index in `right` are right-aligned."""
     rows = list(rows)
     sides = [(">" if place in right else "<") for place in range(len(rows[0]))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -130,7 +130,7 @@ def readable(text: str) -> str:
 def escape_formula(value: Any) -> Any:
     """Put a quote before text that a spreadsheet would run as a formula.
 
-    Return other values unchanged, and text that is a number.
+    Numbers, also as text, and all other values are returned unchanged.
     """
     if not isinstance(value, str) or not _FORMULA.match(value):
         return value

@@ -36,9 +36,9 @@ def hidden(url: str) -> str:
     """Return an address without its login, its fragment, and the values in its query.
 
     The query value of a login key (`LOGINS`) becomes `***`. Any other query value becomes `~` and the first eight
-    digits of the value's SHA-256, so that different files have different addresses. Login keys get no digits, because a
-    short secret could be guessed from its digits. A text that is not an address or is already redacted does not change.
-    A malformed address that contains `@`, `?` or `#` becomes `***`.
+    digits of its SHA-256, so that different files have different addresses. Login keys get no digits, because a
+    short secret could be guessed from its digits. A redacted address does not change. Other texts become `***` if they
+    contain `@`, `?` or `#`, because they may be malformed addresses; otherwise they do not change.
     """
     parts = split(url)
     if parts is None:

@@ -70,7 +70,7 @@ def download(
     attempts
         Largest number of requests.
     timeout_s
-        Time without data after which a request has stalled, seconds.
+        Time without data after which a request counts as stalled, seconds.
     backoff_s
         Longest wait after the first failure, seconds; each further failure doubles it, up to one minute.
     progress
@@ -183,11 +183,11 @@ class _Partial:
                 done += len(chunk)
                 self._progress(done, length)
         span = response.headers.get("Content-Range", "/*")
-        if not span.endswith((f"/{done}", "/*")):  # size of the file; urllib3 checks only the length of a response
+        if not span.endswith((f"/{done}", "/*")):  # urllib3 checks only the response's length, not the file's
             raise _TransientError(f"only {done} bytes have arrived")
 
 
 def _version(response: requests.Response) -> str:
-    """Return the value for If-Range: a strong ETag or Last-Modified; empty if the server sends neither."""
+    """Return the value for If-Range: a strong ETag, or else Last-Modified; empty without both."""
     etag = response.headers.get("ETag", "")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")

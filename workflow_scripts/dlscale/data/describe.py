@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
         if parts.kind_of(dataset).standardised:
             fields = {name: info.standardised() for name, info in manifest.fields.items()}
             manifest = manifest.model_copy(update={"fields": fields})
-        # Statistics as .npy files, [1, C, 1, 1] each; the files of a single field have the published names.
+        # Statistics as .npy files, [1, C, 1, 1] each; a dataset with one field uses the published names (global_*).
         for name, info in manifest.fields.items():
             prefix = "global" if len(manifest.fields) == 1 else name
             for key, values in (("means", info.mean), ("stds", info.std)):
@@ -91,7 +91,7 @@ def new_manifest(
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:
-    """Return the description of a field with these statistics, whose values are in model units."""
+    """Return the description of a field in model units, with these statistics."""
     statistics = {key: getattr(moments, key).tolist() for key in ("mean", "std", "minimum", "maximum")}
     return FieldInfo(
         channels=list(field.channels),

@@ -4,11 +4,11 @@ The workflow calls a kind's methods while it builds its graph, so they are pure 
 modules (`dlscale.core.registry.module_of`) do the work, so that each stage depends only on the code that the stage
 uses. A kind outside dlscale has all functions in one module. The functions, by module:
 
-(`acquirer`: the module that this method returns)
+the module that the method `acquirer` returns
     `acquire(dataset, raw, out, progress)` makes a raw file. Without an acquirer, users' files are read directly, and
     URLs are fetched.
 `source`
-    `open_source(dataset, part, paths) -> Source` reads a part. Only prepared datasets do not need this function.
+    `open_source(dataset, part, paths) -> Source` reads a part. All datasets except prepared ones need it.
 `samples`
     `open_samples(manifest, split, settings, seed)` opens the samples of a split. Without this function, each row is a
     sample.
@@ -127,7 +127,7 @@ class DatasetKind(ABC):
     name: ClassVar[str]  # value of a dataset's key `kind`
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
-    rows: ClassVar[str] = "samples"  # name of a file's rows in texts
+    rows: ClassVar[str] = "samples"  # noun for a file's rows on the page, such as "images"
     standardised: ClassVar[bool] = False  # whether readers standardise each channel by its mean and deviation
     #: Keys of the dataset and its source that only select parts and raw files, and do not change the files' content.
     selection: ClassVar[frozenset[str]] = frozenset()
@@ -191,7 +191,7 @@ class DatasetKind(ABC):
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
-        """Return the number of samples in files with `rows` rows each; None if it depends on more than the rows."""
+        """Return the number of samples in files with these numbers of rows; None if it depends on more than them."""
         return sum(rows)
 
 
@@ -201,7 +201,7 @@ def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
 
 # ---- datasets whose samples lie in two files that belong together, such as images and labels
 
-Both = TypeVar("Both", bound=Strict)  # fields: paths or URLs, in the order in which readers take them
+Both = TypeVar("Both", bound=Strict)  # settings; each field is a path or URL, in the order that readers expect
 
 
 class Paired(Strict, Generic[Both]):

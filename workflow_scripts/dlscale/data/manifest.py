@@ -19,8 +19,8 @@ from dlscale.core.record import Record
 class Transform:
     """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
 
-    `offset` and `scale` (> 0) are in units of g(physical). `log` first raises smaller values to `floor` (physical
-    units).
+    `offset` and `scale` (> 0) are in units of g(physical). `log` first raises values below `floor` (physical units) to
+    `floor`.
     """
 
     kind: Literal["linear", "log"] = "linear"
@@ -85,7 +85,7 @@ class FieldInfo(Record):
     std: list[float]  # standard deviation, like `mean`
     minimum: list[float] = []  # smallest value, like `mean`; empty if unknown
     maximum: list[float] = []  # largest value, like `mean`; empty if unknown
-    dtype: str = "float32"  # as read: float32 for all floating-point numbers, else the stored type
+    dtype: str = "float32"  # type as read: float32 for all floating-point numbers, else the stored type
     channel_axis: int | None = None  # 0 for [C, D, H, W], 1 for [N, C, ...], None for [N, ...] without channels
     classes: int | None = None  # number of classes of labels (one integer per row) in all splits
 
@@ -111,7 +111,7 @@ class Manifest(Record):
     """The content of `manifest.json`."""
 
     kind: str  # kind of dataset
-    rows: str = "rows"  # name of a file's rows in texts
+    rows: str = "rows"  # noun for a file's rows on the page, such as "images"
     fields: dict[str, FieldInfo]  # name of the HDF5 dataset → field
     splits: dict[str, list[File]]
     facts: list[str] = []  # short facts for the report
@@ -132,7 +132,7 @@ class Manifest(Record):
     def check_files(self) -> None:
         """Refuse a missing file, or a file whose size differs from the manifest.
 
-        HDF5 reads a missing end of a file as zeros, so a training would continue on a truncated file without an error.
+        If an open file is truncated, HDF5 reads zeros for the missing end, so training would continue without an error.
         """
         for file in (file for files in self.splits.values() for file in files):
             path = self.path(file)

@@ -19,7 +19,8 @@ from dlscale.data.kind import DatasetKind, Part, RawFile, is_url
 def load_dataset(config: str | Path) -> DatasetSettings:
     """Read a dataset's settings from a file, or from a JSON string."""
     raw, where = read_settings(config)
-    # Modules outside dlscale may take seconds to import, so import them only for kinds that dlscale does not ship.
+    # `dataset_type` imports the modules of all kinds, and users' modules may take seconds. A kind that dlscale ships
+    # needs only its own module.
     shipped = raw.get("kind") in registry.shipped_kinds()
     dataset: DatasetSettings = validate(registry.kind(raw["kind"]).Settings if shipped else dataset_type(), raw, where)
     return dataset

@@ -88,7 +88,7 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
 
 
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
-    """Join the pieces of a part, first piece first, into the part's file, in the stored type and layout."""
+    """Join the pieces of a part, which are in order, into the part's file, in the stored type and layout."""
     pieces = [store.open_file(path) for path in paths]
     # HDF5's chunk cache (by default 8 MB per dataset) is off, because each chunk is written once and completely.
     with atomic_write(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
@@ -137,7 +137,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
                 values = piece[field.select(first, last)]
                 if half:
                     exact, values = values, ((values - offset_c) / scale_c).astype(np.float16)
-                    exact -= values * scale_c + offset_c  # minus the values that a reader decodes
+                    exact -= values * scale_c + offset_c  # now the error of the values that a reader decodes
                     error = np.maximum(error, np.abs(exact, out=exact).max(axis=axes))
                     del exact
                 store.write(target, field.select(done + first, done + last), values)

@@ -16,7 +16,7 @@ from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
 STRIP = 4  # images along each edge of the mosaic
-BARS = 30_000  # largest number of classes with one bar each; integers may also be counts, up to millions
+BARS = 30_000  # largest number of classes that get a bar each; integers that are counts may reach millions
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Panel:
     unit: str
     values: np.ndarray  # [H, W], or uint8 [H, W, 3], for a picture and its histogram; [N] for only a histogram
     labels: tuple[str, str] = ("", "")  # labels of the picture's axes, x and y
-    classes: int | None = None  # number of classes if the values are labels; each of at most `BARS` classes has a bar
+    classes: int | None = None  # number of classes if the values are labels; up to `BARS`, each class has a bar
 
 
 def main(args: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
         "xtick.labelsize": 7,
         "ytick.labelsize": 7,
     }
-    with matplotlib.rc_context(style):  # draws `$` as text, also in tick labels, which saving makes
+    with matplotlib.rc_context(style):  # draws `$` as text; saving is in this block, because it makes the tick labels
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):

@@ -25,7 +25,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.settings import read_settings
 from dlscale.data import parts
 
-#: Environment variables that name folders of caches and settings.
+#: Environment variables that name folders of caches and settings, in which any file may be opened.
 _CACHES = re.compile(r".*CACHE.*|XDG_CONFIG_HOME|MPLCONFIGDIR|TORCH_HOME|HF_HOME")
 #: Suffixes of code files, which may be opened because fingerprints cover the modules of a study.
 _CODE = (".py", ".pyc", ".pyi", ".so")
@@ -50,12 +50,12 @@ class _Guard:
         places += [value for name, value in os.environ.items() if value and _CACHES.fullmatch(name)]
         self._places = [Path(os.path.realpath(place)) for place in places]
         self._temporary = Path(os.path.realpath(tempfile.gettempdir()))
-        self._home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 - stays "~" for an unknown user
+        self._home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 - Path.home fails for unknown users
         self._began, self._written = time.time(), set[Path]()
         self.refused: UserError | None = None
 
     def judge(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise a `UserError` if an audit event reads a user's file that `parts` does not name."""
+        """Raise a `UserError` if an audit event opens a user's file that `parts` does not name."""
         path = arguments[0] if arguments else None
         if event not in ("open", "sqlite3.connect", "os.rename") or not isinstance(path, str | bytes | os.PathLike):
             return
@@ -71,8 +71,8 @@ class _Guard:
             elif self._is_unseen(real):
                 self.refused = UserError(
                     f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so changes of "
-                    "this file would be ignored; return a `RawFile` for it from `parts` and open `paths`, or use kind "
-                    "`starter` with `source: {kind: arrays}` (docs/adding.md)"
+                    "this file would be ignored; return a `RawFile` for it from `parts`, and open its path in `paths`; "
+                    "or use kind `starter` with `source: {kind: arrays}` (docs/adding.md)"
                 )
                 raise self.refused
 
@@ -116,7 +116,7 @@ def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
 def load_dataset(config: str | Path) -> DatasetSettings:
     """Read a dataset's settings.
 
-    The module of a kind that dlscale does not ship must not open users' files while Python imports the module.
+    A kind that dlscale does not ship must not open users' files while Python imports the kind's module.
     """
     kind = str(read_settings(config)[0].get("kind"))
     with only_named(kind, []):

@@ -33,7 +33,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    #: number of classes, None if unknown; labels, and integers of the loader `synthetic`, are 0 ... classes - 1
+    #: number of classes, None if unknown; labels and the integers that `synthetic` draws are 0 ... classes - 1
     classes: int | None = None
 
 
@@ -93,7 +93,7 @@ class ImageWindows:
     extent: np.ndarray  #: height and width of the window, int64 [n, 2]
     resized: np.ndarray  #: height and width after resizing, int64 [n, 2]
     start: np.ndarray  #: first row and column of the square, int64 [n, 2]
-    flip: np.ndarray  #: mirrored left to right, bool [n]
+    flip: np.ndarray  #: whether the square is mirrored left to right, bool [n]
 
 
 class CroppedImages(WritingSamples):
@@ -115,8 +115,8 @@ class CroppedImages(WritingSamples):
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
     """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
 
-    `scaling` is `Reader.scaling`. Without scaling, the shift is the mean of the field, because values keep more digits
-    if the mean is subtracted first.
+    `scaling` is `Reader.scaling`. Without scaling, the shift is the offset of the channel's transform, usually its
+    mean: values keep more digits if it is subtracted first.
     """
     transforms = info.transforms if info.stored == "physical" else []
     mean, std = (  # rounded to float32, like the published statistics
@@ -204,7 +204,7 @@ class BoxField:
         assert self._info.channel_axis is not None
         files = manifest.files(split)
         self.readers = [Reader(manifest.path(file), name) for file in files]
-        #: `digests` of the files, and `stem`, with which the paths of the files' mirrors begin.
+        #: Digests of the files, and the beginning of the paths of the files' mirrors (copies for other loaders).
         self.digests, self.stem = [file.digest for file in files], manifest.folder / "mirrors" / f"{split}-{name}"
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
@@ -285,7 +285,7 @@ class BoxField:
 
     @property
     def bytes(self) -> int:
-        """Size of the stored values of all files in memory, bytes."""
+        """Memory of the stored values of all files, bytes."""
         return sum(int(np.prod(self.shape_of(file))) for file in range(len(self.readers))) * self.dtype.itemsize
 
     def canonical(self, stored: np.ndarray) -> np.ndarray:
@@ -397,7 +397,7 @@ class RowField:
             self._numbers[file] = self._decoding(reader)
         mapped, numbers = reader.mapped, self._numbers[file]
         if mapped is not None and numbers is None and mapped.dtype == out.dtype:
-            # The mode `raise` would make a copy.
+            # With the default mode `raise`, numpy would write into a copy of `out` first.
             np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")
             return
         if mapped is None:

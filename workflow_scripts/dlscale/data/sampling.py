@@ -71,7 +71,7 @@ class Visits:
         """Return each sample's row, counted over all files, int64 [size]."""
         return visits(self._seed, epoch, int(self._counts.sum()), self.size, self._training)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - one result serves a whole epoch; two results, because epochs overlap
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - the cache holds the rows of two epochs, because epochs overlap
     def rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return each sample's file and row, int64 [size] each."""
         return locate(self._counts, self.order(epoch))

@@ -25,14 +25,15 @@ from dlscale.data.store import Field
 
 #: CPU time within which HDF5 must read a file's structure, seconds; waiting for a slow file system does not count.
 MAX_STRUCTURE_SECONDS = 10
-#: Largest number of chunks of a dataset for which chunk addresses are read.
+#: Largest number of chunks of a dataset whose chunk addresses are read.
 MAX_CHUNKS = 10**6
 
 
 def check_structure(paths: Sequence[Path]) -> None:
     """Refuse files on which HDF5 loops or crashes, by reading the files' structure in a child process.
 
-    HDF5 may follow a damaged file's addresses in circles, and Python's signal handlers run only after HDF5 returns.
+    HDF5 may follow a damaged file's addresses in circles. Python's signal handlers run only after HDF5 returns, so only
+    another process can be stopped.
     """
     for path in paths:
         no_pipe(path)
@@ -41,7 +42,7 @@ def check_structure(paths: Sequence[Path]) -> None:
         return
     current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that the child reads
     with warnings.catch_warnings():
-        # Python warns about a fork while threads run; the threads do not use HDF5.
+        # Python warns about a fork while threads run. This fork is safe, because the threads do not use HDF5.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -78,10 +79,10 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
         for number, path in enumerate(paths):
             current[:] = number.to_bytes(8, "little")
             start = time.process_time()
-            with contextlib.suppress(ValueError):  # the process's own limit is lower
+            with contextlib.suppress(ValueError):  # the process's hard limit is lower
                 resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + MAX_STRUCTURE_SECONDS), hard))
             with contextlib.suppress(Exception), h5py.File(path, "r") as file:
-                stop = start + MAX_STRUCTURE_SECONDS / 2  # ends a walk through many objects; a loop runs into the limit
+                stop = start + MAX_STRUCTURE_SECONDS / 2  # ends a long walk; only a loop in HDF5 reaches the limit
                 _read_structure(file, stop)
                 file.visititems(lambda _, item, stop=stop: _read_structure(item, stop) or None)
     finally:
@@ -89,7 +90,7 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
 
 
 def _read_structure(item: Any, stop: float) -> bool:
-    """Read an object's attributes, members, dimensions and chunk addresses; return whether CPU time `stop` is over."""
+    """Read an object's attributes, members, dimensions and chunk addresses; return whether CPU time exceeds `stop`."""
     with contextlib.suppress(Exception):
         dict(item.attrs)
     with contextlib.suppress(Exception):

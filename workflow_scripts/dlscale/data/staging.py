@@ -35,7 +35,7 @@ MEMORY = "/dev/shm"
 #: Name of the record of verified files, next to the manifest.
 RECORD = "verified.json"
 #: Remedy in messages about data that cannot be copied.
-INSTEAD = "use loader.staging none, or for `local` another site.local_disk"
+INSTEAD = "set loader.staging to none, or (for `local`) site.local_disk to another folder"
 
 
 @contextlib.contextmanager
@@ -75,8 +75,8 @@ def _place(staging: str) -> Path:
     found = os.path.expandvars(given)
     if not given or "$" in found:
         raise UserError(
-            f"loader.staging: local: the node's local disk is '{given}'; expected a folder, in which all variables are "
-            f"set on this node; set site.local_disk, or the variable {LOCAL_DISK}"
+            f"loader.staging: local: the node's local disk is '{given}'; expected a path whose variables are all set "
+            f"on this node; set site.local_disk, or the variable {LOCAL_DISK}"
         )
     return Path(found)
 

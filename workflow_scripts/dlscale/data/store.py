@@ -1,6 +1,6 @@
 """HDF5 layout of preprocessed data, and readers of any HDF5 file.
 
-Each field is one HDF5 dataset, which its attributes describe. Volumes are [C, D, H, W], or [D, H, W, C] with the
+Each field is one HDF5 dataset, and attributes describe the field. Volumes are [C, D, H, W], or [D, H, W, C] with the
 attribute `channels_last`. Volumes may have chunks, which are cubes with all channels, like samples. All other fields
 are contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are stored as float32, or as (x - offset) / scale in
 float16; the attributes `offset` and `scale` are [C]. Readers return channels first.
@@ -153,7 +153,7 @@ def names(file: h5py.File) -> list[str]:
 
 
 def check_filters(values: h5py.Dataset) -> None:
-    """Refuse values that a missing filter compressed."""
+    """Refuse values compressed by a filter that is missing here."""
     plan = values.id.get_create_plist()
     for code, _, _, own in (plan.get_filter(number) for number in range(plan.get_nfilters())):
         if not h5py.h5z.filter_avail(code):
@@ -228,7 +228,7 @@ def channels_first(dataset: h5py.Dataset, sizes: tuple[int, ...]) -> tuple[int, 
 
 
 def stored_order(dataset: h5py.Dataset) -> tuple[int, ...]:
-    """Return a field's axes, channels first, in the order in which they are stored."""
+    """Return the stored order of a field's axes, which are numbered channels first."""
     axes = tuple(range(dataset.ndim))
     return (*axes[1:], 0) if dataset.attrs.get("channels_last", False) else axes
 
@@ -245,8 +245,8 @@ def create(
     """Create the dataset of `field` in `file`, to be filled with `write`.
 
     `dtype` is the stored type (default: the field's). For volumes [C, D, H, W], `chunk` is the edge of a cubic chunk
-    with all channels, and `channels_last` stores [D, H, W, C]. `scaling` marks scaled values, and has their offset and
-    scale, [C] each.
+    with all channels, and `channels_last` stores [D, H, W, C]. `scaling` is offset and scale, [C] each, if the stored
+    values are scaled.
     """
     shape, chunks = field.shape, None
     if chunk is not None and field.channel_axis == 0:
@@ -297,7 +297,7 @@ class Reader:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The field's axes, channels first, in the order in which they are stored."""
+        """Stored order of the field's axes, which are numbered channels first."""
         with reading(self.path):
             return stored_order(self.dataset)
 
@@ -335,7 +335,7 @@ class Reader:
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
             values: np.ndarray = opened[tuple(index[axis] for axis in order)]
-        except MemoryError:  # no damage: the run's settings may need too much memory
+        except MemoryError:  # not damage: the run's settings may need too much memory
             raise
         except Exception as error:
             raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
@@ -358,7 +358,7 @@ class Reader:
             np.copyto(out[tuple(target)], self.chunks[corner][tuple(source)])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a new array: integers, or float32 without the stored scaling.
+        """Return the selected values as a new array: integers, or float32 with the stored scaling undone.
 
         `index` has only slices, so the result keeps all axes.
         """

@@ -95,7 +95,7 @@ def main(command: list[str]) -> int:
             with contextlib.suppress(OSError):
                 client.stdin.close()
         end = time.monotonic() + GRACE
-        ask("rm", "--force", called)  # `rm` fails while --rm removes the container, and may be interrupted: try again
+        ask("rm", "--force", called)  # repeated, because `rm` may be interrupted, or fail during the removal by --rm
         while ask("ps", "--all", "--quiet", "--filter", f"name=^{called}$").stdout.strip() and time.monotonic() < end:
             time.sleep(0.25)
             ask("rm", "--force", called)

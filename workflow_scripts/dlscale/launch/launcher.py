@@ -1,4 +1,4 @@
-"""Build the command that starts a stage from the site's container engine and process starter.
+"""Build the command that starts a stage, with the site's container engine and process starter.
 
 Only `sources` changes a file: it may create a symbolic link.
 """
@@ -21,10 +21,10 @@ from dlscale.core.machine import FABRIC, HOST_SUFFIX, LOCAL_DISK, WATCHDOG, comm
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
-#: Python in an image. With -P, Python imports nothing from the working folder, which may contain any file.
+#: Command of dlscale in an image. With -P, Python imports nothing from the working folder, which may have any files.
 PYTHON = ["python", "-P", "-m", "dlscale"]
 
-#: Python of this process; the caller's PATH may have another `python`.
+#: The same command with the Python of this process; the caller's PATH may have another `python`.
 PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 
 #: Prefix of the names of images that the workflow builds.
@@ -48,7 +48,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class ContainerMounts:
-    """Folders that a container mounts, and the owner of written files; paths are absolute, and equal inside."""
+    """Folders that a container mounts, and the owner of written files; paths are absolute, and the same inside."""
 
     folder: str  #: Working folder.
     sources: str  #: Folder that contains the package `dlscale`; this code runs instead of the image's code.
@@ -181,7 +181,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
 
 
 def container_command(site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None) -> list[str]:
-    """Return the arguments before a command that runs in the site's environment: in a container, or without an engine.
+    """Return the arguments before a command: they run it in a container, or, without an engine, set its environment.
 
     `guest` is the command that the container runs, if it is not dlscale.
     """
@@ -214,7 +214,8 @@ def container_command(site: Site, place: ContainerMounts, gpu: bool, guest: Gues
     for path in place.data:
         _check_mount(path, site)
     if site.engine == "apptainer":
-        # Apptainer mounts in this order: data in a parent of the working folder would otherwise hide this folder.
+        # Apptainer mounts in the order of the options. Data come first: if a parent of the working folder were mounted
+        # later, it would hide this folder.
         binds = [f"{path}:{path}:ro" for path in place.data]
         binds += [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
         return [
@@ -277,7 +278,7 @@ ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
     """Return the site with `auto` and unset values resolved, and the reason for the engine as text, if it was `auto`.
 
-    Search engines in `folder` instead of PATH, if given.
+    If `folder` is given, search engines there instead of in PATH.
     """
     chosen: dict[str, str | bool] = {}
     reasons = []

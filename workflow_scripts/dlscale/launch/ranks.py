@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     given = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-    python = words[len(given) :]  # does not begin with `--`, which podman-hpc would drop
+    python = words[len(given) :]  # no `--` precedes these words, because podman-hpc would drop it
     if not given:
         return become(python)
     args = parser.parse_args(given)

@@ -65,7 +65,7 @@ def find_snakemake(process: int) -> int | None:
 
 
 def ranks_seen(root: int) -> int:
-    """Return the number of ranks in this container: children of `root` with the command of this process's parent."""
+    """Return how many ranks this container has: `root`'s children with the command line of this process's parent."""
     command = psutil.Process(os.getppid()).cmdline()
     return sum(
         child.cmdline() == command

@@ -31,7 +31,7 @@ class Activity(Record):
     launches: float | None = None  #: Kernels, copies and graphs that the host launched.
     syncs: float | None = None  #: Number of times that the host waits for the device.
     sync_seconds: float | None = None  #: Seconds in which the host waits for the device.
-    items: float | None = None  #: Numbers read from tensors (`.item()`); each read makes the host wait for a GPU.
+    items: float | None = None  #: Number of values read by `.item()`; each such read makes the host wait for a GPU.
     device_busy: float | None = None  #: Fraction of the time in which the device computed or copied.
     #: Host's range → seconds in which the device is idle during the range; the sum is the fraction (1 - device_busy) of
     #: a step. `model_dump` leaves an empty dict out, so that the value of another profiler is not overwritten.

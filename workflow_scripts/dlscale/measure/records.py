@@ -53,7 +53,7 @@ class SampleWork(Record):
     #: Bytes that the operators of forward pass, backward pass and update read and write without compilation. Data that
     #: stay in a cache between two operators also count. None if the bytes cannot be counted.
     bytes: float | None = None
-    operators: float | None = None  #: Operators that a step calls without fusion, for any batch size.
+    operators: float | None = None  #: Number of operators that a step calls without fusion, for any batch size.
     source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or the operators of a step.
 
     @property
@@ -66,7 +66,7 @@ class OperatorWork(Record):
     """Work and time per step of one operator in one module and process, forward and backward pass together."""
 
     operator: str
-    #: Name and class of the module (`*` stands for equal parts); outside of modules, the range of the step.
+    #: Name and class of the module (`*` for the names of equal modules); outside of modules, the range of the step.
     module: str
     calls: float
     seconds: float = Field(ge=0)  #: Time on the device.

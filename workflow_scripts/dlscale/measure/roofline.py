@@ -244,7 +244,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 # ---- peaks of a device -----------------------------------------------------------------------------
 
-#: Time for measuring matrix products by type of device, and time for measuring copies, seconds.
+#: Seconds for measuring matrix products, by type of device, and seconds for measuring copies.
 PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
 #: Edges of the square matrices. A size is skipped if one product would take more than a quarter of `PRODUCT_SECONDS`.
@@ -351,7 +351,7 @@ def _at_once(work: Callable[[], float]) -> float:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
     finally:
-        torch.set_num_threads(before)  # the number also holds for new threads
+        torch.set_num_threads(before)  # the pool's setting would also hold for new threads
 
 
 def _threads() -> int:

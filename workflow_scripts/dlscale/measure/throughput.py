@@ -129,7 +129,7 @@ def trials(
     size, warmed = settings.batches, 0
 
     def trial() -> tuple[int, float, float]:
-        """Return (samples of this rank in a trial, seconds of this rank, seconds of the slowest rank)."""
+        """Run a trial; return (samples of this rank, seconds of this rank, seconds of the slowest rank)."""
         synchronize(world.device)
         world.barrier()
         count, alone = timed_steps(consume, batches, size, world.device)

@@ -51,7 +51,7 @@ MAX_ERROR_RATIO = 3
 #: Longest duration of an opening, as a multiple of the planned duration.
 MAX_DURATION_RATIO = 3
 
-#: Timeout of an opening or a turn, seconds. Turns are shorter, because the stage has already timed some steps.
+#: Timeout of an opening or a turn, seconds. Openings take the longest: a turn usually takes about `TURN` seconds.
 PATIENCE = 600.0
 
 #: (Samples/s of a run, samples/s of the first run of its plan) in one round.
@@ -138,7 +138,7 @@ class Turns:
         Parameters
         ----------
         seconds
-            Planned time of all turns together. Each opening has at least two rounds. After the second opening, no
+            Planned seconds of all turns together. Each opening has at least two rounds. After the second opening, no
             further opening begins if starting the runs has already taken this time.
         error
             Relative half-width of the ratio's 95 % interval at which an opening ends early. An opening with a
@@ -225,7 +225,7 @@ class _Study:
         self._process.start()
         other.close()
         self._group = self._process.pid or 0
-        with contextlib.suppress(OSError):  # the child does the same
+        with contextlib.suppress(OSError):  # the child also calls `setpgid`, perhaps earlier
             os.setpgid(self._group, self._group)
 
     def open(self) -> None:
@@ -273,7 +273,7 @@ def _play(pipe: Connection, others: Connection, timed: TimedRunSettings, parent:
     """Wait for the request to open the run, open it, and send the samples/s of each turn; send a failure as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    machine.with_parent(parent)  # if the parent dies, Linux ends this process and all its children
+    machine.with_parent(parent)  # if the parent dies, Linux ends this process
     others.close()
     logging.getLogger().setLevel(logging.WARNING)  # each run's own stage already logs its details
     with contextlib.suppress(EOFError):  # the parent closed the pipe

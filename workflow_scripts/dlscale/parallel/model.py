@@ -7,8 +7,8 @@ attention and MLP, tokens are gathered over tp; in attention, keys and values ar
 
 Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
 Therefore the gradients equal the gradients on one device after two operations: the gradients of unsharded weights are
-summed over tp, and all gradients are averaged over dp x cp. Outside the divided part, the devices of a model draw the
-same random numbers. Inside the divided part, each device draws different random numbers.
+summed over tp, and all gradients are averaged over dp x cp. Outside the divided part, devices that share a model draw
+the same random numbers. Inside the divided part, each device draws different ones.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def tied(model: nn.Module) -> list[list[str]]:
 
 
 def drawing(model: nn.Module) -> str | None:
-    """Return name and type of the first PyTorch layer that draws random numbers in training, as text.
+    """Return name and type, as text, of the first PyTorch layer that draws random numbers in training.
 
-    Return None if no layer draws random numbers.
+    Return None without such a layer.
     """
     for name, module in model.named_modules():
         dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
@@ -81,8 +81,8 @@ def drawing(model: nn.Module) -> str | None:
 class ModelParallel:
     """Divide a model's weights and tokens over the devices of a mesh, and add the exchanges between them.
 
-    The model must have the same weights on all devices. In the model, this device's part replaces each parameter that
-    tensor parallelism shards, under the same name.
+    The model must have the same weights on all devices. Each parameter that tensor parallelism shards is replaced
+    by this device's part, under the same name.
 
     Parameters
     ----------

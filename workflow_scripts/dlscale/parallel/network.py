@@ -20,14 +20,14 @@ from dlscale.core.machine import FABRIC
 #: Environment variables that configure NCCL's log.
 VARIABLES = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 
-TCP = "Socket"  #: NCCL's name of the network without a plug-in and without InfiniBand.
-#: Names that libfabric, which NCCL's plug-in for Slingshot calls, gives to TCP.
+TCP = "Socket"  #: NCCL's name for TCP, which it uses without a plug-in and without InfiniBand.
+#: libfabric's names for TCP; NCCL's plug-in for Slingshot uses libfabric.
 TCP_PROVIDERS = {"tcp", "sockets", "udp", "net"}
 
 
 @contextlib.contextmanager
 def nccl_log() -> Iterator[Path | None]:
-    """Let NCCL write its log to a temporary file; None if the environment already configures this log."""
+    """Yield a temporary file to which NCCL writes its log; None if the environment configures this log."""
     if VARIABLES & set(os.environ):
         yield None
         return
@@ -43,7 +43,7 @@ def nccl_log() -> Iterator[Path | None]:
 def read_network(log: str) -> str | None:
     """Return the network in NCCL's log, such as `Socket`, `IB` or `AWS Libfabric: cxi`; None if the log has no network.
 
-    The word after a colon is the provider of libfabric.
+    The word after a colon is libfabric's provider.
     """
     networks = re.findall(r"NCCL INFO Using network ([^\n]+)", log)
     providers = re.findall(r"NET/OFI Selected provider is ([^\s,()]+)", log, re.IGNORECASE)

@@ -66,8 +66,8 @@ class Memory(Record):
     """Memory of one device, bytes: predicted before a step, and measured during the step."""
 
     predicted: MemoryUse
-    #: Memory in use at the end of each phase; phases are `set-up`, `forward`, `backward` and `step`. A GPU counts the
-    #: memory of the device, a CPU the memory of the process.
+    #: Memory in use at the end of each phase: `set-up`, `forward`, `backward` and `step`. On a GPU, it is the memory of
+    #: tensors, on a CPU the memory of the process.
     measured: dict[str, int] = {}
     peak: int | None = None  #: Peak of the memory in use.
     device: int | None = None  #: Capacity of the device.

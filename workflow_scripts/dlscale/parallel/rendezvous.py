@@ -95,7 +95,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
 def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int) -> torch.device:
     """Return this process's device.
 
-    Raises `UserError` if the launcher started processes for another geometry.
+    Raise `UserError` if the launcher started processes for another geometry.
     """
     per_node = geometry.gpus_per_node
     if size != geometry.world_size:

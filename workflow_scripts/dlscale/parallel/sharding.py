@@ -1,4 +1,4 @@
-"""Names of a model's modules that devices divide or gather. This file does not import PyTorch."""
+"""Names of the modules at which devices divide or gather a model. This file does not import PyTorch."""
 
 from __future__ import annotations
 

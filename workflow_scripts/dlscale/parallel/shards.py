@@ -114,7 +114,7 @@ def own_shards(shards: Mapping[str, Shard], world: World, first: Container[str] 
     devices writes the part.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
-    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # tp, replica
+    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # along tp, along replicas
     holders: dict[str, tuple[int, int]] = {}
     total, before = Counter[int](), Counter[int]()
     for name, shard in shards.items():

@@ -49,7 +49,7 @@ class Strategy:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.wrapped: nn.Module = nn.Identity()  #: network or wrapper of the network, which the training calls
+        self.wrapped: nn.Module = nn.Identity()  #: module that the training calls: the network or its wrapper
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
         """Wrap a network, whose model may change in place.
@@ -72,7 +72,7 @@ class Strategy:
         return nullcontext()
 
     def around_averaging(self, hook: Callable[[CommHook], CommHook]) -> None:
-        """Replace the function that averages a bucket of gradients, if any, by the result of `hook` for it.
+        """Replace the function that averages buckets of gradients, if any, by `hook(function)`.
 
         Call this before the first step.
         """
@@ -141,9 +141,9 @@ class Sharded(Strategy):
         self._root: Any = None
 
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of the ranks that hold the same weights as this rank.
+        """Return the mesh of the ranks that have shards or copies of this rank's weights.
 
-        Neighbouring ranks along the axis `shard` shard the weights. If there are several groups of such ranks, the
+        Along the axis `shard`, neighbouring ranks shard the weights. If there are several groups of such ranks, the
         groups are copies of each other, along the axis `copies`.
         """
         world = self.world
@@ -279,8 +279,8 @@ class Gradients:
     def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
         """Scale the gradients down if their norm exceeds `clip_norm`; return the norm before scaling.
 
-        `updated` has the updated parameters, in the order of names. The norm is the norm of all gradients together,
-        float32, as in `torch.nn.utils.clip_grad_norm_`.
+        `updated` has the tensors that the optimiser updates, in the order of names. The norm is over all gradients
+        together, float32, as in `torch.nn.utils.clip_grad_norm_`.
         """
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}

@@ -31,10 +31,10 @@ from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
-#: Maximum duration of a range of steps, as a multiple of the longest recent range; `Limits.stuck` applies if longer.
+#: Maximum duration of a step's range (`ranges`), as a multiple of the longest recent range; at least `Limits.stuck`.
 MAX_RANGE_RATIO = 10.0
-WINDOW = 200  #: Number of recent ranges of steps among which `MAX_RANGE_RATIO` takes the longest.
-GRACE = 1800.0  #: Seconds allowed without progress during opening, or if no rank is behind.
+WINDOW = 200  #: Number of recent ranges among which the longest counts for `MAX_RANGE_RATIO`.
+GRACE = 1800.0  #: Seconds allowed without progress while data and code are set up, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
@@ -125,7 +125,7 @@ class Watchdog:
         self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size
         self._heartbeat = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds without an answer from the store
-        self._named: list[int] = []  #: ranks that the log has named
+        self._named: list[int] = []  #: awaited ranks that the log has already named
         self._closed = threading.Event()
         self._show()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._await_answer)]
@@ -182,7 +182,7 @@ class Watchdog:
                 if steps:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
-            age, steps = age + BEAT, steps and kind == ranges.STEPS  # whether the range was always a range of steps
+            age, steps = age + BEAT, steps and kind == ranges.STEPS  # whether all of the range was in steps
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {
                 str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
@@ -200,10 +200,10 @@ class Watchdog:
     def _judge(self) -> None:
         """End this process if the heartbeat of rank 0 or 1 contains a verdict.
 
-        Otherwise rank 0 judges all ranks, rank 1 judges rank 0, each in its next heartbeat.
+        Otherwise rank 0 judges all ranks, and rank 1 judges rank 0. Their next heartbeats contain the verdict.
         """
         if verdict := "".join(sign.verdict for sign in self._seen[:2]):
-            # Rank 0 may host the store, and ends later, so that the other ranks can read the verdict in the store.
+            # Rank 0 may host the store, so it ends later: the other ranks still have to read the verdict there.
             time.sleep(2 * BEAT if self.rank == 0 else 0)
             self._end(verdict)
         if self.rank < 2:
@@ -299,7 +299,7 @@ class Watchdog:
 
 
 def _exchanges() -> tuple[int, int]:
-    """Return the numbers of exchanges that this rank has begun: in its steps, and in its background thread."""
+    """Return how many exchanges this rank has begun in its steps, and in its background thread."""
     groups = list[Any](distributed_c10d._world.pg_map)
     begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
     own, others = (sum(count for background, count in begun if background == kind) for kind in (False, True))
@@ -307,7 +307,7 @@ def _exchanges() -> tuple[int, int]:
 
 
 def state(process: int) -> str:
-    """Return the state of a process of this node, given its number (proc(5))."""
+    """Return the state of this node's process number `process` (proc(5))."""
     try:
         letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

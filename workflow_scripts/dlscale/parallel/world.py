@@ -33,7 +33,7 @@ class World:
     local_rank: int = 0  #: rank on the node
     device: torch.device = CPU  #: device of this process
     control: Any = None  #: process group that exchanges values on the host; None: the default group
-    mesh: Mesh | None = None  #: ranks that share a model; None: every rank has a complete model
+    mesh: Mesh | None = None  #: mesh of all ranks if ranks share a model; None: every rank has a complete model
     network: str | None = None  #: network between nodes that NCCL uses; None: unknown, or another backend
 
     @property

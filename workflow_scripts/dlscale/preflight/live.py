@@ -1,6 +1,7 @@
 """Progress of a running workflow call, as a line of text or with a progress bar.
 
-The data come from benchmarks and from the status files that stages write every ten seconds (`dlscale.core.progress`).
+The data come from Snakemake's benchmarks, and from the status files that stages write every ten seconds
+(`dlscale.core.progress`).
 dlscale's logger plugin for Snakemake shows the progress.
 """
 
@@ -61,8 +62,8 @@ class CallProgress:
     def left_of(self, job: Job, now: float) -> cost.Expected:
         """Return the remaining time of a job.
 
-        A remaining time that the stage reports takes precedence. Otherwise the job's expected time is multiplied by
-        actual / expected time of the finished jobs.
+        A remaining time that the stage reports takes precedence. Otherwise the job's total time is its expected time,
+        times actual / expected time of the finished jobs.
         """
         timed = [other for other in self.done if other.timed]
         expected = sum(other.seconds for other in timed)
@@ -93,7 +94,7 @@ class CallProgress:
         return [percent(self.share(now)), *left, count, *failed]
 
     def each(self) -> list[list[str]]:
-        """Return texts on each running job: name, stage, count, samples/s, time left."""
+        """Return texts on each running job: name, stage, progress, samples/s, time left."""
         rows = []
         for job, (_, doing) in self.running.items():
             done = progress_of(Row(job.name, job.rule, "running", doing)) if doing.unit else doing.what

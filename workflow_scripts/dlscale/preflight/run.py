@@ -61,9 +61,9 @@ SETTINGS = {"--config", "-C", "--configfile", "--configfiles"}
 ENDS = (".yaml", ".yml", ".json")
 #: Prefix of a target's name → kind of target, in words.
 KINDS = {"plan": "plan", "data": "dataset", "study": "study"}
-#: Environment variable with the file to which a dry run writes its result.
+#: Environment variable that names the file to which a dry run writes its result.
 ASKED = "DLSCALE_ASKED"
-#: Snakemake's command line, with one-line errors for wrong options.
+#: Python code of Snakemake's command line, with one-line errors for wrong options.
 SNAKEMAKE = (
     "from dlscale.core.interrupt import end_at_once; end_at_once('dlscale run'); import argparse; "
     "from dlscale.preflight import run; from snakemake import cli; "

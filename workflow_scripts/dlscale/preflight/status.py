@@ -37,12 +37,12 @@ from dlscale.preflight import cost
 #: States of a stage, in the order in which they are printed.
 State = Literal["running", "silent", "failed", "done", "waiting"]
 
-#: Seconds without a new status after which a stage on another machine or in a container counts as ended. The value
-#: equals the watchdog's limit between epochs, because validation, compilation and profiling write no status.
+#: Seconds without a new status after which a stage on another machine or in a container counts as ended. Validation,
+#: compilation and profiling write no status, so the value equals the watchdog's limit between epochs (600 s).
 SILENT = 60 * LINE_SECONDS
 #: Seconds between two updates of `--watch`, and between two queries of Slurm's queue, which all users share.
 EVERY, QUEUE_EVERY = 5.0, 60.0
-#: Seconds without a running or queued job after which `--watch` ends if a stage failed.
+#: Seconds without a running or queued job after which `--watch` ends, if a stage failed.
 IDLE = 60.0
 
 

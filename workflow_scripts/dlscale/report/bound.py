@@ -19,10 +19,10 @@ class Bound:
     """The limit of training speed (FULL)."""
 
     what: str  #: Name of the limit, in a few words.
-    key: str  #: Name of the limit's colour on the page.
+    key: str  #: Kind of the limit, and its CSS class on the page: `io`, `synthetic` or `both`.
     why: str  #: Reason, in sentences.
     share: float  #: FULL / the slower of IO and SYNTHETIC; 1 for an external program.
-    loading: float | None  #: Fraction of the time spent loading if loading and computing take turns; else None.
+    loading: float | None  #: Fraction of the time spent loading; None unless loading and computing take turns.
 
 
 def bound(throughput: Throughput | None) -> Bound | None:
@@ -52,7 +52,11 @@ def bound(throughput: Throughput | None) -> Bound | None:
     if full - slower.mean > max(
         MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
     ):
-        what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s, which is more than noise explains"
+        what, key, reaches = (
+            UNKNOWN,
+            "both",
+            f"{number(full)} samples/s, which exceeds the slower rate by more than noise",
+        )
         advice = (
             "Training cannot be faster than the slower of loading and computing, so all three rates are unreliable. "
             "Measure again on an idle machine."
@@ -78,7 +82,7 @@ def _bound_program(program: Outside) -> Bound | None:
     if program.waiting is None:
         return None
     share, rest = percent(program.waiting), percent(1 - program.waiting)
-    what, key = "both alike", "both"
+    what, key = "loading and computing", "both"
     if program.waiting >= 0.5:
         what, key = "data loading", "io"
     elif program.waiting <= 0.2:

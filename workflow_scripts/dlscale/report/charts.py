@@ -26,14 +26,14 @@ View = dict[str, Any]
 COLOURS = [f"var(--s{index})" for index in range(8)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
-#: Mode of a throughput measurement → its name on the page; files keep the keys.
+#: Mode of a throughput measurement → its name on the page; files contain the mode.
 MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
 INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
 
 #: Dash patterns of lines: lengths of dashes and gaps, pixels.
 DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 
-#: Units of time: (minimum time to use the unit in s, length of the unit in s, name of the unit).
+#: Units of time: (shortest time that is shown in the unit, s; length of the unit, s; name of the unit).
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
 #: Bars have a logarithmic axis if the longest bar is more than this many times the shortest bar.
@@ -307,9 +307,9 @@ def bars(
     Parameters
     ----------
     length
-        Title of the lengths.
+        Title of the axis of lengths.
     marked
-        Field of a vertical line.
+        Field of a vertical line's position.
     shown
         Fields of the tooltip, with their titles.
     room

@@ -64,7 +64,7 @@ def places(run: RunResult) -> list[View]:
 
 
 def over(rows: Sequence[View], first: Over) -> tuple[list[View], dict[str, str]]:
-    """Return rows with times in a suitable unit, and the axes that have values in these rows; `first` comes first."""
+    """Return rows with times in a suitable unit, and the axes with values in these rows; axis `first` comes first."""
     seconds, unit = time_unit(max((row["time"] for row in rows if row.get("time") is not None), default=0.0))
     rows = [{**row, "time": row["time"] / seconds} if row.get("time") is not None else row for row in rows]
     there = [axis for axis in (first, *AXES) if any(row.get(axis) is not None for row in rows)]
@@ -114,7 +114,7 @@ def charts_of(
     dashes: Sequence[str] = (),
     **more: Any,
 ) -> list[Chart]:
-    """Return a chart in a list; an empty list without finite values."""
+    """Return a list with one chart, or an empty list without finite values."""
     rows, axes = over(rows, first)
     if not rows:
         return []
@@ -133,7 +133,6 @@ def _levels(plan: PlanResult, metric: Metric) -> list[tuple[float, str]]:
 
 
 def _validated(epoch: Epoch | Untrained, name: str) -> float | None:
-    """Return a validation metric."""
     return epoch.metrics.get(name)
 
 

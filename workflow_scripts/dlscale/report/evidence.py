@@ -46,7 +46,7 @@ class Evidence:
 
     @property
     def activity(self) -> Activity:
-        """Means per profiled step, each from the first profiler that measured it."""
+        """Means per profiled step; each value is from the first profiler that measured it."""
         seen: dict[str, Any] = {}
         for tool in reversed(self.profile.tools if self.profile else []):
             seen |= tool.activity.model_dump(exclude_none=True)
@@ -95,7 +95,7 @@ class Evidence:
 
     @property
     def rungs(self) -> list[str]:
-        """The most useful settings of a ladder, as YAML, that the run could use but does not use."""
+        """The most useful settings of a ladder, as YAML, that the run could use but does not."""
         strategy, captures = self.setting("parallel.kind"), self.setting("compile.mode", "none")
         lacks = {
             "precision: bf16": "16" not in str(self.setting("precision", "")),

@@ -104,13 +104,13 @@ class Section:
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    form: str = ""  #: Macro of the template for `own`.
+    form: str = ""  #: Name of the template's macro that shows `own`.
     own: Any = None  #: Content that only this section has.
     folds: Sequence[Fold] = ()
 
 
 def some(shown: int, of: int, what: str, rest: str) -> list[str]:
-    """Return a list with a note on the number of items shown; the list is empty if all items are shown."""
+    """Return a note on the number of items shown, in a list; an empty list if all items are shown."""
     return [f"{shown} of {of} {what}: {rest}"] if shown < of else []
 
 

@@ -194,7 +194,7 @@ def watched(plan: PlanResult) -> Section | None:
     return Section("What the machine did meanwhile", charts=[chart])
 
 
-#: Telemetry column → (label on the page, factor from the column's unit to the label's; None: number of cores).
+#: Telemetry column → (label on the page, factor to the label's unit; None: times the number of cores).
 WATCHED: dict[str, tuple[str, float | None]] = {
     "cpu_run": ("CPU: this run (cores)", None),
     "cpu_others": ("CPU: other programs (cores)", None),

@@ -1,6 +1,6 @@
 """Choose the trials of a sweep for the next rung of successive halving (stage `promote`).
 
-The promoted trials are the best trials of the rung before by the sweep's metric, without diverged trials (Jamieson and
+The sweep's metric ranks the trials of the rung before. The best are promoted, without diverged trials (Jamieson and
 Talwalkar 2016, arXiv:1502.07943).
 """
 

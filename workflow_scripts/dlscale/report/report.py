@@ -37,7 +37,7 @@ from dlscale.report.profiles import devices
 from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view
 
-#: Maximum number of predictions in the page, and maximum number per plan.
+#: Maximum number of figures of predictions in the page, and per plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
 #: Minimum time between two writes of a live page, seconds.
@@ -45,7 +45,7 @@ EVERY = 60.0
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references."""
+    """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references (imported logs)."""
     _write(args, exported=True)
     live = live_page(args.out)
     if live.exists():  # a browser that shows the live page moves to the finished page
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
 def live_page(page: str | Path) -> Path:
     """Return the path of the live page of `page`, which shows finished plans while jobs run.
 
-    The live page is not an output of a rule.
+    It is not an output of a rule, so Snakemake ignores it.
     """
     return Path(page).with_suffix(".live.html")
 
@@ -98,10 +98,10 @@ def page(
     live: bool = False,
     exported: bool = False,
 ) -> str:
-    """Return the page as HTML for the folder `place`; `call` is the command that starts the workflow.
+    """Return the page as HTML, with links relative to the folder `place`.
 
-    Browsers reload a `live` page every few seconds, and it lists the unfinished plans `to_come`. With `exported`,
-    charts are also written into the subfolder `figures`.
+    `call` is the command that starts the workflow. Browsers reload a `live` page every few seconds; it lists the
+    unfinished plans `to_come`. With `exported`, charts are also written into the subfolder `figures`.
     """
     import jinja2
     from markupsafe import Markup, escape
@@ -191,7 +191,7 @@ def dataset(folder: Path, name: str) -> View:
     ]
     of_parts = table(
         parts,
-        "Parts of the dataset, without common samples.",
+        "Parts of the dataset. Each sample is in one part only.",
         f"Parts of {name}",
         sortable=False,
         style="small",

@@ -1,6 +1,6 @@
 """Read a plan and its runs from the records that the stages wrote.
 
-A record raises `UserError` if it is missing or truncated, or if it lacks a key.
+Reading raises `UserError` if a record is missing or truncated, or lacks a key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RECORDS = {
 #: File with the epochs of an external program that logs its losses.
 LOSSES = "program.jsonl"
 
-#: Minimum fraction of the time, or of the cores, that is reported, because equal measurements may differ by as much.
+#: Minimum fraction of the time, or of the cores, that is reported; smaller fractions may be noise.
 MIN_FRACTION = 0.1
 
 #: Text for a limit or a ratio that noise or a busy machine hides.
@@ -79,7 +79,7 @@ class RunResult:
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Epochs of a training or a program's log; empty without both.
-    throughput: Throughput | None = None  #: Record of throughput, with the peaks of `with_shared_peaks`.
+    throughput: Throughput | None = None  #: Record of throughput, with peaks from `with_shared_peaks`.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
@@ -112,7 +112,7 @@ class RunResult:
 
     @property
     def final_loss(self) -> float:
-        """Last validation loss; infinite if it is not finite or missing."""
+        """Last validation loss; infinite if it is missing or not finite."""
         loss = self.last.valid_loss if self.last else math.inf
         return loss if math.isfinite(loss) else math.inf
 
@@ -153,7 +153,7 @@ class RunResult:
             return None
         start, end = self.epochs[0].begin, self.last.wall_time + self.last.valid_seconds
         made = self.provenance
-        # The times of a resumed run are from its last try.
+        # The provenance of a resumed run has only the times of its last try.
         if made and made.started and made.finished and made.resumed_from_step is None:
             start, end = (dt.datetime.fromisoformat(time).timestamp() for time in (made.started, made.finished))
         training, validation = (
@@ -166,7 +166,7 @@ class RunResult:
 
     @property
     def energy(self) -> float | None:
-        """Energy of training, J, of the GPUs or of nodes without GPUs; None for a resumed run."""
+        """Energy of training, J: of the GPUs, or of nodes without GPUs; None for a resumed run."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
@@ -176,7 +176,7 @@ class RunResult:
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
             used = energy(nodes, epoch.begin, epoch.wall_time)
-            if used is not None and epoch.begin >= begin(nodes[0]):  # else the epoch is of an earlier try
+            if used is not None and epoch.begin >= begin(nodes[0]):  # else it is of an earlier try
                 joules, samples = joules + used, samples + (epoch.samples_per_second or 0.0) * epoch.epoch_seconds
         return joules / samples if samples else None
 
@@ -311,7 +311,7 @@ class PlanResult:
 
     @property
     def answers(self) -> list[str]:
-        """Baselines without learning: the rivals of which the best one counts, or else the baseline of each metric."""
+        """Baselines without learning: all rivals, of which the best counts, or else the baseline of each metric."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
 

@@ -39,7 +39,7 @@ CLOSE = 10.0
 
 @dataclass(frozen=True)
 class Headline:
-    """Efficiency of FULL in the series with the most devices; of equal series, the most efficient one."""
+    """Efficiency of FULL in the series with the most devices; of several such series, in the most efficient."""
 
     series: Series
     point: Point
@@ -47,7 +47,7 @@ class Headline:
 
     @property
     def is_known(self) -> bool:
-        """Whether other programs disturbed neither run, and the noise is less than half of the efficiency."""
+        """Whether both runs were undisturbed, and the noise is less than half of the efficiency."""
         quiet = not (self.point.run.foreign_cpu_fraction or self.point.base.foreign_cpu_fraction)
         return quiet and self.efficiency.noise < self.efficiency.value / 2
 

@@ -46,7 +46,7 @@ from dlscale.report.results import (
 from dlscale.report.speedup import Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import disturbance, judge_run
 
-#: Maximum number of bars of runs, and of bars of metrics, in a card.
+#: Maximum number of bars in a card, for runs and for metrics.
 CARD = 6
 
 #: Maximum number of runs that the charts of a plan show at first.
@@ -114,7 +114,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
 
 
 def added(plan: PlanResult) -> View:
-    """Return what extensions add to the card of a plan: verdicts on tuned runs, and the winner of the first."""
+    """Return additions of extensions to a plan's card: verdicts on tuned runs, and the winner for the first of them."""
     view: View = {"tuned": [], "winner": None}
     for name in registry.cards():
         view |= registry.named(name)(plan)
@@ -148,7 +148,7 @@ def environments(plan: PlanResult) -> list[str]:
     """Return a line for each way in which runs differ from the first run in machine or software."""
     found = dict[str, list[str]]()
     for run in plan.runs[1:]:
-        # The commit does not matter, because a change of code that affects a run makes the run start again.
+        # The commit is left out: after a change of code that affects a run, the run starts again.
         apart = [each for each in environment_changes(plan.runs[0], run) if not each.startswith("commit ")]
         if apart:
             found.setdefault(", ".join(apart), []).append(run.label)
@@ -348,7 +348,7 @@ def targets(plan: PlanResult) -> list[View]:
         there = [(run, found) for run, found in all_ if found.epoch]
         missed = [(run.called, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
-        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])  # values to pickle
+        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])  # can be pickled
         views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": told})
     return views
 
@@ -552,7 +552,7 @@ def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> li
 
 # ---- the ladder --------------------------------------------------------------------------------------
 
-#: Effects of a rung → colours of the bars.
+#: Effect of a rung → colour of its bar.
 STEPS = {"first": COLOURS[0], "faster": MODE_COLOURS["FULL"], "within noise": MUTED, "slower": WORSE}
 
 
@@ -658,7 +658,7 @@ def sweep_view(plan: PlanResult) -> View | None:
 
 
 def sweep(plan: PlanResult, page: Page) -> Section | None:
-    """Return the trials of a sweep by rank, and the best settings; None for other plans."""
+    """Return the trials of a sweep, best first, and the best settings; None for other plans."""
     if (found := sweep_view(plan)) is None or plan.record.sweep is None:
         return None
     ranked, values = plan.ranked, plan.record.sweep.trials
@@ -691,7 +691,7 @@ def _method(record: SweepRecord) -> str:
     if record.method != "halving":
         return {"grid": "all combinations", "random": "drawn at random"}[record.method]
     rungs = [f"{trials} for {until} epoch{'s' * (until != 1)}" for until, trials in record.rungs]
-    return f"successive halving: {', '.join(rungs)}, the best of each rung train on"
+    return f"successive halving: {', '.join(rungs)}; the best of each rung continue"
 
 
 def _setting(value: Any) -> Cell:
@@ -713,13 +713,13 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
     shown = [
         {"label": run.called, "best": best * (run is plan.best), **picture(p)} for run, p in drawn[: page.pictures]
     ]
-    rest = "the folders of the other runs contain the files prediction.png."
+    rest = "for the other runs, see prediction.png in their folders."
     notes = some(len(shown), len(drawn), "figures", rest)
     return Section("Predictions", form="predictions", own=shown, notes=notes)
 
 
 def thumbnail(plan: PlanResult) -> str | None:
-    """Return the top of a prediction as a small JPEG file in base 64: of the best run, or else of another run."""
+    """Return the top of the best run's (or else another run's) prediction as a small JPEG file in base 64."""
     from PIL import Image
 
     run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
@@ -765,7 +765,7 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     files |= {"configuration": run.folder / "config.yaml", "epochs": run.folder / "metrics.jsonl"}
     files |= {title: run.folder / "profile" / name for title, name in traces}
     owner, _, name = run.owner.partition("/")
-    # The folder of a rung is not a run of the page.
+    # Folders of later rungs (`RUN-rungN`) are not runs of the page.
     shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
     return {
         "id": plan.anchor(run),

@@ -59,7 +59,7 @@ class SpeedUp:
     def interval_text(self) -> str:
         if not math.isfinite(self.error):
             return "(single trials, no interval)"
-        if self.high - self.ratio > 2 * (self.ratio - self.low):  # asymmetric: "±" would exceed the interval
+        if self.high - self.ratio > 2 * (self.ratio - self.low):  # too asymmetric for "±"
             return f"({number(self.low)} to {number(self.high)})" + ", within noise" * self.noise
         return f"± {number((self.high - self.low) / 2, 2)}" + ", within noise" * self.noise
 
@@ -69,7 +69,7 @@ class SpeedUp:
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
-        """Return the geometric mean of ratios, with their mean error, because a disturbance may affect all ratios."""
+        """Return the geometric mean of ratios with the mean of their errors, which may have a common cause."""
         return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
 
 
@@ -118,8 +118,9 @@ def paired_ratio(
     """Return the ratio of two runs' speeds by paired timing.
 
     `own` and `its` are the paired timings of the two runs with a common third run; None stands for the third run
-    itself. `opening` is (standard deviation of the ratio of an opening over all runs, its degrees of freedom). A run
-    whose ratio varies more uses its own standard deviation. Equal runs may differ by `floor`, a logarithm.
+    itself. `opening` is (standard deviation of the ratio between openings, pooled over all runs; its degrees of
+    freedom). A run whose ratio varies more uses its own standard deviation. Equal runs may differ by `floor`,
+    a logarithm.
     """
     log = (statistics.fmean(own.ratios) if own else 0.0) - (statistics.fmean(its.ratios) if its else 0.0)
     spread, freedom = opening
@@ -172,7 +173,7 @@ class SpeedUps:
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
-        """(Standard deviation of the ratio of an opening over all runs, its degrees of freedom)."""
+        """(Standard deviation of the ratio between openings, pooled over all runs; its degrees of freedom)."""
         return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
 
     @cached_property
@@ -190,7 +191,7 @@ class SpeedUps:
         """Return the ratio of two runs by paired timing; None without paired timing.
 
         Two runs have paired timing if they were timed with each other or with a common third run. If both runs are the
-        first run, the ratio compares the first run with a copy of the first run.
+        first run, the ratio compares this run with its copy.
         """
         own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
         straight = [(own, None)] if own and own.compute == other.compute else []
@@ -222,8 +223,8 @@ class SpeedUps:
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
         """Return the fastest group, and the groups that are equally fast within noise.
 
-        The group of the first run is the fastest unless another group is significantly faster. The intervals for this
-        hold for all groups together.
+        The group of the first run is the fastest unless another group is significantly faster. The intervals of these
+        comparisons hold together with 95 %.
         """
         looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
@@ -262,7 +263,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Point:
-    """A run on one number of devices."""
+    """A run of a series: one number of devices."""
 
     run: RunResult
     base: RunResult  #: The run of the series with the fewest devices.
@@ -315,7 +316,7 @@ class Series:
 
 
 def series(plan: PlanResult) -> list[Series]:
-    """Group the runs that average gradients by batch and settings; skip runs without samples/s.
+    """Group runs with gradient averaging by batch and settings; skip runs without samples/s.
 
     The twin of a run has the same devices, batch and settings, except for the settings `parallel`, which have no effect
     without gradient averaging.

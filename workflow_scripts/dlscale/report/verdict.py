@@ -33,7 +33,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
     """Describe the load that disturbed runs; None on a quiet machine.
 
     If other programs disturbed throughput measurements of a study, the advice ends with a command that repeats these
-    measurements; `call` is its beginning.
+    measurements; this command begins with `call`.
     """
     busy = {run: run.foreign_cpu_fraction for run in runs if run.foreign_cpu_fraction}
     foreign = {run: run.foreign_load for run in runs if run.foreign_load}
@@ -70,7 +70,7 @@ class Verdict:
     bound: Bound | None  #: Limit of the training speed; None if it was not measured.
     findings: list[Finding]  #: Causes, the most expensive first.
     limit: str  #: Distance of the training speed from the device's limit, in words; empty if not measured.
-    todo: str  #: Remedy for other programs if there are any, then for the most expensive cause or else for the limit.
+    todo: str  #: Remedies: for other programs, if any; then for the most expensive cause, or else for the limit.
     rung: str = ""  #: Settings of the last remedy in `todo`, as YAML; empty if this remedy is not a setting.
 
 
@@ -90,7 +90,7 @@ def verdict(evidence: Evidence) -> Verdict:
     if any(finding.cause == "straggler" for finding in every):  # ranks that wait for one rank seem to communicate
         found = [finding for finding in found if finding.cause != "communication"]
     # Other programs come first, because they make all other findings uncertain. TCP and swapping follow,
-    # because they look like slow exchanges and slow loading. Findings without a cost come last.
+    # because they cause the slow exchanges and slow loading of other findings. Findings without a cost are last.
     first = {"neighbour": 0, "network": 1, "swapping": 2}
     found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)

@@ -26,7 +26,7 @@ from dlscale.report.results import read_plan
 from dlscale.rules.context import Context
 from dlscale.rules.plans import Plans
 
-#: Maximum number of plans with printed results at the end of a call.
+#: Maximum number of plans whose results are printed at the end of a call.
 RESULTS_SHOWN = 8
 
 
@@ -110,7 +110,7 @@ class Call:
     def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
         """Raise `UserError` for jobs that cannot start on this site.
 
-        Also raise it for a path that the site cannot handle, such as a path of the configuration `files`.
+        Also raise it for a path that the site cannot handle; `files` are the configuration's files.
         """
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         for work in works:

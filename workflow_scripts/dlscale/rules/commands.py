@@ -57,8 +57,8 @@ class Commands:
     def completed(self, words: list[str], secrets: bool = False) -> list[str]:
         """Add the user's studies to a command, and remove environment variables that the stage must not get.
 
-        The removed variables are secrets, unless `secrets` is set, and variables of the calling shell that number
-        processes, such as RANK, because a starter sets them for each process.
+        These are secrets, unless `secrets` is set, and the calling shell's numbers of processes, such as RANK. A
+        starter sets such numbers for each process.
         """
         names = [urls.VARIABLE] if self.context.configuration.secrets and not secrets else []
         names += [name for name in LAUNCHED if name in os.environ]
@@ -80,7 +80,7 @@ class Commands:
         if not scheduler:
             return {}
 
-        @functools.lru_cache(maxsize=1)  # Snakemake requests one resource after the other
+        @functools.lru_cache(maxsize=1)  # Snakemake requests each resource of a job separately
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
             """Return all resources of a job; the time limit grows with attempts and uses the latest rates."""
             configuration = self.context.configuration

@@ -2,7 +2,8 @@
 
 A job's parameters are one dict: the SHA-256 of the sources that the stage reaches, the settings of the stage, and, if
 set, the image and the site's packages. Snakemake compares parameters as a set of values, so names and values stay
-together only in one dict. Snakemake does not compare the result of a parameter function that also takes `input`.
+together only in one dict. Functions that also take `input` do not make jobs run again: Snakemake does not compare their
+results.
 """
 
 from __future__ import annotations

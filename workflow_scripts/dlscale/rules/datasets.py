@@ -1,4 +1,4 @@
-"""Files, parameters and command-line arguments of jobs that make data, from their wildcards."""
+"""Files, parameters and command-line arguments of jobs that make data, computed from wildcards."""
 
 from __future__ import annotations
 

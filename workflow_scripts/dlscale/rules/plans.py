@@ -80,7 +80,7 @@ class Plans:
         return self.context.own_params("promote", self.sweep_settings(wildcards.plan))
 
     def measured(self, name: str) -> list[str]:
-        """Return the output files of all stages of a plan's runs; of later rungs only for the promoted trials."""
+        """Return the output files of all stages of a plan's runs; on later rungs, only of promoted trials."""
         return [
             self.context.paths.run(file, resolved.plan, resolved.name)
             for run, resolved in self.context.plans[name].items()
@@ -90,7 +90,7 @@ class Plans:
         ]
 
     def _known(self, name: str) -> list[str]:
-        # With successive halving, the files are not known yet: the rule of the table requests the runs.
+        # With successive halving, the files are not known yet: the rule of the table (`collect`) requests them later.
         return [] if self.context.configuration.workflow.plans[name].halves else self.measured(name)
 
     def files(self, name: str) -> list[str]:

@@ -22,11 +22,11 @@ class Programs:
     commands: Commands
 
     def params(self, stage: str, run: Run) -> Params:
-        """Return the parameters that make a stage of a run with a program run again."""
+        """Return the parameters of a stage, for a run with a program; a change repeats the stage."""
         raise AssertionError("without the extension `programs`, no run has a program")
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
-        """Return the command of the stage of a run with a program, and the arguments before the program's command."""
+        """Return the command of a stage, for a run with a program, and the arguments before the program's command."""
         raise AssertionError("without the extension `programs`, no run has a program")
 
     def with_fetched_folder(self, run: Run) -> Run:

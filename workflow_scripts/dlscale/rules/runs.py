@@ -1,4 +1,4 @@
-"""Files, parameters and command-line arguments of jobs of runs, from their wildcards."""
+"""Files, parameters and command-line arguments of the jobs of runs, computed from wildcards."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ALL_CORES = 1_024
 def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings that make a stage run again.
 
-    Settings that change only the learning count only for stages that use the run's `training`. The requested memory
-    (`geometry.memory_mb`) never counts.
+    Stages that do not use the run's `training` ignore settings that change only the learning. All stages ignore the
+    requested memory (`geometry.memory_mb`).
     """
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
-    whole = ("samples", "parallel", *STAGES[stage].settings)  # number of samples, self-test, and settings of the stage
+    whole = ("samples", "parallel", *STAGES[stage].settings)  # includes the number of samples, and the self-test
     return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 
@@ -134,9 +134,9 @@ class Runs:
         return ["--beside", json.dumps(self.programs.with_fetched_folder(first).slice("throughput")), *manifest]
 
     def train_threads(self, wildcards: Wildcards) -> int:
-        """Return the cores of a training job: `ALL_CORES`, or the number for the threads that its run sets.
+        """Return the cores of a training job: `ALL_CORES`, or the number of the run's threads.
 
-        The number of threads counts only for runs on CPUs that do not set `cpus`.
+        Only a run on CPUs that sets `threads`, but not `cpus`, shares the machine.
         """
         return (
             cost.threads("train", self.context.run(wildcards), bool(self.context.site.scheduler or self.context.gpus))

@@ -29,7 +29,7 @@ class PublishedLog:
     """TensorBoard tags of the published program, which are written in addition to dlscale's tags."""
 
     tags: Mapping[str, str] = field(default_factory=dict)  #: Published tag → dlscale's tag (see `dlscale.train.logs`).
-    over: Literal["step", "epoch"] = "step"  #: Unit that published steps count; 0 is before training.
+    over: Literal["step", "epoch"] = "step"  #: Unit in which the published log counts; 0 is before training.
     percent: frozenset[str] = frozenset()  #: Published tags with values in per cent.
 
 
@@ -48,7 +48,7 @@ class Metrics:
         return []
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return name → values [B, ...] of each sample of a batch, whose arguments are in model units."""
+        """Return name → values [B, ...] of each sample of a batch; the arguments are in model units."""
         return {}
 
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
@@ -83,17 +83,17 @@ class Study(ABC):
     programs: ClassVar[bool] = False  #: Whether all runs of the study are external programs.
 
     def check(self, run: Any) -> None:  # noqa: B027 - most studies refuse nothing
-        """Raise `Refused`, with the key first, for settings of a run that do not fit together."""
+        """Raise `Refused`, whose message begins with the key, for settings of a run that do not fit together."""
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:  # noqa: B027
-        """Raise `Refused`, with the key first, for a model or samples that do not fit fields on this grid."""
+        """Raise `Refused`, as in `check`, for a model or samples that do not fit fields on this grid."""
 
     @abstractmethod
     def model(self, run: Any, manifest: Manifest) -> nn.Module:
         """Return the model, initialised from torch's random state, on torch's default device."""
 
     def sharding(self, model: nn.Module) -> Sharding:
-        """Return the modules by which devices divide the model."""
+        """Return the names of the modules that devices divide or gather."""
         return Sharding()
 
     def draws(self, run: Any) -> bool:
@@ -127,6 +127,6 @@ class Study(ABC):
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray] | None:
         """Return name and pixels [H, W, 3] of a picture of the first validation sample; None for no picture.
 
-        TensorBoard gets the picture after an epoch.
+        TensorBoard shows such pictures of some epochs.
         """
         return None

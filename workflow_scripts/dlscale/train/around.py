@@ -29,13 +29,13 @@ from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
 from dlscale.train.memory import available, total
 
-#: Type of device → fraction that a predicted step may take of the free memory minus `RESERVE`. The rest is for
+#: Type of device → largest predicted memory of a step, as a fraction of (free memory - `RESERVE`). The rest is for
 #: workspaces, threads and unused blocks, which are not predicted; on a CPU they took up to 0.6 of the predicted memory.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
 #: Type of device → part of the free memory that a step must leave, bytes.
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: Function → name of the part of a stage in messages. The first of these functions that is in the traceback counts.
+#: Name of a function → part of a stage, as messages name it. The first of these names in the traceback counts.
 PLACES = {
     "Tensor.backward": "the backward pass",
     "Step._backward": "the forward pass",
@@ -62,7 +62,7 @@ def run_context(
 ) -> Iterator[tuple[World, Links | None]]:
     """Connect the ranks of a run, verify the files of its `splits`, and yield the ranks and their links.
 
-    A failed allocation within this context becomes a message.
+    A failed allocation within this context becomes a `UserError`.
     """
     with join(run.processes, device) as world, translate_memory_errors(run, manifest, world):
         self_test = registry.provided("self_test", None)
@@ -139,7 +139,7 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     """
     kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
     said = brief(cause) or type(cause).__name__
-    for each in chain(error):  # the failed step still holds memory
+    for each in chain(error):  # frees memory that the failed step still holds
         traceback.clear_frames(each.__traceback__)
     gc.collect()
     rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""

@@ -28,7 +28,7 @@ BACKENDS = {
 #: other kernel works, `math` is tried in any case.
 MAX_SCORES = 2**28
 
-#: Context of the forward pass, and of the backward pass, in which recomputed activations choose their kernel again.
+#: Function that returns the context of a forward and backward pass; recomputed activations choose a kernel again.
 Context = Callable[[], AbstractContextManager[object]]
 
 

@@ -51,17 +51,17 @@ def build_step(
     """Build the step of a run.
 
     `make` returns the model, with weights drawn from torch's random state. `loss` returns the loss of each sample [B].
-    `sharding`, `draws` and `scores` (`train_scores`) are from the study.
+    `sharding`, `draws` and `scores` are the study's `sharding`, `draws` and `train_scores`.
     """
     world = world or World()
     device = world.device
     if run.cuda_graph and device.type != "cuda":
         raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set cuda_graph to false")
     set_matmul_precision(run.precision)
-    torch.backends.cudnn.benchmark = True  # the fastest algorithm for each shape, as in all published programs
+    torch.backends.cudnn.benchmark = True  # use the fastest algorithm for each shape, as published programs do
 
     # 1. Make the model. Weights are drawn on the host from the seed, so weights are equal on any device and any
-    #    number of ranks. (A model too large for a host would be made on `meta`, and get its weights after 2.)
+    #    number of ranks. (A model too large for a host would be made on `meta`, and get its weights after step 2.)
     torch.manual_seed(run.seed)
     model = make()
     partition = sharding(model)
@@ -200,7 +200,7 @@ class Session:
 def own_threads(run: RunCore, threads: int | None) -> int | None:
     """Return the number of CPU threads of each process.
 
-    The number is the run's `threads`, else the run's `cpus`, else an equal part of a node's `threads`, else None.
+    The number is the run's `threads`, else its `cpus`, else an equal part of a node's `threads`, else None.
     """
     return run.threads or run.cpus or (max(1, threads // run.processes.gpus_per_node) if threads else None)
 

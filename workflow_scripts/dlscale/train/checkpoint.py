@@ -62,14 +62,14 @@ class CheckpointRecord(Record):
     sums: list[list[Number]] = []
     seconds: float = 0.0  #: time spent on this epoch's steps in all tries, seconds
     wall_time: float = 0.0  #: end of this epoch's steps, seconds since 1970-01-01 UTC; 0 if unfinished
-    #: Settings of geometry, parallel, threads and loader, which affect times; None if they changed in the epoch.
+    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in this epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step; only in records of the first epoch
-    places: dict[str, Any] = {}  #: devices of the training; random states are restored only on the same devices
+    places: dict[str, Any] = {}  #: mesh and device type; random states are restored only if both are unchanged
     scaler: dict[str, float] = {}  #: state of the loss scaler
     best: bool | None = None  #: whether the best weights are stored separately; None: no best epoch is known
-    files: dict[str, str] = {}  #: name of each other file → SHA-256
-    run: str = ""  #: name of the training's folder: its fingerprint
+    files: dict[str, str] = {}  #: name of each other file of the checkpoint → SHA-256
+    run: str = ""  #: name of the folder of the checkpoints: the training's fingerprint
     own: str = ""  #: SHA-256 of this record without this key
 
     def sealed(self) -> CheckpointRecord:
@@ -199,7 +199,7 @@ class Checkpoints:
     ) -> tuple[CheckpointRecord, State] | None:
         """Return the newest usable checkpoint up to step `until`; None if all are missing or damaged.
 
-        `wanted` returns the shards to fill. A `UserError` is raised if a checkpoint is unusable although it is not
+        `wanted` returns the shards to fill. Raise `UserError` if a checkpoint is unusable but not
         damaged, and no earlier checkpoint is usable.
         """
         known = self._world.gather(self.steps())
@@ -213,7 +213,7 @@ class Checkpoints:
                 return found
             problem = next(problem for problem, _ in told if problem)
             logging.warning("%s: not used (%s); trying an earlier checkpoint", self._path(step), problem)
-            if not any(damaged for _, damaged in told):  # another try, or the code of the checkpoint, may succeed
+            if not any(damaged for _, damaged in told):  # a retry, or the code that wrote it, may succeed
                 useless = useless or (
                     f"{self._path(step)}: this training cannot resume from this checkpoint ({problem}), nor from an "
                     "earlier one, but the checkpoint is not known to be damaged; try again, or remove the folder to "
@@ -269,7 +269,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # PyTorch's method searches for `meta` tensors, and converts values of types that the method does not know.
+        # PyTorch's method would search for `meta` tensors, and convert `Shard`, a type that this method does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Logs of a training, extended after each epoch: `metrics.jsonl` and TensorBoard's event file.
 
-docs/tensorboard.md lists TensorBoard's tags. Trackers are in `trackers.py`.
+docs/tensorboard.md lists TensorBoard's tags. The extension `trackers` adds other trackers.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from dlscale.core import ranges
 from dlscale.core.ranges import mark, patience
 
-#: Arguments of `step`; usually input and target, and in training also the weight of this rank's loss.
+#: Arguments of a step: usually input and target, and in training also the weight of this rank's loss.
 Batch = tuple[Any, ...]
 
 
@@ -25,7 +25,7 @@ class Request(IntEnum):
 
 @dataclass(frozen=True)
 class Hook:
-    """Functions that are called at every step of a loop; the batch's memory is reused after the step."""
+    """Functions that a loop calls at every step; they must not keep the batch, whose memory is reused."""
 
     #: Called with the step's number, before its batch is loaded.
     before_step: Callable[[int], None] = lambda number: None

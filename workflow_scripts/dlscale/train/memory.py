@@ -36,7 +36,7 @@ from dlscale.train.build import assemble, memory_format
 
 
 def peak(device: torch.device) -> int:
-    """Return the peak memory in use since `reset_peak`, bytes, on a GPU, or of this process on a CPU."""
+    """Return the peak memory since `reset_peak`, bytes: of tensors on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # `ru_maxrss` is used only without VmHWM, because a process inherits `ru_maxrss` from its parent.
@@ -46,7 +46,7 @@ def peak(device: torch.device) -> int:
 
 
 def total(device: torch.device, processes: int = 1) -> int:
-    """Return the memory of a GPU, bytes, or on a CPU the memory that one of `processes` processes may use."""
+    """Return the memory of a device, bytes; on a CPU, the part that one of `processes` processes may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     own = [limit for limit, _ in _own_limits()]
@@ -73,13 +73,13 @@ def _own_limits() -> list[tuple[int, int]]:
 class FakeStep:
     """Step of a run on fake tensors, for one call of `train`.
 
-    The step is not compiled, and its optimiser already has its state. If devices share the model, the step has the part
-    of the first device. Weights that FSDP would shard are complete.
+    The step is not compiled, and its optimiser already has its state. If devices share the model, the step has the
+    first device's part of the model. Weights that FSDP would shard are complete.
 
     Parameters
     ----------
     make, loss, sharding, scores
-        As `build_step` takes them.
+        As in `build_step`.
     device
         Device of the fake tensors.
     attention

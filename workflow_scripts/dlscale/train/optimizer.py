@@ -1,4 +1,4 @@
-"""Optimisers by their settings."""
+"""Build optimisers from settings."""
 
 from __future__ import annotations
 

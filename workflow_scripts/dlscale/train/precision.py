@@ -32,13 +32,13 @@ from dlscale.parallel.shards import Cut, Shard, cut, local
 #: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
 
-#: Function of each kind of convolution layer.
+#: Class of a convolution layer → function that computes the convolution.
 CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
 #: Largest relative error of a correct convolution in bf16; rounding alone gives an error of a few thousandths.
 WRONG = 0.05
 
-#: Input channels from which oneDNN 3.12 computes strided 1×1 convolutions in channels-last memory correctly.
+#: Minimum input channels with which oneDNN 3.12 computes strided 1×1 convolutions in channels-last memory correctly.
 CHANNELS = 16
 
 #: Environment variable that stops oneDNN from using AMX.
@@ -75,8 +75,8 @@ def check_convolutions(model: nn.Module) -> None:
     """Raise a `UserError` for a convolution that this processor computes wrong in bf16.
 
     On Intel's AMX, oneDNN 3.12 (PyTorch 2.13) returns wrong results without an error if the stride equals the kernel
-    size and there are few channels. Such layers are compared with float32, on values that do not change the random
-    state.
+    size and there are few channels. Such layers are compared with float32 on fixed values, so that the random state
+    does not change.
     """
     for name, layer in model.named_modules():
         suspect = type(layer) in CONVOLUTIONS and layer.stride == layer.kernel_size and layer.padding_mode == "zeros"
@@ -101,8 +101,9 @@ def check_convolutions(model: nn.Module) -> None:
 def check_channels_last(model: nn.Module) -> None:
     """Raise a `UserError` for a convolution whose gradient a processor computes wrong in channels-last memory.
 
-    The gradient of the weights of a strided 1×1 convolution with fewer than 8 (AVX2) or 16 (AVX-512) input channels
-    writes outside its memory: it is wrong, hangs or crashes (https://github.com/uxlfoundation/oneDNN/issues/6035).
+    For a strided 1×1 convolution with fewer than 8 (AVX2) or 16 (AVX-512) input channels, computing the weights'
+    gradient writes outside of its memory. The result is wrong, or the program hangs or crashes
+    (https://github.com/uxlfoundation/oneDNN/issues/6035).
     """
     for name, layer in model.named_modules():
         if type(layer) not in CONVOLUTIONS or set(layer.kernel_size) != {1} or max(layer.stride) == 1:
@@ -133,7 +134,7 @@ class Weights:
     """Weights of a model on this device, and the tensors that an optimiser updates for these weights (`updated`).
 
     An updated tensor is the parameter itself, the float32 master weight of a 16-bit parameter (`exact`, from
-    `convert`), or this device's FSDP shard, in the same memory. `cuts`: name of a parameter → how devices shard it.
+    `convert`), or this device's FSDP shard, without a copy. `cuts`: name of a parameter → how devices shard it.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Weights:
         return Shard(local(tensor).detach(), self._cuts.get(name, ()))
 
     def names(self) -> dict[str, list[str]]:
-        """Return first name → all names of each tensor of the model's state; tied weights have several names."""
+        """Map the first name of each tensor of the model's state to all its names; tied weights have several."""
         firsts: dict[int, str] = {}
         names: dict[str, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -227,7 +228,7 @@ def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.
         value = each.gathered()
         if keep:
             value = value.float() if value.is_floating_point() else value
-            state[name] = value.cpu() if each.cuts else value  # gathered tensors may be too large
+            state[name] = value.cpu() if each.cuts else value  # a device may be too small for all gathered tensors
     return state
 
 

@@ -40,7 +40,7 @@ class Provenance(Record):
     manifest: dict[str, Any] = {}  #: Origin of the dataset.
     fingerprint: str | None = None  #: First digits of the run's fingerprint: the name of its checkpoint folder.
     resumed_from_step: int | None = None
-    links: Links | None = None  #: Links between several processes, if they were tested.
+    links: Links | None = None  #: Latency and bandwidth between processes, if the self-test measured them.
     best: Best | None = None
     loss: LossInfo = LossInfo()
     metrics: list[Metric] = []  #: Descriptions of the metrics of the run's epochs.

@@ -27,7 +27,7 @@ def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_
 
     - `constant`: the rate is `peak`.
     - `step`: the rate is multiplied by `gamma` after every `step_epochs` epochs, or at the epochs in `milestones`.
-    - `exponential`: the rate is multiplied by `gamma` in each epoch since the warm-up, in equal factors at each step.
+    - `exponential`: the rate is multiplied by `gamma` per epoch after the warm-up, by the same factor at each step.
     - `cosine`, `linear`, `polynomial`: the rate falls to `end_lr` at step == total, along half a cosine, along a line,
       or along the square of the fraction of steps left.
     """

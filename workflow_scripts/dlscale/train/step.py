@@ -24,7 +24,7 @@ from dlscale.train.attention import Context
 from dlscale.train.optimizer import make_state
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
-#: Layout → number of axes of the tensors that can be stored in the layout.
+#: Memory format → number of axes of the tensors that can have this format.
 AXES = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -81,7 +81,7 @@ class Network(nn.Module):
 class Step:
     """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
-    The step waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
+    The host waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
     synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the batch.
     Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it holds:
     all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision and
@@ -99,13 +99,13 @@ class Step:
         attention: Context,
         divided: ModelParallel | None = None,
     ) -> None:
-        self.divided = divided  #: division of the model among devices
+        self.divided = divided  #: tensor and context parallelism of the model, if any
         self.weights, self.model, self.network, self.strategy = weights, weights.model, network, strategy
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
         self._overwritten = False  #: whether the next step overwrites the loss
-        self._known = set[object]()  #: shapes of batches, with names of calls, that were run once
+        self._known = set[object]()  #: calls that ran before: batch shape, and `predict` for predictions
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
@@ -135,7 +135,7 @@ class Step:
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
-        """Return the context of a call; the first call of a shape compiles code, and has a longer timeout."""
+        """Return the context of a call; the first call of a shape has a longer timeout, because it compiles code."""
         if key in self._known:
             return nullcontext()
         self._known.add(key)
@@ -163,7 +163,7 @@ class Step:
         parts = self._accumulation if self.strategy.gathers else min(self._accumulation, len(x))
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
-        # Each part is weighted by its number of samples; the last part waits for the other ranks.
+        # Each part is weighted by its number of samples. Only the last part exchanges gradients with other ranks.
         losses = [
             self._backward(a, b, len(a) / max(len(x), 1), weight, last=number == parts)
             for number, (a, b) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1)
@@ -220,7 +220,7 @@ class Step:
         return shards
 
     def load(self, shards: Mapping[str, Shard], scaler: Mapping[str, float]) -> None:
-        """Load the result of `shards` and the loss scaler's state; without optimiser shards, clear this state."""
+        """Load the result of `shards` and the loss scaler's state; without its shards, clear the optimiser's state."""
         if any(name.startswith("optimizer.") for name in shards):
             make_state(self.optimizer)
         else:
@@ -233,7 +233,7 @@ class Step:
             for p in self.weights.updated:
                 if "step" in self.optimizer.state.get(p, {}):  # indexing would make a state
                     self.optimizer.state[p]["step"].copy_(next(counters))
-        known = self.scaler.state_dict()  # some values are integers
+        known = self.scaler.state_dict()  # integers, which `scaler` has as floats, become integers again
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()
@@ -249,8 +249,8 @@ class Step:
 Body = Callable[..., torch.Tensor]
 
 #: Number of ordinary steps of a shape before recording, on one rank and on several ranks. Several ranks need more
-#: steps, because DistributedDataParallel reorders its buckets after the first backward pass, and times the first ten
-#: passes with events.
+#: steps, because DistributedDataParallel reorders its buckets after the first backward pass, and uses CUDA events to
+#: time the first ten passes.
 EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
 
 

@@ -72,7 +72,7 @@ REQUESTS = {
     signal.SIGINT: Request.END,
 }
 
-#: Largest number of steps between two exchanges of requests; this is a limit because steps may suddenly become slow.
+#: Largest number of steps between two exchanges of requests, even of fast steps, which may suddenly become slow.
 MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
@@ -135,7 +135,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         _write_weights(out / "model.pt", session.step.weights.state_dict())
         if trainer.best_weights:
             _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
-        write_text(out / "metrics.jsonl", epoch_lines(history))  # the growing file may have been removed
+        write_text(out / "metrics.jsonl", epoch_lines(history))  # the file may have been removed meanwhile
         _provenance(run, session, trainer, started, cores, links).write(out / "provenance.json")
         _remove_other_checkpoints(trainer.checkpoints.folder)
 
@@ -156,9 +156,7 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
 
     prediction = shown.predict()
     assert prediction is not None
-    with matplotlib.rc_context(
-        {"text.parse_math": False}
-    ):  # draws `$` as text, also in tick labels, which saving makes
+    with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text; saving makes the tick labels, too
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
         save_png(figure or figures.values(shown.y, prediction), file, dpi=100)
 
@@ -285,7 +283,7 @@ class Interruption:
         now = time.monotonic()
         urgency, elapsed = self._world.max(self._received, now - self._agreed)
         # All ranks compute the same next interval, from the slowest rank's time.
-        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first time includes more than steps
+        ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first exchange has no `elapsed`
         self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
         self._agreed = time.monotonic()
         if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next exchange

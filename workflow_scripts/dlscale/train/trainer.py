@@ -145,7 +145,7 @@ class Trainer:
                 while not self._done:
                     epoch = len(self.history)
                     record = self._epoch(epoch, poll, hooks)
-                    if record.epoch == first:  # from now on all data are open, and all code is compiled
+                    if record.epoch == first:  # from now on, all files are open and all code is compiled
                         later.enter_context(ranges.part("epoch", ranges.BETWEEN))
                     with ranges.part("writing"):
                         on_epoch(record)
@@ -159,7 +159,8 @@ class Trainer:
                     if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:
-            if isinstance(error, UserError) or self.world.size == 1:  # after other errors, other ranks may have ended
+            # After other errors, other ranks may have ended without their part of the save.
+            if isinstance(error, UserError) or self.world.size == 1:
                 self.checkpoints.wait()  # finishes a save of the last good state
             raise
         self.checkpoints.wait()
@@ -198,7 +199,7 @@ class Trainer:
         done, seen = (self.history[-1].step, self.history[-1].samples or 0) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
-        before, self._resumed = self._resumed, CheckpointRecord()  # only a try's first epoch may resume in its middle
+        before, self._resumed = self._resumed, CheckpointRecord()  # only a try's first epoch may begin in the middle
         first = max(before.step - done, 0)  # above 0 if an earlier try was stopped in this epoch
         scored = registry.study(self.run.study).train_metrics
         sums = _EpochSums(before, done + first, self.world, self.step.device, 1 + len(scored))
@@ -219,7 +220,7 @@ class Trainer:
         valid_loss, metrics = math.nan, dict[str, float]()
         if self._finite(epoch, "training", train_loss):
             valid_loss, metrics = self.validate([requests])
-            self._finite(epoch, "validation", valid_loss)  # the training loss does not include the last update
+            self._finite(epoch, "validation", valid_loss)  # the training loss is from before the last update
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,
@@ -240,7 +241,7 @@ class Trainer:
         )
 
     def _finite(self, epoch: int, what: str, loss: float) -> bool:
-        """Return whether a loss is finite; raise a `UserError` if not and `training.on_divergence` is `fail`."""
+        """Return whether a loss is finite; raise `UserError` if it is not and `training.on_divergence` is `fail`."""
         if not math.isfinite(loss) and self.run.training.on_divergence == "fail":
             raise UserError(
                 f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
@@ -269,7 +270,7 @@ class Trainer:
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
-            self.step.optimizer.state.clear()  # `_wanted` made this state before the read failed
+            self.step.optimizer.state.clear()  # `_wanted` may have made this state before a read failed
             if again:
                 logging.info("%s", again)
                 if self.world.main:
@@ -349,7 +350,7 @@ class Trainer:
         }
         if record.best:
             wanted |= {f"best.{name}": shard for name, shard in self.step.weights.shards().items()}
-        if record.places == self._places:  # otherwise the random state of drop-out starts anew
+        if record.places == self._places:  # on another mesh or device type, random numbers (drop-out) start anew
             wanted |= self._random_states()
         return {name: shard.empty() for name, shard in wanted.items()}
 
@@ -384,7 +385,7 @@ class _EpochSums:
         sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
         self._sums = torch.tensor(sums, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
-        self._seconds = before.seconds  # valid after the last step
+        self._seconds = before.seconds  # used after the last step
         self.first_loss: torch.Tensor | None = None  #: sum of the losses of the training's first step
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:

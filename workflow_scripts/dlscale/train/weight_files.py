@@ -16,9 +16,9 @@ from dlscale.core.text import many
 from dlscale.train import checkpoint
 from dlscale.train.precision import Weights
 
-#: Keys of the model's state in common programs' checkpoints.
+#: Keys under which other programs' checkpoints store the model's state dict.
 PLACES = ("state_dict", "model_state", "model_state_dict", "model")
-#: Prefixes that wrappers for several devices and `torch.compile` add to names, in any nesting.
+#: Prefixes that `torch.compile` and wrappers such as DDP add to names. `module.` may be the outer or the inner prefix.
 PREFIXES = ("module.", "_orig_mod.", "module.")
 
 State = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ def read_weights(path: str | Path) -> State:
 
 
 def weights_digest(path: str | Path) -> str:
-    """Return the SHA-256 of a file of weights, or of a checkpoint's record."""
+    """Return the SHA-256 of a file of weights, or of a checkpoint folder's `checkpoint.json`."""
     no_pipe(path, "a file of weights, or a checkpoint's folder")
     return sha256(Path(path) / "checkpoint.json" if Path(path).is_dir() else path)
 
@@ -69,12 +69,12 @@ def load_weights(weights: Weights, path: str | Path) -> None:
     """Load the weights of a file; raise `UserError` if names or shapes do not fit the model."""
     state, expected = read_weights(path), weights.state_dict()
     apart = []
-    for names in weights.names().values():  # a tensor may have any of its names in the file
+    for names in weights.names().values():  # the file may have any name of a tied tensor
         if held := [state[name] for name in names if name in state]:
             state = dict.fromkeys(names, held[0]) | state
             if not all(torch.equal(value.float(), held[0].float()) for value in held[1:]):
                 apart.append(" and ".join(names))
-    # Files from before PyTorch 0.4.1 lack batch normalisation's counters, which only a momentum of None uses.
+    # Files from before PyTorch 0.4.1 lack batch normalisation's counters; only layers with `momentum=None` use them.
     counters = {name: value for name, value in expected.items() if name.endswith("num_batches_tracked")}
     state = counters | state
     both = [name for name in expected if name in state]
@@ -100,7 +100,7 @@ def load_weights(weights: Weights, path: str | Path) -> None:
 
 
 def _load(path: str | Path) -> Any:
-    """Return the content of a file of `torch.save`, on the host; files from before PyTorch 1.6 have no checksums."""
+    """Return the content of a file of `torch.save`, on the host; verify its checksums (since PyTorch 1.6)."""
     with open(path, "rb") as file:
         archive = file.read(4) == b"PK\x03\x04"  # the test that torch.load uses
     if archive:
@@ -111,7 +111,7 @@ def _load(path: str | Path) -> Any:
 def _check(path: str | Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch.load skips an entry marked as a folder, and would use uninitialised memory.
+            # torch.load does not read an entry that is marked as a folder: its tensor would have uninitialised values.
             folders = [each.filename for each in archive.infolist() if each.external_attr & 0x10 and each.file_size]
             damaged = archive.testzip() or next(iter(folders), None)
     except (OSError, zipfile.BadZipFile):

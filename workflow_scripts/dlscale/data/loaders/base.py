@@ -113,7 +113,7 @@ class ArrangedLoader(Loader):
         self._loader, self._arranged = loader, samples
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
-        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once, so that no step waits
+        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # one copy per epoch: no step waits
         for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
             indices = self._share.indices(step, self.samples)
             yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y

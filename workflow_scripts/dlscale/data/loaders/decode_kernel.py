@@ -1,4 +1,4 @@
-"""Triton kernel for the formula of `DecodePlan`, which writes each value only once, in the model's form.
+"""Triton kernel that computes the formula of `DecodePlan`, and writes each value only once, in the model's form.
 
 The kernel moves 14 MB for a crop of 64^3 cells and 9 channels in float16; PyTorch's operations move about 130 MB.
 """
@@ -32,7 +32,7 @@ def _decode(stored, places, numbers, out, n0, n1, n2, C: tl.constexpr, BLOCK: tl
 def decode(
     stored: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor, extent: tuple[int, int, int], out: torch.Tensor
 ) -> None:
-    """Decode `stored` [values] into `out`, float32 [B, C, *extent]; all are on one device."""
+    """Decode `stored` [values] into `out`, float32 [B, C, *extent]; all tensors are on one device."""
     count, channels = len(places), numbers.shape[2]
     if not count:
         return

@@ -20,18 +20,18 @@ from numba.extending import intrinsic
 
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples, WritingSamples
 
-#: Cells added to the two faster axes of a thread's buffer. Without padding, distances in memory may be powers of two,
-#: for which neighbours along a slow axis compete for the same few lines of the processor's cache.
+#: Cells added to the two faster axes of a thread's buffer. Without padding, strides may be powers of two; neighbours
+#: along a slow axis would then compete for the same few lines of the processor's cache.
 PAD = 4
 #: Number of words that are fetched together and then decoded; these words fit into the fastest cache.
 BLOCK = 1024
-#: Values in a line of the processor's cache; the values of a line are written together, past the cache.
+#: Values in a line of the processor's cache; the values of a line are written together and bypass the cache.
 LINE = 16
 
 
 @intrinsic
 def _stream(typing, target, source):  # type: ignore[no-untyped-def]
-    """Write `source` into `target`, float32 [n], past the cache, so that no line is read only to be overwritten.
+    """Write `source` into `target`, float32 [n], bypassing the cache: no line is read only to be overwritten.
 
     n is a multiple of `LINE`, and `target` is aligned to a cache line (64 bytes). Other threads see the values after
     this thread has released a lock, for example Python's at the end of a task.
@@ -65,18 +65,19 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
 
 
 def _compiled(half, wide):  # type: ignore[no-untyped-def]
-    # Numba caches compiled code by the closure's values. These are booleans, because functions differ in each process.
+    # Numba's cache on disk finds compiled code by the closure's values. These values are booleans, because functions
+    # would differ in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, places, numbers, out):  # type: ignore[no-untyped-def]
         """Decode a box into `out`, float32 [C, n0, n1, n2]; the bounds of `words` are not checked.
 
-        `places` [4 + C] and `numbers` [3, C] are one sample of a `DecodePlan`. `words` [n] are the stored values:
+        `places` [4 + C] and `numbers` [3, C] are of one sample in a `DecodePlan`. `words` [n] are the stored values:
         float32, or the bits of float16. If `wide`, channels are adjacent in memory, and word i has the bits of the four
         float16 values from value i on.
         """
         channels, n0, n1, n2 = out.shape
         s0, s1, s2 = places[1], places[2], places[3]
-        block = max(1, BLOCK // n2)  # rows at a time, so that neighbours along any axis share cache lines
+        block = max(1, BLOCK // n2)  # rows decoded together, so that neighbours along any axis share cache lines
         rows, values = np.empty((block, n2), words.dtype), np.empty(n2, np.float32)
         stream = n2 % LINE == 0 and out.ctypes.data % 64 == 0
         for group in range(0, channels, 4 if wide else 1):

@@ -146,7 +146,7 @@ class Resident:
         self.ring = Ring([], 0, device)
         held = {field: self._load(field) for field in {samples.input, samples.target}}
         self._held = held[samples.input], held[samples.target]
-        if self.ring.stream is not None:  # reads values that the current stream has just written
+        if self.ring.stream is not None:  # the ring's stream reads values that the current stream has just written
             self.ring.stream.wait_stream(torch.cuda.current_stream(device))
 
     def _load(self, field: BoxField) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -194,7 +194,7 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.
     """Decode `stored` [values] on the device of `stored`, by the formula of `DecodePlan`; float32 [B, *spec.shape]."""
     device, shape = stored.device, (len(plan.places), *field.spec.shape)
     numbers = [torch.from_numpy(each) for each in plan]
-    if device.type == "cuda":  # PyTorch reuses pinned memory after its copies have finished
+    if device.type == "cuda":  # PyTorch reuses pinned memory only after its copies have finished
         numbers = [each.pin_memory().to(device, non_blocking=True) for each in numbers]
     plan = DecodePlan(*numbers)
     if (decode := kernel(device)) is None:
@@ -297,8 +297,8 @@ class DirectLoader(Loader):
         return made
 
     def _make(self, slot: int, epoch: int, indices: range) -> Made:
-        # Limits the batches that are made ahead. Otherwise these could fill the device's memory, because the model's
-        # thread does not wait for the device.
+        # Wait until earlier batches were used. Otherwise batches that are made ahead could fill the device's memory,
+        # because the model's thread does not wait for the device.
         while len(self._used) > self._slots:
             self._used.popleft().synchronize()
         tasks, finish = self._backend.begin(slot, epoch, indices)

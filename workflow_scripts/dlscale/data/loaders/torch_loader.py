@@ -41,7 +41,7 @@ class TorchLoader(Loader):
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._keys: list[tuple[int, range]] = []  # keys of the epoch's batches
-        self._broken = False  # a worker died while it sent a batch
+        self._broken = False  # whether a worker died while it sent a batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = DataLoader(
             _Dataset(samples),
@@ -89,12 +89,12 @@ class TorchLoader(Loader):
 
 
 def _kill_workers(iterator: Any) -> None:
-    """Kill the workers of a DataLoader's iterator, and leave only what `_shutdown_workers` can end without them.
+    """Kill the workers of a DataLoader's iterator, so that `_shutdown_workers` does not wait for them.
 
     If the system kills a worker while it holds the lock of an event or of a queue, nothing releases this lock, and
     PyTorch's shutdown waits for it forever.
     """
-    if iterator._worker_pids_set:  # otherwise PyTorch's handler of SIGCHLD raises in the middle of what follows
+    if iterator._worker_pids_set:  # otherwise PyTorch's SIGCHLD handler raises during the following lines
         torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     for worker in iterator._workers:

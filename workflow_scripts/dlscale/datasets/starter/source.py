@@ -98,7 +98,7 @@ class FileSource(Source):
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows, found = slice(self._first + start, self._first + stop), dict[str, np.ndarray]()
         for field, values, path in zip(self.fields, self._arrays.values(), self._paths, strict=True):
-            with reading(path):  # reading finds damage of compressed values
+            with reading(path):  # damage of compressed values shows only now
                 read = np.asarray(values[rows]).astype(field.dtype)
             read = np.moveaxis(read, -1, 1) if field.name in self._last else read
             found[field.name] = read.reshape(-1, *field.shape[1:])

@@ -31,7 +31,8 @@ def anomaly_correlation(
 ) -> torch.Tensor:
     """Return the weighted correlation of the anomalies of prediction and target, [B, C].
 
-    Uncentred, as in WeatherBench 2 (Rasp et al. 2024, arXiv:2308.15560): sum(w p t) / sqrt(sum(w p^2) sum(w t^2)).
+    With anomalies p and t: sum(w p t) / sqrt(sum(w p^2) sum(w t^2)), uncentred as in WeatherBench 2 (Rasp et al. 2024,
+    arXiv:2308.15560).
     """
     p, t = prediction_BCHW - climatology_CHW, target_BCHW - climatology_CHW
     cross, pp, tt = ((a * b * weights_H1).sum(dim=(-2, -1)) for a, b in ((p, t), (p, p), (t, t)))

@@ -16,7 +16,7 @@ def launches(evidence: Evidence) -> Finding | None:
         share, launched = idle - for_data, evidence.activity.launches
         with_ = f" with {number(launched)} launches" if launched else ""
         why = (
-            f"The device is idle for {percent(share)} of a step{with_}, besides waiting for data, because the host "
+            f"Apart from waiting for data, the device is idle for {percent(share)} of a step{with_}, because the host "
             "does not launch work fast enough."
         )
         if share < 0.25 or sync(evidence):
@@ -89,9 +89,8 @@ def memory(evidence: Evidence) -> Finding | None:
     return Finding(
         "memory",
         "memory bandwidth",
-        f"The step's operators move {size(measured.work.bytes)} per sample, which is {percent(min(used, 1.0))} of the "
-        f"bytes that the memory can move in that time. Arithmetic needs only {percent(computing / moving)} of the time "
-        "that these transfers need.",
+        f"The step's operators move {size(measured.work.bytes)} per sample, at {percent(min(used, 1.0))} of the memory "
+        f"bandwidth. Arithmetic needs only {percent(computing / moving)} of the time that these transfers need.",
         f"{', '.join(rungs)}.",
         min(used, 1.0) - min(used, 1.0) * computing / moving,
         COMPILED,

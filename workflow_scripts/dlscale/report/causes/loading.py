@@ -56,7 +56,7 @@ def overlap(evidence: Evidence) -> Finding | None:
     if not found or found.loading is None:
         return None
     share, turns = min(found.loading, 1 - found.share), evidence.setting("loader.workers") == 0
-    # The rates are measured at different times, so FULL may have met a slow moment.
+    # The rates are measured at different times, so only FULL may have met a slow moment of the machine.
     if share < 2 * MIN_FRACTION and not turns:
         return None
     todo = "loader: {workers: 1} or more." if turns else "Use more workers, or a longer prefetch."

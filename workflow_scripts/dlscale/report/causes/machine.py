@@ -30,8 +30,8 @@ def throttled(evidence: Evidence) -> Finding | None:
         return None
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
-    # A busy GPU always reaches its power cap, so for this reason only lost cycles count. Other reasons, such as heat,
-    # are faults.
+    # A busy GPU always reaches its power cap, so a power cap counts only by the cycles that it costs. Other reasons,
+    # such as heat, are faults.
     faults = sum(watched.throttle_reasons[reason] for reason in reasons if reason != "power cap") / watched.seconds
     share = max(watched.clock_loss, min(faults, held))
     return Finding(

@@ -128,8 +128,8 @@ function compare(box) {
   show();
 }
 
-// Vega-Lite draws a chart when it comes into view, and again after each choice. With `ast` it generates no code, which the
-// content security policy forbids.
+// Vega-Lite draws a chart when it comes into view, and again after each choice. With `ast` it interprets
+// expressions, because the content security policy forbids generated code.
 async function draw(figure) {
   const spec = JSON.parse(figure.querySelector("script").textContent), main = spec.layer[0], encoding = main.encoding;
   for (const choice of figure.querySelectorAll("select")) {
