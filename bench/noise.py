@@ -31,8 +31,8 @@ from dlscale.core.files import write_json
 from dlscale.core.text import NONE
 from dlscale.extensions.compare import compare
 from dlscale.report import sections
-from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import SpeedUp, SpeedUps
+from dlscale.results import PlanResult, read_plan
 
 DEPTH = 40
 RUNS: dict[str, dict[str, Any]] = {

@@ -750,14 +750,14 @@ MUTATIONS = [
     ),
     Mutation(
         "mean_for_median",
-        "report/results.py",
+        "results.py",
         "return statistics.median(speeds[1:] or speeds)",
         "return statistics.fmean(speeds[1:] or speeds)",
         "test_report.py::test_times_are_of_one_loader",
     ),
     Mutation(
         "worst_is_first",
-        "report/results.py",
+        "results.py",
         'value if better == "lower" else -value)',
         '-value if better == "lower" else value)',
         "test_sweep.py::test_a_trial_that_ends_early_at_a_target_is_ranked",

@@ -21,8 +21,8 @@ from dlscale.extensions.programs.running import Outcome, Reading, measured
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import Throughput
 from dlscale.report.profiles import thinned
-from dlscale.report.results import read_plan
 from dlscale.report.verdict import Verdict
+from dlscale.results import read_plan
 from tests.conftest import ROOT
 from tests.programs import write_program
 from tests.test_outside import TRAIN, Clock, program

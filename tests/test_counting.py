@@ -30,8 +30,8 @@ from dlscale.measure.records import Peaks, SampleWork, Throughput
 from dlscale.measure.roofline import OperatorCount, sample_work
 from dlscale.parallel.world import World
 from dlscale.report.collect import summary_csv
-from dlscale.report.results import read_plan
 from dlscale.report.sections import runs_table
+from dlscale.results import read_plan
 from dlscale.train.build import open_session
 from dlscale.train.memory import FakeStep, fake_batch, fake_step
 from dlscale.train.step import Network

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from dlscale.scores import l1
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
@@ -32,8 +33,7 @@ from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
 from dlscale.extensions.cosmo_unet.model import UNet3D
 from dlscale.extensions.imagenet_resnet50.model import ResNet
 from dlscale.extensions.trackers import trackers
-from dlscale.report.results import RunResult, reached
-from dlscale.scores import l1
+from dlscale.results import RunResult, reached
 from dlscale.train import checkpoint
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read

@@ -42,8 +42,8 @@ from dlscale.extensions.programs.measure import PLAN
 from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of
 from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Throughput
-from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import judge_run
+from dlscale.results import read_plan, read_run
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 

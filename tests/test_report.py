@@ -42,8 +42,8 @@ from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
 from dlscale.report.bound import bound
 from dlscale.report.figures import joules
-from dlscale.report.results import read_plan, read_run
 from dlscale.report.verdict import disturbance, judge_run
+from dlscale.results import read_plan, read_run
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, stage
 from tests.test_environment import BEFORE

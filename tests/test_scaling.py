@@ -25,8 +25,8 @@ from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
 from dlscale.report.charts import Chart
 from dlscale.report.figures import Table
-from dlscale.report.results import PlanResult, cost_to_reach, read_plan
 from dlscale.report.speedup import series as series_of
+from dlscale.results import PlanResult, cost_to_reach, read_plan
 from tests.test_report import Results
 
 WEAK: dict[str, Any] = {"study": "cosmo_unet", "kind": "weak_scaling"}

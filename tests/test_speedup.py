@@ -15,8 +15,8 @@ from dlscale.extensions.compare.compare import change
 from dlscale.measure.records import Beside, Outside, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
-from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.speedup import FLOOR, SpeedUps, measured_apart, relative_to_first
+from dlscale.results import PlanResult, read_plan
 from tests.test_report import Page, Results
 
 

@@ -25,7 +25,7 @@ from dlscale.preflight import cost
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
 from dlscale.report.report import page
-from dlscale.report.results import read_plan
+from dlscale.results import read_plan
 from tests.conftest import TINY, make_run, records, stage, timeless, train
 
 DIGITS = TINY["mnist_cnn"]

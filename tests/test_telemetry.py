@@ -33,7 +33,7 @@ from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Energy, Gpus, bus_ids
 from dlscale.report import profiles
-from dlscale.report.results import PlanResult, RunResult
+from dlscale.results import PlanResult, RunResult
 from dlscale.train.provenance import Provenance
 from tests.conftest import variables
 from tests.test_usage import BURN, answer, drop, end, on_disk, python

@@ -27,8 +27,8 @@ from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.extensions.tune.section import tried
 from dlscale.extensions.tune.tune import Measure, ratio_interval
 from dlscale.parallel.world import CPU, World
-from dlscale.report.results import read_plan
 from dlscale.report.sections import line
+from dlscale.results import read_plan
 from tests.conftest import COSMO, COSMO_RUN, make_run, stage
 from tests.test_parallel import configure, launch
 from tests.test_report import Results

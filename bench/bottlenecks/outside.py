@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workflow_scripts")]
 
 from bench.bottlenecks.run import busy, percent  # noqa: E402
 from dlscale.extensions.programs.measure import PLAN  # noqa: E402
-from dlscale.report.results import read_run  # noqa: E402
 from dlscale.report.verdict import Verdict, judge_run  # noqa: E402
+from dlscale.results import read_run  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("program.py")
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dlscale.report.results import read_plan
 from dlscale.report.speedup import series
+from dlscale.results import read_plan
 from tests.cluster.cluster import Cluster
 from tests.cluster.flow import CONFIG, Flow, repository
 from tests.conftest import records

@@ -17,7 +17,7 @@ from dlscale.core.files import sha256
 from dlscale.core.settings import read_yaml
 from dlscale.data.manifest import Manifest
 from dlscale.report.collect import summary_csv
-from dlscale.report.results import read_plan
+from dlscale.results import read_plan
 from tests.workflow.conftest import Outcome, Tree
 
 CITATION = {

@@ -17,7 +17,7 @@ import yaml
 
 from dlscale.core.machine import CHANGED
 from dlscale.core.noise import interval
-from dlscale.report.results import RunResult, read_plan
+from dlscale.results import RunResult, read_plan
 from tests.conftest import TINY
 from tests.waiting import PATIENCE
 from tests.workflow.conftest import Outcome, Tree

@@ -13,8 +13,8 @@ import yaml
 
 from dlscale.extensions.tune import tune
 from dlscale.extensions.tune.records import Duel, Tuning
-from dlscale.report.results import read_plan
 from dlscale.report.speedup import series
+from dlscale.results import read_plan
 from tests.workflow.conftest import Outcome, Tree
 
 #: Settings of a run on a few batches of tiny digits.

@@ -35,7 +35,8 @@ from dlscale.core.text import aligned, duration, many
 from dlscale.data import parts
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.launch import slurm
-from dlscale.measure.records import SAMPLE_RATE, Throughput
+from dlscale.measure.records import SAMPLE_RATE
+from dlscale.results import read_measured
 
 Basis = Literal["measured", "published", "settings", "limit"]
 
@@ -91,17 +92,6 @@ def device_kind(scheduler: Scheduler | None) -> Literal["cuda", "cpu"]:
 
 
 # ---- rates -----------------------------------------------------------------------------------------
-
-
-def read_measured(folder: Path) -> Throughput | None:
-    """Read the throughput record of a run; None without a record."""
-    path = folder / "throughput.json"
-    return _read(path, path.stat().st_mtime_ns) if path.exists() else None
-
-
-@functools.cache
-def _read(path: Path, changed: int) -> Throughput:
-    return Throughput.read(path)
 
 
 def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Scheduler | None) -> float | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from dlscale.core.text import number, percent
 from dlscale.measure.records import MODES, Outside, Throughput
-from dlscale.report.results import UNKNOWN
 from dlscale.report.speedup import spread
+from dlscale.results import UNKNOWN
 
 #: Fraction by which FULL may exceed the slower of IO and SYNTHETIC by chance, because the three modes are timed at
 #: different times. A larger spread of the trials raises this limit.

@@ -13,8 +13,8 @@ from dlscale.core.metrics import Epoch
 from dlscale.core.text import escape_formula
 from dlscale.measure.records import MODES
 from dlscale.report import published
-from dlscale.report.results import PlanResult, RunResult, reached, read_plan
 from dlscale.report.speedup import SCALING, SpeedUp, SpeedUps, series
+from dlscale.results import PlanResult, RunResult, reached, read_plan
 
 #: A row of the table: column → value, None if it was not measured.
 Row = dict[str, Any]

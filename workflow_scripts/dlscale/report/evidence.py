@@ -10,7 +10,7 @@ from dlscale.core.settings import Raw
 from dlscale.core.telemetry import Summary
 from dlscale.measure.profilers import Activity, Profile
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
-from dlscale.report.results import MIN_FRACTION, MIN_SECONDS, foreign_cores, setting
+from dlscale.results import MIN_FRACTION, MIN_SECONDS, foreign_cores, setting
 
 #: Settings that several remedies suggest, as YAML.
 COMPILED, DIRECT = "compile: {mode: default}", "loader: {kind: direct}"

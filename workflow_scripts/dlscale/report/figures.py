@@ -12,7 +12,7 @@ from dlscale.core.text import NONE, number
 from dlscale.report.charts import Chart
 
 if TYPE_CHECKING:
-    from dlscale.report.results import PlanResult, RunResult
+    from dlscale.results import PlanResult, RunResult
 
 
 @dataclass(frozen=True)

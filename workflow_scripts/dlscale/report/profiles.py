@@ -12,7 +12,7 @@ from dlscale.measure.profilers import ProfiledTool
 from dlscale.report import published
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, View, lines, time_unit
 from dlscale.report.figures import Section, cell, heading, table
-from dlscale.report.results import PlanResult, RunResult
+from dlscale.results import PlanResult, RunResult
 
 #: Part of a step → (name, colour), in the order of a step. `other` is the time outside of all ranges, `unexplained` the
 #: time that no measurement covers.

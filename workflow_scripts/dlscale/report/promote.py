@@ -12,7 +12,7 @@ import math
 
 from dlscale.config.records import Rung
 from dlscale.core.text import number
-from dlscale.report.results import read_plan
+from dlscale.results import read_plan
 
 
 def main(args: argparse.Namespace) -> None:

@@ -34,8 +34,8 @@ from dlscale.report import published
 from dlscale.report.charts import CONFIG, MODE_NAMES, View, library
 from dlscale.report.figures import Table, cell, joules, table
 from dlscale.report.profiles import devices
-from dlscale.report.results import PlanResult, read_plan
 from dlscale.report.sections import Page, picture, plan_view
+from dlscale.results import PlanResult, read_plan
 
 #: Maximum number of figures of predictions in the page, and per plan.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3

@@ -15,7 +15,8 @@ from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
 from dlscale.report.charts import MODE_COLOURS, MODE_NAMES, SHAPES, Chart, View, lines
 from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
-from dlscale.report.results import (
+from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
+from dlscale.results import (
     MIN_FRACTION,
     UNKNOWN,
     PlanResult,
@@ -25,7 +26,6 @@ from dlscale.report.results import (
     cost_to_reach,
     target_of,
 )
-from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 
 #: Order of the modes in this section.
 ORDER = tuple(reversed(MODES))

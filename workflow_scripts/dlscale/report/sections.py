@@ -32,7 +32,9 @@ from dlscale.report.bound import bound
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
-from dlscale.report.results import (
+from dlscale.report.speedup import Group, SpeedUp, SpeedUps
+from dlscale.report.verdict import disturbance, judge_run
+from dlscale.results import (
     UNKNOWN,
     PlanResult,
     Reached,
@@ -43,8 +45,6 @@ from dlscale.report.results import (
     slowness,
     without_seed,
 )
-from dlscale.report.speedup import Group, SpeedUp, SpeedUps
-from dlscale.report.verdict import disturbance, judge_run
 
 #: Maximum number of bars in a card, for runs and for metrics.
 CARD = 6

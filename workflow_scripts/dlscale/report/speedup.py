@@ -21,7 +21,7 @@ from dlscale.core.noise import pooled, reach, standard_errors
 from dlscale.core.settings import flat
 from dlscale.core.text import number, percent
 from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
-from dlscale.report.results import PlanResult, RunResult
+from dlscale.results import PlanResult, RunResult
 
 #: Two separately measured speeds are equal within noise if the logarithm of their ratio is below this value.
 MIN_LOG_DIFFERENCE = math.log1p(0.05)

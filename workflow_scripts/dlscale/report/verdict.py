@@ -13,7 +13,7 @@ from dlscale.core.text import number, percent
 from dlscale.report.bound import Bound, bound
 from dlscale.report.causes import findings
 from dlscale.report.evidence import DIRECT, Evidence, Finding
-from dlscale.report.results import MIN_FRACTION, UNKNOWN, RunResult
+from dlscale.results import MIN_FRACTION, UNKNOWN, RunResult
 
 
 @dataclass(frozen=True)

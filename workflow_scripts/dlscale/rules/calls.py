@@ -22,7 +22,7 @@ from dlscale.preflight import cost, live
 from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_space
 from dlscale.report import sections
-from dlscale.report.results import read_plan
+from dlscale.results import read_plan
 from dlscale.rules.context import Context
 from dlscale.rules.plans import Plans
 

@@ -30,8 +30,8 @@ from dlscale.extensions.compare.terminal import show
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, Table, cell, table
-from dlscale.report.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
+from dlscale.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 
 if TYPE_CHECKING:
     import pandas as pd

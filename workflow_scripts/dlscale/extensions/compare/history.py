@@ -21,8 +21,8 @@ from dlscale.extensions.compare.compare import finished
 from dlscale.extensions.compare.terminal import show
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, cell, table
-from dlscale.report.results import RunResult, environment_changes
 from dlscale.report.speedup import measured_apart, spread_of
+from dlscale.results import RunResult, environment_changes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -34,7 +34,7 @@ from dlscale.core.telemetry import begin
 from dlscale.core.text import many
 from dlscale.core.urls import has_secret, hidden_in
 from dlscale.data.manifest import FieldInfo, Manifest
-from dlscale.report.results import PlanResult, RunResult, read_plan, read_run
+from dlscale.results import PlanResult, RunResult, read_plan, read_run
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from dlscale.config.places import run_folder
 from dlscale.core.errors import UserError
-from dlscale.report.results import UNKNOWN, read_run
 from dlscale.report.verdict import Verdict, format_findings, judge_run
+from dlscale.results import UNKNOWN, read_run
 
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration

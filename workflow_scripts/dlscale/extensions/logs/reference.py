@@ -12,8 +12,8 @@ from dlscale.core.schema import Name
 from dlscale.report.charts import View
 from dlscale.report.curves import AXES, Over, Value, charts_of, curve, drawn, followed
 from dlscale.report.figures import Section
-from dlscale.report.results import PlanResult
 from dlscale.report.sections import Page
+from dlscale.results import PlanResult
 
 
 class Reference(Record):

@@ -47,7 +47,8 @@ from dlscale.extensions.predict.model import (
 from dlscale.extensions.predict.series import series_of
 from dlscale.measure.records import SAMPLE_RATE, Throughput
 from dlscale.parallel.records import Links
-from dlscale.preflight.cost import read_measured, samples_of
+from dlscale.preflight.cost import samples_of
+from dlscale.results import read_measured
 from dlscale.train.provenance import Provenance
 
 #: Numeric options, and the upper bound of their values.

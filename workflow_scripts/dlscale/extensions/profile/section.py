@@ -12,8 +12,8 @@ from dlscale.parallel.records import Memory
 from dlscale.report.charts import Chart, View, bars, roofs
 from dlscale.report.figures import Fold, Item, Link, Section, Table, cell, table
 from dlscale.report.profiles import PARTS, StepTime, step
-from dlscale.report.results import PlanResult, RunResult
 from dlscale.report.sections import Page
+from dlscale.results import PlanResult, RunResult
 
 #: Maximum number of rows of a profile that the page shows.
 TOP = 10

@@ -8,7 +8,7 @@ import statistics
 from dlscale.core.text import number, percent, size
 from dlscale.measure.records import SAMPLE_RATE
 from dlscale.report.evidence import Evidence, Finding, crowded_out
-from dlscale.report.results import MIN_FRACTION, foreign_cores
+from dlscale.results import MIN_FRACTION, foreign_cores
 
 #: Memory pressure is reported if processes of the node wait for memory for at least this fraction of the time.
 STALLED = 0.1

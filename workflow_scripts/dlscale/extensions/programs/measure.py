@@ -37,8 +37,8 @@ from dlscale.extensions.programs.running import (
 from dlscale.extensions.programs.window import PROFILED
 from dlscale.measure.records import Throughput
 from dlscale.report import report
-from dlscale.report.results import PlanResult, RunResult, read_alone
 from dlscale.report.verdict import Verdict, format_findings, judge_run
+from dlscale.results import PlanResult, RunResult, read_alone
 
 #: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"

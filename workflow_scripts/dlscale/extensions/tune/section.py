@@ -8,8 +8,8 @@ from dlscale.core import text
 from dlscale.extensions.tune.records import Tried, Tuning
 from dlscale.report.charts import View
 from dlscale.report.figures import Cell, Fold, Link, Section, Table, cell, table
-from dlscale.report.results import PlanResult, RunResult
 from dlscale.report.sections import Page
+from dlscale.results import PlanResult, RunResult
 
 
 def card(plan: PlanResult) -> View:

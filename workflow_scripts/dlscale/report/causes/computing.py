@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlscale.core.text import many, number, percent, size
 from dlscale.report.evidence import COMPILED, Evidence, Finding
-from dlscale.report.results import MIN_FRACTION
+from dlscale.results import MIN_FRACTION
 
 
 def launches(evidence: Evidence) -> Finding | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlscale.core.text import many, number, percent, size
 from dlscale.report.bound import bound
 from dlscale.report.evidence import DIRECT, Evidence, Finding, crowded_out
-from dlscale.report.results import MIN_FRACTION
+from dlscale.results import MIN_FRACTION
 
 
 def loading(evidence: Evidence) -> Finding | None:

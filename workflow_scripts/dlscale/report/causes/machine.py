@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dlscale.core.text import number, percent
 from dlscale.report.evidence import Evidence, Finding
-from dlscale.report.results import foreign_cpu_fraction
+from dlscale.results import foreign_cpu_fraction
 
 
 def neighbour(evidence: Evidence) -> Finding | None:

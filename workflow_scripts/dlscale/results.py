@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -598,6 +598,17 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
 
 
 # ---- peaks -------------------------------------------------------------------------------------------
+
+
+def read_measured(folder: Path) -> Throughput | None:
+    """Read the throughput record of a run; None without a record."""
+    path = folder / "throughput.json"
+    return _read_throughput(path, path.stat().st_mtime_ns) if path.exists() else None
+
+
+@cache
+def _read_throughput(path: Path, changed: int) -> Throughput:
+    return Throughput.read(path)
 
 
 def with_shared_peaks(runs: Sequence[RunResult]) -> list[RunResult]:
