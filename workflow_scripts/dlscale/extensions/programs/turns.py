@@ -40,7 +40,7 @@ class Program:
         self._logged: list[list[logs.Point]] = []
 
     def send(self, message: object) -> None:
-        """Start the program afresh, whatever the message."""
+        """Start the program afresh; the message itself is ignored."""
         self._end()
         place = Path(self._folder.name)
         try:
