@@ -1,4 +1,4 @@
-"""The two studies at any size, without a configuration file: settings, model, step and gridded data."""
+"""The studies `cosmo_unet` and `era5_vit` at any size, without a configuration file: settings, model, step, data."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Case:
         return self._study.loss(self.run())
 
     def step(self, device: torch.device, spread: float = 0.0, world: World | None = None, **over: Any) -> Step:
-        """Return the step of a run. The initial weights are always equal, plus noise of standard deviation `spread`."""
+        """Return the step of a run, always with the same weights; `spread` is the standard deviation of added noise."""
         run = self.run(**over)
 
         def make() -> nn.Module:

@@ -36,12 +36,12 @@ PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")
 FILES = {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}
 PLACES = (ROOT / "data", ROOT.parent / "shared/data/mnist")
 #: Least ratio of dlscale's speed to the published program's. On a CPU, convolutions take most of the time, so a
-#: factor of ten is out of reach (see the second row). On a GPU, the published loader takes most of the time.
+#: factor of ten is out of reach (see the row «floor»). On a GPU, the published loader takes most of the time.
 TARGET = 1.2
 
 
 def source(quick: bool) -> dict[str, Any]:
-    """Return the source settings of the dataset."""
+    """Return the dataset's source settings."""
     for place in PLACES:
         if not quick and all((place / name).exists() for name in FILES.values()):
             files = {key: str(place / name) for key, name in FILES.items()}

@@ -126,7 +126,7 @@ def options() -> argparse.ArgumentParser:
         "--json", type=Path, metavar="FILE", help="file for the results, updated after each row (default: none)"
     )
     parser.add_argument(
-        "--continue", action="store_true", dest="go_on", help="keep the results in FILE, do the other rows"
+        "--continue", action="store_true", dest="go_on", help="keep the results in FILE, and run only the other rows"
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="file for the results as tables (default: none)")
     parser.add_argument(
@@ -136,7 +136,11 @@ def options() -> argparse.ArgumentParser:
         "--only", nargs="+", default=[], metavar="TEXT", help="rows with one of the texts in their names (default: all)"
     )
     parser.add_argument(
-        "--skip", nargs="+", default=[], metavar="TEXT", help="rows to leave out, in the same way (default: none)"
+        "--skip",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="rows to leave out, by texts in their names (default: none)",
     )
     parser.add_argument("--list", action="store_true", help="print the rows, with the seconds that each may take")
     return parser

@@ -148,8 +148,8 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
 
 #: Tolerances of a rung: (prediction and loss, gradients and weight update).
 #:
-#: Rungs differ from the plain step only in the order of sums. The longest sum has 6 x 8^3 = 3072 terms, so its
-#: float32 error is about 2^-24 x sqrt(3072) / 2.5 = 1e-6. Transforms (FFT, Winograd) have 20 times this error;
+#: In float32, rungs differ from the plain step only in the order of sums. The longest sum has 6 x 8^3 = 3072 terms, so
+#: its error is about 2^-24 x sqrt(3072) / 2.5 = 1e-6. Transforms (FFT, Winograd) have 20 times this error;
 #: TensorFloat-32 has 2e-4 to 5e-4. The error may change the sign of one of the 12 x 2^3 x 6 = 576 units of a layer,
 #: which changes a gradient by 1 / sqrt(576) = 0.04.
 FP32 = 1e-4, 0.05
@@ -217,7 +217,7 @@ def rung_equals_plain(bench: Bench, rung: Rung) -> Values:
             x, y = case.batch(bench.device, size)
             # Keep targets far from predictions, because rounding would flip gradients at the kink of the L1 loss.
             y = plain.predict(x) + y + 0.2 * y.sign()
-            # before the next step is made, because TensorFloat-32 is a process-wide switch
+            # run this step before the other one is made, because TensorFloat-32 is a process-wide switch
             truth = observe(plain, x, y)
             try:
                 step = make(bench, case, **over)
@@ -271,14 +271,14 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
                 # Gradients are summed in any order. For gradients near zero (1e-5 of all gradients), Adam makes a full
-                # step of either sign, so weights may differ by 2 x 0.055 (all rates) x sqrt(1e-5) / 0.1 (the
-                # weights) = 0.003. A stale batch or learning rate would give 0.1.
+                # step of either sign. So the relative difference of weights may be 2 x 0.055 (sum of all learning
+                # rates) x sqrt(1e-5) / 0.1 (spread of weights) = 0.003. A stale batch or learning rate would give 0.1.
                 errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)
 
 
 def resume_with_graphs(bench: Bench) -> Values:
-    """Compare steps after a restore with an uninterrupted step, all with CUDA graphs.
+    """Compare steps after a restore with uninterrupted steps, all with CUDA graphs.
 
     The saved state is restored twice: into the same step and into a new step.
     """
@@ -331,7 +331,7 @@ def no_wait(bench: Bench, over: dict[str, Any]) -> Values:
 
 
 def mode_runs(bench: Bench, mode: str) -> Values:
-    """Compare plain steps with steps in a compiler mode that captures its own graphs."""
+    """Compare plain steps with steps in a compiler mode that captures its own CUDA graphs."""
     bench.need_cuda()
     errors = Errors()
     plain, step = make(bench, VIT), make(bench, VIT, compile={"mode": mode})

@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # --- peaks -------------------------------------------------------------------------------------------------------
 
-#: Upper bounds for an H200 by the data sheet: dense matrix products, TFLOP/s, and memory, TB/s.
+#: Upper bounds for an H200 from the data sheet: dense matrix products, TFLOP/s; then memory, TB/s.
 DATASHEET = {"fp32": 67, "tf32": 495, "bf16": 989, "fp16": 989}
 DATASHEET_TB = 4.8
 
@@ -285,7 +285,7 @@ class Planted:
 
     cause: str | None
     over: dict[str, Any] = field(default_factory=dict)
-    width: int = 1024  #: Numbers per row of the data.
+    width: int = 1024  #: Numbers in each row of the data.
 
 
 PLANTS = {

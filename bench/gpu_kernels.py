@@ -139,7 +139,7 @@ def _short(name: str) -> str:
 
 
 def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> Values:
-    """Return the ms that the host needs to launch a step, and the ms that the device needs to run the step.
+    """Return the ms that the host needs to launch a step, and that the device needs to run it.
 
     Host time is measured on single steps that begin on an idle device. With consecutive steps, the host would wait for
     space in the device's queue. Device time is measured on consecutive steps, by events (on a CPU, by the clock).
@@ -372,7 +372,7 @@ def decoder(fused: bool, device: torch.device) -> Iterator[None]:
     """Make `on_device` use the kernel if `fused`, else PyTorch's operations."""
     found = direct_loader.kernel(device)
     if fused and found is None:
-        raise Skip("no Triton" if device.type == "cuda" else "only interpreted on a processor")
+        raise Skip("no Triton" if device.type == "cuda" else "Triton is only interpreted on a CPU")
     direct_loader.kernel.cache_clear()
     kernel, direct_loader.kernel = direct_loader.kernel, lambda device: found if fused else None  # type: ignore[assignment]
     try:

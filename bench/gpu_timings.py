@@ -29,7 +29,7 @@ from dlscale.parallel.world import World
 from dlscale.train import memory
 from dlscale.train.step import Step
 
-#: Dense bf16 matrix products by data sheet, TFLOP/s, by part of the card's name; the first match counts.
+#: Peak of dense bf16 matrix products, TFLOP/s, by part of the card's name (data sheets); the first match counts.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}
 #: Least ratio to the previous rung that counts as «no slower»; the noise is 2 %.
 NO_SLOWER = 0.98
@@ -154,7 +154,7 @@ class Ladder:
         return found
 
     def tasks(self, label: str, rungs: Rungs, targets: dict[str, dict[str, float]]) -> list[Task]:
-        """Return one task per rung; each rung keeps the settings of the earlier rungs and changes some."""
+        """Return one task per rung; each rung changes some settings and keeps all others of the rung before."""
         tasks, over, compiled, before = list[Task](), dict[str, Any](), False, ""
         for name, change in rungs.items():
             over = {key: value for key, value in {**over, **change}.items() if value is not None}

@@ -35,7 +35,7 @@ SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # size of most photographs in ImageNet
 DECODING = "Pillow's decoding alone"
 EXAMPLE = "DALI's example"
-#: Least ratio of each loader's speed to the published program's best. Pillow resizes decoded images, too.
+#: Least ratio of each loader's speed to the published program's best. Decoded images are still resized.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.2, "direct, decoded": 2.5, "DALI": 1.1}
 
 

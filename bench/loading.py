@@ -377,7 +377,7 @@ def best_of(rates: list[list[float]]) -> list[float]:
 
 
 def crops(options: Options) -> list[Row]:
-    """Measure 64^3 crops of 9 channels with random rotations, in batches of 16."""
+    """Measure 64^3 crops of 9 channels with random symmetries, in batches of 16."""
     edge, few, many = (96, 48, 32) if options.quick else (512, 96, 256)
     fields = cosmo_fields(edge)
     paths = {name: options.folder / f"{name}.h5" for name in ("published", "ours", "chunked")}

@@ -184,7 +184,7 @@ def main() -> None:
     equal, slower = sum(each.equal for each in found), sum(each.found for each in found)
     print(f"in all: equal {equal} of {len(found)}, slow-down found {slower} of {len(found)}")
     passed, failed = sum(not copy for copy, _ in gates), sum(slow for _, slow in gates)
-    print(f"gate: passed {passed} of {len(gates)} equal ones, failed {failed} of {len(gates)} slower ones")
+    print(f"gate: passed {passed} of {len(gates)} equal runs, failed {failed} of {len(gates)} slower runs")
     if args.json:
         write_json(args.json, [asdict(each) for each in found])
 

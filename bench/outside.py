@@ -25,7 +25,7 @@ from dlscale.extensions.programs.timed import FOLDER
 #: Least ratio of speed: with the hook, and with hook and telemetry.
 HOOKED, MEASURED = 0.995, 0.99
 
-#: Samples per step; untimed steps per turn, because wrapping has changed the code; timed steps per turn.
+#: Samples per step; warm-up steps per turn, needed after the hook is added or removed; timed steps per turn.
 BATCH, WARM, STEPS = 64, 4, 4
 
 #: Module `torch.optim.optimizer`, imported by name because PyTorch hides it behind an object of the same name.
@@ -36,9 +36,9 @@ ITERATOR: Any = dataloader._BaseDataLoaderIter
 def outside(options: Options) -> list[Row]:
     """Time turns of a few steps with and without the hook.
 
-    The median over the turns resists disturbance by other programs. The median leaves out the lines that the hook
-    writes once a second, but the measurement of the hook's own code includes these lines. All times are processor times
-    of the program's thread, which also runs the hook. The second row also subtracts the sampler's processor time, as if
+    The median over the turns ignores turns that other programs disturb, and turns in which the hook writes its line,
+    once a second. The measured time of the hook's own code includes this writing. All times are processor times of the
+    program's thread, which also runs the hook. The second row also subtracts the sampler's processor time, as if
     the program had only one core.
     """
     repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)

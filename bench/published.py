@@ -133,8 +133,8 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
 
 
 #: Turns of a cube in SC22's program, in its order: 24 pairs (axes, signs). The axes are permuted, then the axes of sign
-#: -1 are reversed. The program calls all 24 rotations, but some are reflections: every second turn with two swapped
-#: axes, and the last turn of each of the two cyclic orders.
+#: -1 are reversed. The program calls all of them rotations, but 8 are reflections: every second turn with two
+#: swapped axes, and the last turn of each of the two cyclic orders.
 TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     (tuple(map(int, axes)), tuple(-1 if str(axis) in mirrored else 1 for axis in range(3)))
     for axes, each in (

@@ -1,4 +1,4 @@
-"""Waiting times of a user: building the workflow's graph, a call with nothing to do, changes, resuming, imports."""
+"""Waiting times of a user: the workflow's graph, a call with nothing to do, a changed setting, resuming, imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNS = 300
 #: Epochs that a training has completed before it is resumed.
 EPOCHS = 3000
 
-#: Limits, seconds.
+#: Limits of the measured durations, seconds.
 GRAPH, HELP, NOTHING, CHANGED, RESUMED, WITHOUT = 10.0, 1.0, 2.0, 8.0, 5.0, 0.4
 TYPED = 4.0  # `dlscale run` and then Snakemake both resolve the plans
 #: Code that disables garbage collection, as stages do during their imports.

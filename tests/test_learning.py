@@ -33,7 +33,7 @@ def volumes(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_one(x: np.ndarray) -> np.ndarray:
-    """Return the regressors of a linear fit per cell, [cells, 4 inputs and a constant]."""
+    """Return the regressors of a linear fit, [cells, 5]: the four inputs and a constant."""
     flat = x.reshape(len(x), -1)
     return np.vstack([flat, np.ones(flat.shape[1])]).T
 
@@ -114,7 +114,8 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
         persistence = np.sqrt((square * weights).sum() / weights.sum())
         assert final[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
         assert final[f"rmse/{name}"] < 0.98 * persistence, name
-    # The regression uses yesterday's states, but this model uses only one state.
+    # Leave out the regression, because it uses yesterday's states and this model uses one state; and `naive`, which
+    # repeats the best baseline.
     rivals = [name for name in final if name.endswith("_rmse/u10") and not name.startswith(("naive", "regression"))]
     assert len(rivals) == 5 and final["rmse/u10"] < 0.9 * min(final[name] for name in rivals)
 
@@ -122,7 +123,7 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
 def test_the_shipped_plan_beats_all_baselines_on_a_real_month(tmp_path: Path, shared: Callable[[str], Path]) -> None:
     """A run of the shipped plan era5_uk is better than all baselines without learning.
 
-    Scores are in kelvin and are checked with the GRIB file.
+    The scores, in kelvin, equal scores that the test computes from the GRIB file.
     """
     path = shared("data/era5/era5-2mt-2019-03-uk.grib")
     loaded = config.load(
@@ -153,7 +154,7 @@ def test_the_shipped_plan_beats_all_baselines_on_a_real_month(tmp_path: Path, sh
         "damped": mean[(issued + 6) % 24] + damping * (kelvin[issued] - mean[issued % 24]),
         "yesterday": kelvin[issued] + kelvin[issued - 18] - kelvin[issued - 24],
     }
-    # Least squares over all points of the training pairs with a state 24 h earlier.
+    # Least squares over all grid points of those training pairs that have a state 24 h earlier.
     lags, at = (0, 1, 18, 24), np.arange(24, 24 * 24 - 6)
     root = np.sqrt(np.broadcast_to(weights, (33, 49)))
     columns = [*(kelvin[at - lag] for lag in lags), np.ones((len(at), 33, 49))]

@@ -60,7 +60,7 @@ def test_a_schedule_pairs_all_ranks_in_few_rounds(size: int, per_node: int) -> N
     assert len(set(pairs)) == len(pairs), "no pair may measure twice"
     assert len(rounds) <= max(7, (per_node - 1).bit_length()) + max(7, (size // per_node - 1).bit_length())
     if size <= selftest.ALL and per_node in (1, size):
-        assert len(pairs) == size * (size - 1) // 2, "few ranks must measure all pairs"
+        assert len(pairs) == size * (size - 1) // 2, "if there are few ranks, each pair must be measured"
 
 
 def test_nodes_are_seen_by_their_hosts() -> None:
@@ -83,7 +83,7 @@ def test_links_are_grouped_by_the_shared_level() -> None:
     node, network = selftest.levels(links, hosts)
     assert (node.name, node.size, node.links, node.alpha, node.beta) == ("node", 2, 2, 3e-6, 3e-12)
     assert (network.name, network.size, network.links, network.alpha) == ("network", 8, 3, 2e-5), (
-        "the link must have the median"
+        "the level must have the median of its links"
     )
 
 
@@ -257,9 +257,9 @@ def test_one_process_has_nothing_to_test() -> None:
 
 
 def test_links_by_a_clock_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured link has the latency and bandwidth of a simulated clock.
+    """The measured link has the latency and the time per byte of a simulated link.
 
-    In the simulation, a message of n bytes takes alpha + n beta, in both directions.
+    On the simulated link, a message of n bytes takes alpha + n beta, in both directions.
     """
     alpha, beta, now = 3e-5, 2e-10, 0.0
 

@@ -62,7 +62,7 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     assert not progress.done and progress.left(now).seconds == 24 and progress.share(now) == 0
     for each in parts:
         end(each)
-        os.utime(each.benchmark, (now, now - 0.01))  # the kernel's clock of files may be 10 ms late
+        os.utime(each.benchmark, (now, now - 0.01))  # a file's time may be 10 ms behind the clock
     progress.look(now + 5)
     assert list(progress.done) == parts and progress.left(now + 5).seconds == 20
     assert progress.share(now + 5) == pytest.approx(0.2)
@@ -71,7 +71,7 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "the job's own estimate must be used"
     says(whole[0], left=1.0, part=True, time=now + 6)
     progress.look(now + 6)
-    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "other jobs may follow"
+    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "other parts may follow"
     assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of the job's time so far"
     end(whole[0], 20)
     progress.look(now + 6)
@@ -81,7 +81,7 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1
     alone = [work(tmp_path, "alone", 100, 0.1), work(tmp_path, "beside it", 10, 0.1)]
     assert live.CallProgress(now, alone).left(now).seconds == 100, (
-        "on a cluster, any number of jobs may run in parallel"
+        "jobs that fit side by side must take as long as the longest job"
     )
 
 
@@ -130,7 +130,6 @@ def test_a_line(tmp_path: Path) -> None:
 
 
 def test_the_display_has_one_bar_and_a_line_per_running_job(tmp_path: Path) -> None:
-    """The display has one bar for all jobs, and one line per running job."""
     now = time.time()
     jobs = [work(tmp_path, f"p.{number}") for number in range(20)]
     says(jobs[0], time=now)
@@ -223,10 +222,7 @@ def say_all(call: Call) -> None:
 def test_warnings_and_messages_of_the_rules_are_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, settings: dict[str, Any], shown: list[str]
 ) -> None:
-    """Warnings and messages of the rules are shown.
-
-    A dry run prints the number of jobs to standard output, as in Snakemake.
-    """
+    """A dry run also prints the number of jobs, to standard output, as Snakemake does."""
     say_all(Call(request.node.name, **settings))
     out, err = capsys.readouterr()
     assert err.splitlines() == shown
@@ -281,10 +277,7 @@ def test_messages_of_the_rules_are_shown_after_ctrl_c(
 def test_a_retried_job_does_not_count_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """A failed job that is tried again does not count as failed.
-
-    Progress is printed in lines, because there is no terminal.
-    """
+    """Progress is printed in lines, because there is no terminal."""
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LINE_EVERY", 0.0)
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LOOK_EVERY", 0.05)
     call = Call(request.node.name)

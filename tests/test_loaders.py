@@ -194,7 +194,7 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 
 
 def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
-    """Return parameters that begin with a loader; DALI is marked slow, because its processes take seconds to start."""
+    """Return a test's parameters, first the loader; DALI's are slow, because its processes take seconds to start."""
     return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
@@ -220,7 +220,7 @@ def check(delivered: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[list[
             assert (values.shape, values.dtype) == (true_values.shape, true_values.dtype)
 
 
-#: Layouts in which DALI's operators find a box in different ways.
+#: Cases whose boxes DALI's operators read in different ways.
 DALI_CASES = (
     "crops, published",
     "crops, channels last, half",
@@ -257,10 +257,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 @pytest.mark.parametrize("symmetry", ["none", "rotations", "published", "published_dali"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_every_loader_applies_all_symmetries(tmp_path: Path, name: str, symmetry: str) -> None:
-    """Every loader applies all symmetries exactly.
-
-    Transposing, reversing, exchanging channels and changing signs may need no separate pass.
-    """
+    """Loaders transpose, reverse, exchange channels and change signs exactly, even while they copy."""
     samples = crops(tmp_path, VOLUMES["half"], symmetry=symmetry)
     with closing(LOADERS[name](samples, Share(8), 0 if name == "torch" else 2)) as loader:
         check(batches(loader, 1), expected(samples, Share(8), 1))
@@ -269,10 +266,7 @@ def test_every_loader_applies_all_symmetries(tmp_path: Path, name: str, symmetry
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, numpy"])
 def test_every_loader_adds_history_and_time(tmp_path: Path, name: str, split: str) -> None:
-    """Every loader adds history and time exactly.
-
-    The first histories of the validation file come from the file before it.
-    """
+    """The first histories of the validation file come from the training file before it."""
     layout = {"dtype": "float16"}  # samples that are joined from two files become float32
     samples = informed(tmp_path, layout, split)
     assert (samples.size, samples.input_spec.shape) == ({"train": 3, "valid": 8}[split], (6 * 3 + 4, 4, 8))
@@ -341,7 +335,7 @@ def test_every_loader_serves_every_study(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("samples", [1, 7, 8, 13])
 def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int) -> None:
-    """Weighted means of ranks equal the mean of the batch.
+    """The mean over ranks of their weighted means equals the mean of the batch.
 
     A rank may have any slice of a small last batch, even an empty slice.
     """
@@ -356,7 +350,7 @@ def test_weighted_means_of_ranks_are_that_of_the_batch(samples: int, ranks: int)
 
 
 def test_unwritten_chunks_are_read_by_the_library(tmp_path: Path) -> None:
-    """The HDF5 library reads chunks that were never written, because their fill value is not in the data."""
+    """The HDF5 library reads a field with unwritten chunks, because only the library inserts the fill value."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         values = file.create_dataset("Nbody", (4, 8, 8, 8), "f4", chunks=(4, 4, 4, 4), fillvalue=7.0)
         values[:, :4] = 1.0
@@ -400,7 +394,7 @@ def test_halves_are_decoded_exactly() -> None:
 @pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
 @pytest.mark.parametrize("form", ["wide", "half", "single"])
 def test_compiled_loops_equal_the_formula(form: str, step: tuple[int, int, int], channels: int, width: int) -> None:
-    """Compiled loops equal the formula in every form.
+    """Compiled loops compute (value - shift) * factor + offset for every form of stored numbers.
 
     The channels of a cell are contiguous, in any order.
     """
@@ -503,7 +497,7 @@ def test_a_torn_file_is_one_message_from_any_thread(tmp_path: Path, kind: str) -
 
 @pytest.mark.slow
 def test_processes_of_dali_end_with_the_loader(tmp_path: Path) -> None:
-    """DALI's processes end with the loader, but not by a signal to all processes of a job.
+    """DALI's processes end with the loader; a signal to all processes of a job does not end them.
 
     After such a signal, the training first saves its state.
     """
@@ -550,7 +544,7 @@ def whole_file(tmp_path: Path) -> Crops:
 
 
 def published_mirror(field: Any, path: Path) -> np.ndarray:
-    """Write a mirror like the published converter: all values, with transposed axes; return the values."""
+    """Write a mirror as the published converter does: all values, with transposed axes; return the values."""
     with h5py.File(field.readers[0].path) as file:
         values = np.transpose(file[field.readers[0].name], [1, 2, 3, 0])
     np.save(path, values)
@@ -608,7 +602,7 @@ def test_invalid_mirrors_are_refused(whole_file: Crops, tmp_path: Path, wrong: A
 def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
     """A damaged mirror is written again.
 
-    The name only identifies the mirrored file. The damage is detected from the content.
+    A mirror's name identifies only the mirrored file, so damage is detected from the content.
     """
     samples = crops(tmp_path, VOLUMES["chunks"])
     prepare.make_mirror(samples.input)
@@ -640,9 +634,9 @@ def test_a_damaged_mirror_next_to_a_file_is_refused(whole_file: Crops, tmp_path:
 
 
 def test_mirrors_are_made_once_and_anew_for_other_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mirrors are written once, by the first process, and again for other content.
+    """Mirrors are written once, by the first of several threads, and again for other content.
 
-    Smaller volumes fill a corner of the array for larger volumes.
+    A mirror joins volumes along the first axis; a smaller volume fills a corner of the other axes.
     """
     samples, made, write = crops(tmp_path, VOLUMES["chunks"]), list[Path](), prepare._write_mirror
 
@@ -684,7 +678,7 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_stage_writes_the_mirrors_for_the_loader(tmp_path: Path) -> None:
-    """Before the stage begins, it writes the mirrors that the loader reads; other loaders need no mirrors."""
+    """Before a stage begins, dlscale writes the mirrors of `reader: numpy`; DALI's other reader needs none."""
     crops(tmp_path, VOLUMES["published"])
     fields, described = volume_fields(EDGES[0]), {"train": [("0.h5", 13), ("1.h5", 9)], "valid": []}
     manifest_of(tmp_path, "cosmo", fields, described).write(tmp_path / "manifest.json")
@@ -754,9 +748,9 @@ def test_nothing_is_let_go_that_a_device_has_yet_to_read(speed: int) -> None:
 
 
 def test_data_that_fit_become_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Data become resident if they fit in the device's memory that this process does not use.
+    """Data become resident if they need at most 40 % of the device's memory that this process does not use.
 
-    The memory of other processes does not count, so parallel runs decide alike.
+    Memory of other processes counts as free, so parallel runs decide alike.
     """
     samples = crops(tmp_path, VOLUMES["half"])
     needed = samples.input.bytes + samples.target.bytes
@@ -787,8 +781,8 @@ def test_data_that_fit_become_resident(tmp_path: Path, monkeypatch: pytest.Monke
 def test_on_a_gpu(tmp_path: Path, make: Any, way: str, slow: str) -> None:
     """On a GPU all loaders deliver the same samples, whichever stream lags behind.
 
-    Values agree within the rounding of a fused multiply-add. A batch that is used too early, or whose memory is reused
-    too early, is only visible with a lag.
+    Values agree within the rounding of a fused multiply-add. Only a lag reveals that a batch is used, or its memory
+    reused, too early.
     """
     samples, device = make(tmp_path, {"dtype": "float16"}), torch.device("cuda")
     kind, more = (way, {}) if way in ("dali", "torch") else ("direct", {"resident": way})

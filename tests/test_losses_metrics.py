@@ -1,4 +1,4 @@
-"""Losses and validation metrics, compared with plain numpy; metrics in physical units if they are defined so."""
+"""Losses and validation metrics equal plain numpy, in physical units if a metric has them."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_era5_metrics_are_plain_numpy_in_physical_units(era5_data: Path, dt: int
         roots = np.sqrt((w * ((p - y)[:, c] / std[c]) ** 2).mean(axis=(1, 2)))
         assert found[f"rmse_normalised/{name}"] == pytest.approx(roots.mean(), rel=1e-4)
         assert abs(found[f"rmse_normalised/{name}"] - rmse / std[c].item()) > 1e-3, (
-            "the root of a mean must differ from the mean of roots"
+            "the test data must distinguish the root of a mean from a mean of roots"
         )
         a, b = (value[:, c] - climatology[c] for value in (p, y))
         cross, aa, bb = ((w * one * two).sum(axis=(1, 2)) for one, two in ((a, b), (a, a), (b, b)))
@@ -260,7 +260,7 @@ def test_baselines_without_data_are_left_out(era5_data: Path) -> None:
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
-    """Yesterday's state may be in the file before.
+    """Yesterday's state may be in the previous file.
 
     With two periods of one series, yesterday's states for the first pairs are in the training file.
     """
@@ -307,7 +307,7 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples in batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    # Least squares over all points of the training boxes, which fit into one block.
+    # Least squares over all cells of the training boxes. The stage reads blocks; here a block is a complete box.
     points = [key for key in boxes if key[0] == "train"]
     terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
     answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T

@@ -59,8 +59,7 @@ def predicted(case: Case, device: torch.device = CPU, ranks: int = 1, **over: An
 def allocated(step: Step, x: torch.Tensor, y: torch.Tensor) -> tuple[dict[str, int], int]:
     """Return the allocated bytes at the end of each range of a step, and the peak.
 
-    The bytes are relative to the begin of the step, when gradients do not exist. The bytes come from the
-    profiler's allocator events.
+    The bytes come from the profiler's allocator events, relative to the start of the step, before gradients exist.
     """
     step(x, y)  # this step creates the optimiser's state
     step.weights.clear_gradients()
@@ -104,7 +103,7 @@ def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[st
         "the difference may only be step counters"
     )
     assert found.gradients == own + masters
-    # otherwise the gradients of earlier micro-batches are included
+    # The gradients of the first of two micro-batches are included. The ViT's are not compared.
     if case is UNET or over != {"accumulation_steps": 2}:
         parts = own if "accumulation_steps" in over else 0
         assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
@@ -113,7 +112,7 @@ def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[st
 
 
 def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
-    """PyTorch's hook for saved tensors gives the same bytes of distinct memory, without parameters."""
+    """The predicted activations equal the distinct memory, except parameters, that autograd saves."""
     step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -131,7 +130,7 @@ def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
 
 
 def test_several_ranks_hold_their_gradients() -> None:
-    """DistributedDataParallel's buckets add to the peak of the activations."""
+    """With two ranks, DistributedDataParallel's gradient buckets add to the peak."""
     one, two = predicted(UNET), predicted(UNET, ranks=2)
     masters: dict[str, Any] = {"precision": "bf16_master", "optimizer": {"fused": True}}
     assert one.gradients == two.gradients == one.parameters
@@ -183,11 +182,11 @@ def test_prediction_of_a_model_that_two_devices_share(tmp_path: Path) -> None:
         x, y = (torch.empty(SHARED.batch_size, *shape, device="meta") for shape in SHARED.shapes)
         use = prediction.of_run(run, fake, (x, y))
         assert use.peak and alone.peak
-        # Without resharding, gathered weights stay in memory until the end.
+        # Without resharding, gathered weights stay in memory until the end of the step.
         weights = alone.parameters if over.get("parallel", {}).get("reshard") is False else 0
         batch = 4 * (x.numel() + y.numel())
         before = use.gradients * ("accumulation_steps" in over)  # gradients of earlier micro-batches
-        held = use.parameters + use.optimizer + batch + use.gradients * (name == "cp")  # the buckets of DDP
+        held = use.parameters + use.optimizer + batch + use.gradients * (name == "cp")  # DDP's buckets
         for rank in (0, 1):
             forward, most, own = json.loads((tmp_path / f"{rank}.json").read_text())[name]
             assert own == pytest.approx(use.parameters, rel=0.02), name
@@ -203,7 +202,7 @@ def measured(folder: str, manifest: str) -> str:
     before = [p.detach().clone() for p in session.step.model.parameters()]
     found = measured_memory.measure(session, sample_batch())
     assert not all(torch.equal(a, b) for a, b in zip(before, session.step.model.parameters(), strict=True)), (
-        "measuring must make a step"
+        "measuring must update the weights"
     )
     return found.text()
 
@@ -235,7 +234,7 @@ def test_measured_memory_equals_predicted_memory(tmp_path: Path, cosmo_data: Pat
 @pytest.mark.parametrize("case", [UNET, VIT], ids=["unet", "vit"])
 @pytest.mark.parametrize("over", [{}, {"precision": "bf16", "optimizer": {"fused": True}}], ids=str)
 def test_prediction_on_a_gpu(case: Case, over: dict[str, Any]) -> None:
-    """The prediction is within 10 % of the allocator's peak, without the workspaces that remain after the step."""
+    """The prediction is within 10 % (or 32 MiB) of the allocator's peak, without workspaces that outlive the step."""
     device = torch.device("cuda")
     found = predicted(case, device, **over)
     step, (x, y) = case.step(device, **over), case.batch(device)
@@ -316,7 +315,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
 
 
 def test_a_worker_that_was_killed_with_a_lock_does_not_hang_the_end(tmp_path: Path, cosmo_data: Path) -> None:
-    """A worker takes this lock before each batch; PyTorch's shutdown then waited forever in `Event.set`."""
+    """A worker takes the lock of an `Event` before each batch; PyTorch's own shutdown waits for the lock forever."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 2}, samples={"train": 400})
     loader = open_session(run, cosmo_data / "manifest.json", World(), 1).loader("train")
     next(iter(loader.epoch(0)))
@@ -429,5 +428,5 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
     assert advice, line
     if stage == "train":
         done = run(accumulation_steps=int(advice[1]))
-        # The limit counts address space, of which the libraries for the last picture take more than the training.
+        # Ignore the status: the limit is on address space, and the last picture's libraries need more than training.
         assert "epoch 2 of 2" in done.stderr, done.stderr

@@ -45,8 +45,8 @@ from tests.test_ddp import as_rank
 from tests.test_rungs import need_compiler, settings
 from tests.waiting import PATIENCE
 
-#: Samples per batch, and samples in total: two batches and three samples, so five of eight ranks have no sample of
-#: the third batch.
+#: Samples per batch, and samples in total: two full batches and one of three samples, in which five of eight ranks have
+#: no sample.
 BATCH, SAMPLES = 8, 19
 STEPS = 3
 #: Patches of a field: 32 tokens divide evenly on all meshes. 35 tokens divide on no mesh and are padded to 36 or 40.
@@ -382,9 +382,7 @@ def test_exchanged_bytes_equal_the_formula(learnt: Any, name: str) -> None:
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
-    """Ranks that share a model may have different sums (completely different in this test); the first rank's sum is
-    used.
-    """
+    """`World.sum` adds one value per model: that of its first rank, even if the model's other ranks differ."""
     ranks = arrangement(STRATEGIES[name].run().geometry)
     assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
 
@@ -475,7 +473,7 @@ def test_a_study_with_hidden_drop_out_is_refused(layer: nn.Module, name: str | N
 # ---- checkpoints loaded on other meshes ------------------------------------------------------------
 
 ADAM: dict[str, Any] = {"optimizer": {"kind": "adam", "lr": 1e-3, "eps": 1e-3}}
-SAVED = 2  #: Batches before a step is saved; one more batch follows after loading.
+SAVED = 2  #: Number of batches before the checkpoint; one more batch follows after loading.
 
 
 def passed_on(ranks: int) -> dict[str, Case]:
@@ -595,8 +593,8 @@ def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
         for united, _, counts in found:
             assert torch.equal(united, tokens), order
             assert counts == {"all_gather": 1}
-        # Each device has the gradient of its own tokens, multiplied by the number of devices, which all continue
-        # identically.
+        # Each device has the gradient of its own tokens. The gradient is four times as large, because all four devices
+        # compute the same loss from the gathered tokens.
         assert torch.equal(sum(gradient for _, gradient, _ in found), 4 * tokens), order
     assert [(tmp_path / f"{rank}.log").read_text() for rank in range(4)] == [""] * 4
 
@@ -648,7 +646,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
     ],
 )
 def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
-    """Devices of a model drop equal values in replicated parts, and different values for their own tokens and heads."""
+    """Devices of a model drop equal values in replicated parts, but different values of own tokens and hidden units."""
     spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), ranks)
     for number, _ in enumerate(meshes):
         found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]

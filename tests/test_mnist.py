@@ -74,7 +74,7 @@ def test_idx_files_are_stored_as_they_are(
 
 @pytest.mark.slow
 def test_a_run_uses_only_the_assigned_cpus(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
-    """The run's threads and the loader's workers use no other CPUs. Too few CPUs give a message."""
+    """A run records that it uses `geometry.cpus` CPUs. More CPUs than the process may use give a message."""
     manifest = tiny_data("mnist_cnn") / "manifest.json"
     tiny = copy.deepcopy(TINY["mnist_cnn"])
     settings = resolve.merge(tiny["run"], {"loader": {"kind": "torch", "workers": 1}, "geometry": {"cpus": 1}})
@@ -101,7 +101,7 @@ def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
 def test_processes_of_a_node_have_cpus_of_their_own(
     monkeypatch: pytest.MonkeyPatch, cpus: int, rank: int, processes: int, own: set[int]
 ) -> None:
-    """A process in a Slurm task sees only its own CPUs and uses all of them."""
+    """A process takes its part of the node's CPUs. A Slurm task has only its own CPUs, and the process takes all."""
     found = list[set[int]]()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, given: found.append(set(given)))
@@ -127,7 +127,7 @@ def test_bad_files_are_one_message(
 
 
 def test_the_network_is_the_published_one() -> None:
-    """The number of parameters is right, and the logits equal a computation layer by layer."""
+    """The number of parameters is the published one; logits and gradients equal a computation layer by layer."""
     torch.manual_seed(0)
     model = MnistCNN().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882
@@ -186,7 +186,7 @@ def test_damaged_idx_files_are_refused(tmp_path: Path, damage: str, zipped: bool
 
 @pytest.mark.slow
 def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
-    """The accuracy equals a count. The record also has the accuracy of the most frequent training digit."""
+    """The accuracy equals a count. The record also has the accuracy of the most frequent training digit as answer."""
     dataset = {"kind": "mnist", "source": {"kind": "simulated", "train": 300, "valid": 100}}
     folder = make_dataset(tmp_path / "data", dataset)
     config = make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": 3}, "loader": {"workers": 0}}, dataset)
@@ -206,9 +206,7 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int) -> None:
-    """Training on 8,000 real digits gives at least 96 % on 2,000 other digits after one epoch, and 98 % after 14
-    epochs.
-    """
+    """Training on 8,000 real digits gives 96 % accuracy on 2,000 others after one epoch, and 98 % after 14 epochs."""
     shipped = yaml.safe_load((registry.studies()["mnist_cnn"].yaml).read_text())["datasets"]["mnist_t10k"]
     pair = shipped["source"]["all"]
     shipped["source"]["all"] = {key: str(shared(path.replace("data/", "data/mnist/"))) for key, path in pair.items()}

@@ -200,7 +200,7 @@ def test_unet_on_blocks_is_the_plain_one(
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
         assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(one.abs().max())), (
-            "relative to at least 1, because sums may cancel"
+            "the error is relative to at least 1, because sums may cancel"
         )
 
 
@@ -383,7 +383,7 @@ def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Number, names, order and shapes agree. The values that normalise images are not parameters."""
+    """Number, names, order and shapes are torchvision's; the mean and std of images are not in the state dict."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]
@@ -421,7 +421,7 @@ def plain(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def awake(model: ResNet) -> ResNet:
-    """Give every layer random values, because default statistics would hide a missing layer."""
+    """Give batch normalisations random values, because their default values would hide a missing layer."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             for values in (module.weight, module.bias, module.running_mean, module.running_var):
@@ -443,7 +443,7 @@ def test_logits_are_those_of_the_layers_one_by_one(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [18, 50])
 def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
-    """Channels-last memory changes no gradient; in bf16 all are finite, and the last layer's direction stays."""
+    """Channels-last changes no gradient. Gradients in bf16 are finite, and the last layer's keeps its direction."""
     torch.manual_seed(0)
     # Use double precision, because a normalisation over few values amplifies rounding errors.
     model = ResNet(depth, classes=5, width=8).double()
@@ -473,7 +473,7 @@ def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
 
 
 def test_patches_in_bf16_are_the_products_that_they_are() -> None:
-    """The products agree with float64 on the same rounded numbers. oneDNN on AMX is wrong by more than 100 %."""
+    """`_Patches` agrees with float64 on the same rounded numbers. oneDNN's convolution on AMX errs by over 100 %."""
     torch.manual_seed(0)
     layer, x = _Patches(20, 48, kernel_size=(8, 8), stride=(8, 8)), torch.randn(2, 20, 32, 64)
     exact, rounded = nn.Conv2d(20, 48, 8, 8).double(), x.bfloat16()
@@ -492,7 +492,7 @@ def test_patches_in_bf16_are_the_products_that_they_are() -> None:
 
 
 def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong function simulates oneDNN on AMX. Right convolutions pass, and the check draws no random number."""
+    """Correct convolutions pass, and the check draws no random numbers. A wrong function simulates oneDNN on AMX."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 2, 2), nn.Conv2d(8, 8, 1), _Patches(8, 8, 2, 2))
     state = torch.get_rng_state()
     check_convolutions(model)
@@ -507,7 +507,7 @@ def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch:
 
 
 def test_a_gradient_that_the_processor_computes_wrong_in_channels_last_is_refused() -> None:
-    """oneDNN writes outside its memory for strided 1×1 convolutions of few channels, so the test does not run one."""
+    """The check reads only shapes: oneDNN writes outside its memory for strided 1×1 convolutions of few channels."""
     fine = [nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(16, 8, 1, stride=2), nn.Conv2d(4, 8, 2, 2)]
     check_channels_last(nn.Sequential(*fine))
     for wrong in (

@@ -1,4 +1,4 @@
-"""Each row of DEFECTS.md has a defect in `mutate_defects.py` that fits the code, with a test from the row."""
+"""Each row of DEFECTS.md has a mutation or a reason in `mutate_defects.py`. Mutations fit the code and the row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mutate_defects import DEFECTS, mutations, rows
 
 
 def test_each_row_has_a_defect_or_a_reason() -> None:
-    """A row without a defect has a reason, and each defect belongs to one existing row."""
+    """Each row has a mutation, or a reason for its lack. Each key of `DEFECTS` begins one row."""
     found = rows()
     assert len(found) == len(DEFECTS) >= 52
     for beginning in DEFECTS:

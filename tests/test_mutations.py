@@ -249,7 +249,7 @@ READERS: dict[str, tuple[Callable[[Path], object], Read, str]] = {
 def mutated(content: bytes, rng: np.random.Generator) -> bytes:
     """Return a file's content with some bytes changed, moved, overwritten, repeated or cut off.
 
-    Half of the changes are in the first bytes, which contain offsets and sizes in most formats.
+    Half of the changes are in the first 2048 bytes, which contain offsets and sizes in most formats.
     """
     data = bytearray(content)
     size = len(data) if rng.random() < 0.5 else min(len(data), 2048)
@@ -272,7 +272,7 @@ def mutated(content: bytes, rng: np.random.Generator) -> bytes:
 
 
 def outcome(read: Read, folder: Path) -> tuple[str, str]:
-    """Run a reader in a separate process; return the outcome and the last output."""
+    """Run a reader in a separate process; return the outcome, and the message or traceback."""
     ends, words = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_report, args=(read, folder, words))
     child.start()

@@ -44,7 +44,7 @@ def test_nccl_writes_a_log_unless_the_user_sets_the_variables(monkeypatch: pytes
         assert log and (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
         Path(os.environ["NCCL_DEBUG_FILE"]).write_text(LOGS["Socket"])
         assert read_network(log.read_text()) == "Socket"
-    assert not VARIABLES & set(os.environ), "a child process must write another file"
+    assert not VARIABLES & set(os.environ), "a child process must not write to the same log"
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     with nccl_log() as log:
         assert log is None and os.environ["NCCL_DEBUG"] == "WARN"

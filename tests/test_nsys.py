@@ -154,7 +154,7 @@ def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_child_of_a_killed_stage_ends(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
-    """After SIGTERM to the stage, no file is left. After SIGKILL, the child sees the end of standard input."""
+    """After SIGTERM, the stage leaves no file. After SIGKILL, the child ends, because its standard input ends."""
     folder = pretended("sleeps")
     configure(tmp_path)
     process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=variables(), cwd=tmp_path)
@@ -186,7 +186,7 @@ def test_doctor_looks_for_it_where_runs_ask_for_it(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_marks_sums_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The range of a sum ends when the sum is available, as with PyTorch's own hook."""
+    """The range of an all-reduce ends when its sum is available, and the hook returns the sum."""
     happened: list[str] = []
     monkeypatch.setattr(nsys.nvtx, "start_range", lambda name: happened.append(name) or 7)
     monkeypatch.setattr(nsys.nvtx, "end_range", lambda opened: happened.append("end"))
@@ -219,7 +219,7 @@ def totals(tool: Path, report: Path) -> dict[str, tuple[int, int]]:
 
 
 def agrees(tool: Path, folder: Path, rank: int) -> None:
-    """Check that a rank's ranges are balanced, occur once per step, and have the durations of nsys's summary."""
+    """Check that a rank's ranges occur once per step, and have the counts and durations of nsys's summary."""
     _, top = found(folder)
     expected = totals(tool, folder / f"profile/nsys.rank{rank}.nsys-rep")
     rows = {row.name: row for row in top if row.kind == "range" and row.rank == rank}

@@ -57,7 +57,7 @@ TWO_STEPS = Recording(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
-    """The figures agree with figures from a drawing by hand."""
+    """The figures agree with figures from a hand-drawn timeline."""
     tool, top = summarize(TWO_STEPS.write(tmp_path / "nsys.sqlite", version), 3)
     ns = 1e-9
     # the steps last from 1000 to 1100 and from 1100 to 1205
@@ -72,7 +72,7 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     seen = tool.activity
     assert (seen.launches, seen.syncs, seen.items) == (5, 0.5, None)
     assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps, without the wait after the last step
-    # busy at 10-20, 25-55 and 60-105 in each step, of 1000 to 1205
+    # busy at 10-20, 25-55 and 60-105 ns of each step; both steps last from 1000 to 1205 ns
     assert seen.device_busy == pytest.approx(2 * (10 + 30 + 45) / 205)
     assert (seen.copy_bytes, seen.pageable_bytes) == (4096, 2048)
     assert seen.copy_seconds == pytest.approx(10 * ns) and seen.copy_overlap == 0
@@ -201,9 +201,7 @@ class Truth:
         return begun[-1] if begun and time <= self.steps[-1][1] else None
 
     def backward_threads(self) -> set[int]:
-        """Return the threads that use the device in every backward pass of thread 0 but at no other time, without
-        ranges.
-        """
+        """Return the threads without ranges that use the device in each backward pass of thread 0, and only there."""
         calls = [(start, thread) for start, _, thread, *_ in self.r.calls]
         calls += [(start, thread) for start, _, _, thread in self.r.waits]
         calls = [(start, thread) for start, thread in calls if self.step(start) is not None]

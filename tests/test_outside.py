@@ -186,7 +186,7 @@ def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) 
 
 
 def test_the_limit_for_a_pause_applies_per_step() -> None:
-    """The limit for a pause applies per step, not per line: a single step may take as long as ten other steps."""
+    """A pause is judged per step, not per line: one step of 1 s is a pause among lines of ten 0.1 s steps."""
     points, time, step = [(0.0, 0.0)], 0.0, 0
     for steps_, seconds in ((10, 1.0), (10, 1.0), (1, 1.0), (10, 1.0), (1, 0.1), (10, 1.0)):
         time, step = time + seconds, step + steps_
@@ -223,7 +223,7 @@ def test_waits_in_bursts_count_by_the_clock(
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0])
 def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None:
-    """The log has too few steps for a pause to be recognised."""
+    """In a log of few steps, a long wait counts, because it cannot be recognised as a pause."""
     times = list(accumulate([seconds] * 6 + [20 * seconds] + [seconds] * 4))
     found = steps.pace_of_log([(1.7e9 + when, float(step)) for step, when in enumerate(times)], 8)
     assert found and interval(found.rates)[0] == pytest.approx(8 * 9 / (28 * seconds), rel=0.1)
@@ -237,7 +237,7 @@ def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None
 def test_a_stated_batch_size_is_held_against_the_loaders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], stated: int, of_run: bool, counts: int | None
 ) -> None:
-    """The loader delivers 4 batches of 16 per step. A batch size from the run's settings yields to a larger value."""
+    """The loader delivers 4 × 16 samples per step, which replace a smaller `batch_size` but not `--batch-size`."""
     clock = Clock(tmp_path)
     for _ in range(20):
         for _ in range(4):
@@ -251,7 +251,7 @@ def test_a_stated_batch_size_is_held_against_the_loaders(
 
 
 def test_rates_read_at_once_share_their_time() -> None:
-    """The output of a program can arrive in blocks of several lines."""
+    """Rates that arrive in one block of output share the block's time, so their harmonic mean counts."""
     printed = [(1.7e9 + block, rate) for block in range(1, 41) for rate in (400.0, 400.0, 20.0)]
     found = steps.pace_of_rates(printed, 1.7e9, None)
     assert found and interval(found.rates)[0] == pytest.approx(3 / (2 / 400 + 1 / 20), rel=0.01)
@@ -342,7 +342,7 @@ def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
 
 
 def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
-    """A JSON or TensorBoard log gives the pace: every tenth step of 50 ms, and a validation after every 100 steps."""
+    """A JSON or TensorBoard log with every tenth step (50 ms) and validations every 100 steps gives the steps' pace."""
     time, rows = 1.7e9, []
     for step in range(0, 1000, 10):
         rows.append({"step": step, "time": time, "loss": 1.0})
@@ -491,7 +491,7 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
 def test_times_since_the_start_are_not_those_since_the_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: float, uptime: float, seconds: float
 ) -> None:
-    """The steps cover 100 s. If read as times since the boot, some steps would fall into the run, too."""
+    """Times since the start and since the boot are distinguished, although some of the 100 s of steps fit both."""
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: BEGIN + 100, perf_counter=lambda: uptime))
     count = int(99.9 / seconds)
     log = write_log(tmp_path / "log.jsonl", [number * seconds / unit for number in range(count)])
@@ -705,7 +705,7 @@ def test_a_slow_pattern_stops_nothing(pattern: str, tmp_path: Path) -> None:
 
 
 def test_a_batch_confirms_the_loaders_batch_size() -> None:
-    """A batch confirms the size if it contains an array or list of that length; a matching first axis is not enough."""
+    """The loader's batch size counts only if the batch, or an array or list in it, has this length."""
 
     class Array:
         shape = (5, 2)
@@ -777,7 +777,7 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
     optimizer.step()  # this step also writes the steps noted before
-    assert len(steps.Tail(file).process.steps) == 6, "two optimisers that alternate, as in a GAN, must be one training"
+    assert len(steps.Tail(file).process.steps) == 6, "a step of each of two optimisers must count once"
 
 
 # ---- programs ----------------------------------------------------------------------------------------
@@ -809,7 +809,7 @@ for epoch in range(4):
 
 
 def program(folder: Path, text: str = TRAIN, wrapped: str = "") -> Path:
-    """Write a program; if `wrapped` is given, this function wraps the program's loader."""
+    """Write a program whose loader is wrapped by the function named `wrapped`, if any."""
     path = folder / "train.py"
     path.write_text(textwrap.dedent(text.replace("TIMED", wrapped)))
     return path
@@ -939,7 +939,7 @@ STUBBORN = """
     else:
         states = [state(pid) for pid in os.listdir("/proc") if pid.isdigit()]
         os.write(1, b"%d\\n" % sum(each[:2] == ["Z", str(os.getppid())] for each in states))
-    os.write(1, b"%d\\n" % os.getpid())  # a whole line: with PYTHONUNBUFFERED, print writes its end alone
+    os.write(1, b"%d\\n" % os.getpid())  # with PYTHONUNBUFFERED, print writes the line end separately
     time.sleep(1000)
 """
 
@@ -1243,7 +1243,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
 def test_loops_of_all_kinds(
     loops: dict[str, tuple[str, Path | None]], name: str, batch: int | None, count: int, tmp_path: Path
 ) -> None:
-    """Each step counts once, each batch counts its certain samples, and each loop ends as without dlscale."""
+    """Each step counts once, samples count only if certain, and each loop ends as without dlscale."""
     status, file = loops[name]
     assert status == "0" and file
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -1254,7 +1254,7 @@ def test_loops_of_all_kinds(
 
 
 def test_a_program_continues_if_steps_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording stops with a reason: a missing folder, a read-only file, or a disk that fills within a line."""
+    """Recording stops if the folder is missing, the file is a folder, or the disk fills within a line."""
     log = writes(tmp_path, monkeypatch)
     assert log.on and log._file.endswith(str(os.getpid())) and steps.stopped(tmp_path) is None
     monkeypatch.setattr(timed, "write_file", lambda place, data: os.write(place, data[:5]))
@@ -1373,11 +1373,11 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         (["--rate", r"(\d+)", "--", "true"], r"the program printed no rate that matches (\d+)"),
         (
             ["--rate", r"avg (\S+)", "--", "python", "-c", PRINTS.format("('nan', '-inf', -1, 0, 1e300, 'x', '')")],
-            r"no text that matches avg (\S+) is a rate: `avg nan samples`. Expected samples/s",
+            r"the pattern avg (\S+) matched text that is not a rate: `avg nan samples`. Expected samples/s",
         ),
         (
             ["--rate", r"time (\S+),", "--", "echo", "iter 10: loss 2.1, time 101.00ms, mfu 3 %"],
-            r"no text that matches time (\S+), is a rate: `time 101.00ms, mfu 3 %`. Expected samples/s, or steps in",
+            r"the pattern time (\S+), matched text that is not a rate: `time 101.00ms, mfu 3 %`. Expected samples/s,",
         ),
         (["--", "python", "-c", "import shutil; shutil.rmtree('results')"], "the program removed the results folder"),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python process loaded dlscale's hook"),
@@ -1495,7 +1495,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
 
 
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
-    """Lines before the damage count. Another version of `timed` may have written any sample counts."""
+    """Lines before the damage count. Invalid sample counts, which another version may write, are unknown (0)."""
     clock = Clock(tmp_path)
     for samples in ("8.0", "None", "-5", "1" + "0" * 400):
         clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
@@ -1618,7 +1618,7 @@ def test_a_program_without_a_step_is_warned_of_while_it_runs(
         ({}, "ends by `os._exit` or a signal within a second"),
         (
             {"pytorch": False},
-            "no process with dlscale's hook imported PyTorch's optimisers. A PyTorch program lacks the",
+            "no process with dlscale's hook imported PyTorch's optimisers. If the program uses PyTorch,",
         ),
         ({"full": True}, "is full: no step could be written"),
     ],

@@ -395,7 +395,7 @@ def test_a_folder_with_relative_imports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("my-study", STUDY.format(kind="k"), "cannot import a module called 'my-study'"),
+        ("my-study", STUDY.format(kind="k"), "expected a Python identifier .*, got 'my-study'; rename it"),
         ("nothing", "", "expected `STUDY = MyStudy\\(\\)` at its end.* without dataset, Model, Loss"),
         (
             "lacking",

@@ -11,7 +11,7 @@ from dlscale.measure.profilers import Overhead, overhead
 
 
 def test_an_even_drift_falls_out() -> None:
-    """A steady drift has no effect: windows take 100 and 120 ms without the profiler, and 1.5 times 110 ms with it."""
+    """A steady drift has no effect: steps take 100, later 120 ms without the profiler, and 1.5 × 110 ms with it."""
     found = overhead([0.1] * 4, [0.165] * 4, [0.12] * 4)
     assert found.ratio == pytest.approx(1.5)
     assert found.noise == pytest.approx(1.5 * 0.01 / 0.11), (

@@ -116,7 +116,7 @@ def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     """`make install` keeps the PyTorch of an environment, even if the lock has another version."""
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, tmp_path)
-    # All other packages also keep their installed versions.
+    # The lock names only PyTorch, so all other packages keep their installed versions.
     (tmp_path / "requirements.lock").write_text(f"torch=={LOCK['torch']}\n")
     shutil.copytree(ROOT / "workflow_scripts/dlscale/core", tmp_path / "workflow_scripts/dlscale")
     words = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages"]  # the system has pip

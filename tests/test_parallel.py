@@ -150,9 +150,7 @@ def test_several_train_as_one_does(
     "shared", [{}, {"geometry": {"tp": 2}}, {"geometry": {"cp": 2}}, {"parallel": {"kind": "fsdp"}}], ids=str
 )
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path, shared: dict[str, Any]) -> None:
-    """After a resume, weights equal the weights of an uninterrupted training bit by bit, even with drop-out on each
-    rank.
-    """
+    """A resumed training gives bitwise the weights of an uninterrupted one, even with drop-out on each rank."""
     drops = {"model": {**ERA5_RUN["model"], "dropout": 0.2}}
     through = configure(tmp_path / "through", "era5_vit", 2, **drops, **shared, training={"epochs": 3})
     train_by(2, through, era5_data)
@@ -213,7 +211,7 @@ def test_one_device_runs_without_rendezvous(monkeypatch: pytest.MonkeyPatch) -> 
         alone.barrier()
 
 
-#: Messages and variables of a run on two nodes of four devices, and of a job with two tasks, one per node.
+#: Beginning of a message about a run on two nodes of four devices; variables of a job with two tasks, one per node.
 FEW = r"geometry: this run asks for 8 processes \(2 nodes x 4\), but"
 TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 
@@ -263,6 +261,6 @@ def test_weights_that_would_be_kept_where_they_are() -> None:
 
 
 def test_gloo_uses_the_interface_that_reaches_the_first_node() -> None:
-    """The interface has the local address of the route; an unknown host has none."""
+    """The interface is that of the route to the first node; an unknown host gives None."""
     assert rendezvous._interface_to("127.0.0.1") == "lo"
     assert rendezvous._interface_to("no-such-host.invalid") is None

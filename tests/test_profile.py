@@ -201,7 +201,6 @@ def test_ranges_are_balanced_and_nested(window: Window) -> None:
 
 
 def test_a_profiler_closes_ranges_after_an_error(window: Window, tmp_path: Path) -> None:
-    """A profiler closes its ranges even if a step fails."""
     with pytest.raises(ZeroDivisionError), TorchProfiler(tmp_path, 0, torch.device("cpu")).attached():
         window.run(1)
         raise ZeroDivisionError
@@ -236,9 +235,7 @@ def test_two_processes(tmp_path: Path, era5_data: Path) -> None:
 
 @pytest.mark.slow
 def test_training_is_the_same_after_a_profile(tmp_path: Path, cosmo_data: Path) -> None:
-    """A profile in the same folder does not change the weights by a bit; a training does not change the profile's
-    files.
-    """
+    """A profile in the same folder changes no bit of the weights, and a training does not change `profile.json`."""
     make_run(tmp_path / "plain", "cosmo_unet", {**COSMO_RUN, "loader": {"workers": 0}}, COSMO)
     assert profiled(tmp_path / "profiled", cosmo_data, tools=["torch", "lines"]) == 0
     before = (tmp_path / "profiled/profile/profile.json").read_bytes()

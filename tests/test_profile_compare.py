@@ -222,7 +222,7 @@ def published(folder: Path, forward: int, version: str = "2022") -> Path:
 
 
 def test_reports_of_other_programs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports are compared with each other and with a run's profile, whatever the recording options were."""
+    """Reports from two versions of nsys are compared with each other, and a report with a run's profile."""
     before, after = published(tmp_path / "a", 30), published(tmp_path / "b", 40, "2025")
     assert stage("compare", "--profiles", before, after, "--json") == 0
     rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)["faster and slower"]}

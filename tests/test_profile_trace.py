@@ -232,7 +232,7 @@ def random_traces(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str,
 
 @given(random_traces())
 def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """The overlaps equal overlaps of sets of microseconds."""
+    """Overlaps and busy time equal those of sets of microseconds."""
     trace, device = found
     activity = summarise(read(trace), "torch")[0].activity
 

@@ -111,10 +111,7 @@ def test_an_srun_task_gets_the_variables_of_torchrun(given: dict[str, str], told
 
 
 def test_the_programs_variables_do_not_reach_the_starter(tmp_path: Path) -> None:
-    """The program's variables do not reach the starter.
-
-    The program's PATH or PYTHONPATH would hide dlscale and the engine.
-    """
+    """The program's PATH or PYTHONPATH would hide dlscale and the engine from the starter."""
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
@@ -274,7 +271,7 @@ def test_samples_of_a_program_are_known_or_missing(
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
-    """The first try is killed after 310 steps of 10 ms, without its last second; the second try repeats some steps."""
+    """A killed first try recorded only 240 of its 10 ms steps; the second try repeats steps after the checkpoint."""
     ends = [1000 + step / 100 for step in range(1, 621)]
     marks = [(1000 + step / 100 + 0.001, 1 / step) for step in range(50, 350, 50)]
     for checkpoint in (300, 200, 230):
@@ -333,7 +330,7 @@ def words(**program: Any) -> list[str]:
         ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
         (
             {"losses": {"a (.)": "loss/vaild"}},
-            "losses: expected one of dlscale's names for each key, loss/valid among them",
+            r"losses: each key needs a name of dlscale \(.*\); loss/valid is required",
         ),
         ({"losses": {"a (.)": "loss/valid", "b (.)": "loss/valid"}}, "losses: two keys have the same name of dlscale"),
         ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the samples/s, or one of nersc"),
@@ -345,7 +342,7 @@ def words(**program: Any) -> list[str]:
         ),
         (
             {"losses": {"a (.)": "loss/train"}},
-            "losses: expected one of dlscale's names for each key, loss/valid among them",
+            r"losses: each key needs a name of dlscale \(.*\); loss/valid is required",
         ),
     ],
 )
@@ -373,7 +370,7 @@ def test_long_words_are_accepted(tmp_path: Path) -> None:
 
 
 def test_an_executable_script_belongs_to_the_sources(tmp_path: Path) -> None:
-    """An edited script reruns the run. A changed interpreter does not, in whatever folder it is."""
+    """A run's sources, whose change reruns it, include its scripts but not its interpreter, in any folder."""
     (tmp_path / "python").symlink_to(sys.executable)
     for name in ("train.sh", "train.py"):
         (tmp_path / name).touch()
@@ -536,7 +533,7 @@ def foreign(folder: Path) -> None:
 def test_a_program_runs_as_committed(
     published: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
-    """A program runs as it was committed. No command in the folder's git configuration runs."""
+    """No command in the folder's git configuration runs, and no uncommitted file is used."""
     folder, (first, _) = published
     change(folder)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "of a hook that calls dlscale"))

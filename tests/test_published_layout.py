@@ -162,10 +162,10 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (SIX / 6, r"expected 9 times, 6.* h apart, got 9, apart \[1\.\] h. Use the same `step_hours` in all files"),
-        (SIX + 720 * (SIX > 24), r"apart \[  6\. 726\.\] h; .* begin another file after a gap"),
-        (SIX[::-1], r"apart \[-6\.\] h"),
-        (np.where(SIX == 12, np.nan, SIX), r"apart \[ 6\. nan\] h"),
+        (SIX / 6, r"expected 9 times, 6.* h apart, got 9 times with steps of \[1\.\] h. Use the same `step_hours`"),
+        (SIX + 720 * (SIX > 24), r"steps of \[  6\. 726\.\] h\. .* begin another file after a gap"),
+        (SIX[::-1], r"steps of \[-6\.\] h"),
+        (np.where(SIX == 12, np.nan, SIX), r"steps of \[ 6\. nan\] h"),
         (SIX[:-1], "expected 9 times, .*got 8"),
         (np.array([b"2003-01-01"] * SIX.size), "time: expected numbers"),
         (SIX, None),
@@ -174,9 +174,7 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
     ids=["hourly", "gap", "backwards", "nan", "short", "text", "even", "integers"],
 )
 def test_files_with_other_time_steps_are_refused(tmp_path: Path, times: np.ndarray, message: str | None) -> None:
-    """Files with other time steps are refused. Otherwise lead times, clocks and hourly means would be wrong without an
-    error.
-    """
+    """Files with other time steps are refused; lead times, clocks and hourly means would be wrong without an error."""
     raw = write_years(tmp_path / "raw", TIMES, 3)
     path = raw / "valid" / "2003.h5"
     with h5py.File(path, "a") as file:

@@ -45,7 +45,7 @@ def runs(plan: str, settings: dict[str, Any] | None = None, program: dict[str, A
 # ---- commands and outputs in the documents -----------------------------------------------------------
 
 APEX = "python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20"
-#: Beginning of the published command line, and the run with the same settings, by plan.
+#: Published command line (OUT: the run's output folder), and the run with the same settings, by plan.
 COMMANDS = {
     "cosmo_published_program": ("python train.py --config=short --num_epochs 4", "cosmo_published.short"),
     "era5_published_program": ("python train.py --config=short", "era5_published.short"),
@@ -81,7 +81,7 @@ def test_a_plan_pairs_the_documents_command_with_a_run_of_equal_settings(plan: s
 
 
 def test_rates_are_read_from_the_documents_output() -> None:
-    """Printed rates are samples/s of all processes, under both names of the pattern."""
+    """The pattern `nersc` reads the samples/s of a line that the program prints."""
     line = (
         "2022-11-09 15:34:28,412 - root - INFO - Time taken for epoch 2 is 48.7 sec, avg 84.05503431279347 samples/sec"
     )
@@ -114,9 +114,7 @@ class Measured:
     own: list[dict[str, float]]
 
     def check(self) -> None:
-        """Check that the rate is in the range of the program's epochs, which vary on a busy machine, and that losses
-        agree.
-        """
+        """Check that losses agree, and that the rate is in the range of the epochs' rates, which may vary."""
         trained = [each for each in self.own if each["rate"]]
         assert self.record.full and len(self.epochs) == len(trained)
         rates = [each["rate"] for each in trained]
@@ -170,7 +168,7 @@ def at_scale(checkout: Callable[..., Checkout], tmp_path: Path, name: str, confi
 
 @pytest.mark.slow
 def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """PyTorch's steps and the printed rate both work. The log of an earlier try is ignored."""
+    """The rate comes from PyTorch's steps or is the printed rate. The log of an earlier try is ignored."""
     place = at_scale(checkout, tmp_path, "sc22-dl-tutorial", "config/UNet.yaml")
     program: dict[str, Any] = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
     found = place.run(runs("cosmo_published_program", {"batch_size": 16}, program)["program"])

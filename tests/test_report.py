@@ -105,7 +105,7 @@ def gas_values(shrink: float) -> dict[str, float]:
 
 
 def of_channels(units: dict[str, str], kind: str, title: str, **more: Any) -> list[Metric]:
-    """Return one metric per channel. The baseline without learning of a metric has the kind `naive`."""
+    """Return one metric per channel. `naive` is the kind of its baseline without learning."""
     naive = more.pop("naive", None)
     return [
         Metric(name=f"{kind}/{name}", title=title, unit=unit, naive=f"{naive}/{name}" if naive else None, **more)
@@ -423,7 +423,7 @@ def test_runs_left_out_are_listed_once_with_the_reason(ladder: Results) -> None:
 
 
 def test_the_card_warns_of_a_neighbour(results: Results) -> None:
-    """The card reports other programs if they used 1.2 and 0.9 of the two cores, although the rates agree."""
+    """The card reports other programs, which used 1.2 and 0.9 of the two cores during two runs, even if rates agree."""
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
         folder = results.run("p", name, precision=name)
         measured = Throughput.read(folder / "throughput.json")
@@ -471,7 +471,7 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
 
 @pytest.mark.slow
 def test_a_training_has_neighbours_too(results: Results) -> None:
-    """During a training, other programs or other jobs of the same call used half of the busy cores."""
+    """On a busy machine, the card reports other programs, or jobs of the same call, that used many of the cores."""
     for name, used, others, call in (
         ("busy", 0.97, 0.5, None),
         ("mixed", 0.97, 0.5, 0.2),
@@ -513,9 +513,7 @@ def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(r
 
 @pytest.mark.slow
 def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
-    """The table has mean and deviation of the last epochs; figures have a band. All other values are from the first
-    run.
-    """
+    """Tables have mean and deviation of the last epochs, figures a band; other values are from the first run."""
     finals = {"a": 0.8, "a-seed1": 0.7, "a-seed2": 0.6, "b": 0.9, "b-seed1": 0.9}
     for seed, (name, final) in enumerate(finals.items()):
         triplet = None if "-" in name else (200.0, 25.0, 22.0)
@@ -595,7 +593,7 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
     }
     assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
     assert [float(row["speed_up"]) for row in rows] == pytest.approx([1.0, 110 / 24, 180 / 24])
-    # All figures come from the source with the most runs, so their ratios are comparable.
+    # All published figures come from the source with the most runs, so their ratios are comparable.
     keys = ("samples_per_second", "as", "hardware", "source")
     assert [[row[f"published_{key}"] for key in keys] for row in rows] == [
         ["8.8", "baseline", "A100 40 GB", "S2"],
@@ -718,7 +716,7 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # exactly one after the other
+        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # one after the other: 50
         ((1000.0, 200.0, 120.0), "computation", "compete for"),  # strictly one after the other: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
         ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
@@ -734,7 +732,7 @@ def test_the_limit_of_a_run(rates: tuple[float, float, float], what: str, why: s
     [
         ((242.0, 3.5), 12.0, 3, True),  # 4.30 standard errors of 7.2 samples/s are 31 samples/s
         ((172.0, 3.5), 12.0, 3, False),
-        ((172.0, 3.5), 2.0, 3, True),  # the interval is 10 samples/s, a tenth of the rate 14
+        ((172.0, 3.5), 2.0, 3, True),  # the noise is 10 samples/s, a tenth of the rate is 14
         ((155.0, 0.1), 0.1, 3, False),  # within a tenth, although the noise is small
         ((242.0, 3.5), 12.0, 2, False),  # two trials are too few for a judgement
         ((242.0, 0.0), 0.0, 1, False),
@@ -753,7 +751,10 @@ def test_impossible_rates_are_noise_or_a_disturbed_machine(
     assert (
         f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
     ) is not beyond
-    said = f"{full[0]:.0f} samples/s, which is more than noise explains. Training cannot be faster than the slower of"
+    said = (
+        f"{full[0]:.0f} samples/s, which exceeds the slower rate by more than noise. Training cannot be faster than "
+        "the slower of"
+    )
     assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again" in found.why) is beyond
 
 
@@ -886,7 +887,7 @@ def test_the_first_view_has_the_main_results(ladder: Results) -> None:
         "Example CPU, 2 threads",
     ):
         assert " ".join(answer.split()) in page.text, answer
-    assert page.text.count("published for the full-size model") == 2, "of the first run and of the fastest run"
+    assert page.text.count("published for the full-size model") == 2, "once for the first run, once for the fastest"
     assert sections.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
         "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
         "(workers · 4 workers)"
@@ -904,7 +905,7 @@ def test_a_published_figure_of_another_size_is_only_in_the_table(ladder: Results
 
 
 def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
-    """The bars show the ratios of the paired timing. The rates may have been measured at different times."""
+    """The bars show the printed ratios, because rates may have been measured at different times."""
     plan = read_plan(ladder.plans[0])
     shown = sections.speed(plan)
     ratios = [1.0, 110 / 24, 180 / 24]
@@ -914,9 +915,7 @@ def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
 
 
 def test_a_software_difference_to_the_first_run_is_reported(results: Results) -> None:
-    """A software difference is reported once for all runs. A different commit is not reported: relevant changes rerun a
-    run.
-    """
+    """A software difference is reported once for all runs. Commits are not, because relevant changes rerun runs."""
     for name, driver in {"a": "570.1", "b": "580.2", "c": "570.1", "d": "580.2"}.items():
         file = results.run("p", name) / "telemetry/throughput.json"
         file.parent.mkdir(exist_ok=True)
@@ -1197,7 +1196,7 @@ def test_a_diverged_run_does_not_hide_baselines(results: Results) -> None:
 
 
 def test_a_ladder_is_a_waterfall(results: Results) -> None:
-    """Each bar begins at the end of the previous bar. The last two rungs are within noise, and slower."""
+    """Each bar begins at the end of the previous bar. The third rung is within noise, the fourth is slower."""
     rates = {"a": (30.0, 120.0, 20.0), "b": (500.0, 120.0, 80.0), "c": (500.0, 120.0, 81.0), "d": (500.0, 90.0, 60.0)}
     for name, each in rates.items():
         results.run("p", name, triplet=each, epochs=0, precision=name)
@@ -1295,7 +1294,7 @@ def explained(results: Results) -> Results:
 
 
 def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
-    """ "data" excludes the copy inside it, and "other" is the rest; the line marks the step time without a profiler."""
+    """Part `data` excludes the copy inside it; `other` is the rest; a line marks the step time without a profiler."""
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     profile = plan.runs[0].profile
     expected = {"data": 0.02, "copy": 0.01, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.01}
@@ -1315,9 +1314,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
 
 
 def test_operators_and_modules_are_below_the_roof(explained: Results) -> None:
-    """The roof (2 TFLOP/s, 200 GB/s) bends at 10 FLOP/byte. Operators without matrix products count one FLOP per
-    number.
-    """
+    """The roof (2 TFLOP/s, 200 GB/s) bends at 10 FLOP/byte. An elementwise operator counts one FLOP per number."""
     plan = read_plan(explained.root / "plans/ladder/plan.yaml")
     operators, modules = profile_section.rooflines(plan)
     rows = [row for row in operators.rows if row["run"] == "second"]
@@ -1331,7 +1328,7 @@ def test_operators_and_modules_are_below_the_roof(explained: Results) -> None:
     assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
     assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
     # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
-    assert "a step would take 5.00 of 87.5 ms (first); 5.00 of 17.5 ms (second)." in operators.about
+    assert "a step would take 5.00 instead of 87.5 ms (first); 5.00 instead of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
     assert {row["run"] for row in profile_section.rooflines(plan)[0].rows} == {"first"}
 
@@ -1348,7 +1345,7 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
 
 
 def test_a_step_on_a_device_consists_of_work_and_idle_time() -> None:
-    """Work that overlaps takes 80 ms in total: 120 ms in ranges, of which 6 ms are outside the named ranges."""
+    """Overlapping work of 120 ms, 6 ms of it in no named range, is scaled to the 80 ms of a busy device."""
     parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
     work = {"step": 0.12, "copy": 0.03, "forward": 0.036, "backward": 0.048}
@@ -1584,7 +1581,7 @@ def test_a_browser_shows_it(html: str, tmp_path: Path, width: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [420, 800, 1000, 1300])
 def test_the_table_of_plans_fits_the_window(ladder: Results, tmp_path: Path, width: int) -> None:
-    """The table fits a window of 800 pixels, in which the last column was once cut off."""
+    """The table fits windows of 420 to 1300 pixels; at 800, its last column was once cut off."""
     ladder.run("other", "one")
     ladder.plan("other", {"one": "one"})
     probe = """addEventListener("load", () => {

@@ -148,7 +148,7 @@ def test_a_profile_without_a_site_is_of_this_machine() -> None:
 
 
 def test_a_full_key_sets_any_part_of_the_configuration() -> None:
-    """Keys from the top set any part of the configuration, and can even define the target plan."""
+    """Full keys set any part of the configuration, and can even define the target plan."""
     assert typed("results=/tmp/x", "report.title=Mine and yours") == (
         [],
         {"results": "/tmp/x", "report": {"title": "Mine and yours"}},

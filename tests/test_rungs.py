@@ -318,7 +318,7 @@ def test_formats_of_weights_and_products(
 
 
 def test_master_weights_take_updates_that_rounding_would_lose() -> None:
-    """Master weights keep small updates: bf16 (8 significant bits) rounds 1 - 1e-3 to 1, a hundred updates give 0.9."""
+    """Master weights keep small updates: bf16 (8 significant bits) rounds 1 - 1e-3 to 1; 100 updates give 0.9."""
 
     def trained(precision: str) -> torch.Tensor:
         run = settings("era5_vit", precision=precision, optimizer={"lr": 1e-3, "momentum": 0.0})
@@ -413,7 +413,7 @@ def test_a_restored_step_continues_bit_by_bit(study: str, precision: str, fused:
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(CheckpointRecord(scaler=first.scaler.state_dict()), first.shards())
     for x, y in batches[:2]:
-        first(x, y)  # this step must not become part of the saved state, however long the write takes
+        first(x, y)  # these steps must not change the saved state, however long the write takes
     checkpoints.wait()
     make_state(second.optimizer)
     loaded = checkpoints.load(lambda record: {name: shard.empty() for name, shard in second.shards().items()})
@@ -432,7 +432,7 @@ def test_a_restored_step_continues_bit_by_bit(study: str, precision: str, fused:
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
-    """With 32 input channels, 40 outputs and kernels of 2, each tensor is copied once, in 16 bits after rounding."""
+    """On blocks, layers have 32 input or 40 output channels and kernels of 2; tensors are copied once, in bf16."""
     step = make_step("cosmo_unet", model={"space_to_depth": True}, memory_format=layout, precision="bf16")
     kernels: list[tuple[int, ...]] = []
     copies: list[torch.dtype] = []
@@ -455,8 +455,8 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
     with Watch():
         step(x, y)
     assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
-    # Copies of a convolution: forward, pad into blocks and crop out of blocks; backward, pad into blocks. The input
-    # needs no gradient.
+    # Copies by each of both convolutions: forward, pad into blocks and crop out of blocks; backward, pad into blocks.
+    # The input needs no gradient.
     assert copies == [torch.bfloat16] * 6
 
 
@@ -533,7 +533,7 @@ def test_the_chosen_kernel_computes_both_passes(kind: str, flash: bool, checkpoi
 
 
 def test_an_empty_batch_runs_without_kernels() -> None:
-    """An empty batch runs without kernels and without compiled code, in training and in prediction."""
+    """Prediction of an empty batch uses neither the chosen attention kernel nor compiled code."""
     step, (x, y) = make_step("cosmo_unet"), batch("cosmo_unet", 2)
 
     def refused(*values: Any) -> Any:
@@ -705,9 +705,7 @@ def capturable(study: str, **over: Any) -> Step:
     ids=str,
 )
 def test_a_replayed_step_equals_the_plain_step(over: dict[str, Any]) -> None:
-    """Replayed and plain steps agree bit by bit, even if gradients overflow: the graph scales the loss and skips
-    updates.
-    """
+    """Replayed and plain steps agree bitwise, even if gradients overflow: the graph scales losses and skips updates."""
     (plain, graphed), tape = (capturable("era5_vit", **over) for _ in range(2)), Tape()
     graphed.capture(tape)  # type: ignore[arg-type]
     for step in (plain, graphed):
@@ -770,7 +768,7 @@ def _train_graphed(rank: int, port: int, folder: str) -> None:
         torch.save((kinds, step.weights.state_dict()), Path(folder, f"{rank}.pt"))
 
 
-SHARED = 14  #: Number of full batches. A batch in which one rank has an additional sample follows each full batch.
+SHARED = 14  #: Number of full batches, each followed by a batch in which one rank has one sample more.
 
 
 def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndar
     "grey": (1, lambda rng, n: rng.integers(0, 256, (n, 1, 3, 3), np.uint8)),
 }
 ROWS = {"train": [("a", 12), ("b", 1), ("c", 6)], "valid": [("d", 11)]}
-#: Number of classes by field; then shift and scale that readers remove, by field.
+#: By field: number of classes; (mean, std) that readers remove; (offset, scale) of stored values.
 LABELS = {"label": 12}
 STANDARDISED = {"standard": ([7.0], [2.0]), "grey": ([100.0], [50.0]), "state": ([5.0, 4.0], [3.0, 2.0])}
 SCALED = {"scaled": ([1.0, -2.0], [3.0, 0.5])}
@@ -260,7 +260,7 @@ def test_the_symmetries_are_the_group_of_the_cube() -> None:
 
 @pytest.mark.parametrize("number", range(48))
 def test_apply_is_the_index_loop(number: int) -> None:
-    """Rotations and flips are both applied, although the published loader discarded its rotations."""
+    """Rotations and flips are both applied; the published loader discarded its rotations."""
     x = np.random.default_rng(0).normal(size=(9, 3, 3, 3)).astype(np.float32)
     components = [(1, 2, 3), (8, 6, 7)]  # the components of the second vector are not in order
     before = x.copy()
@@ -314,7 +314,7 @@ def test_input_and_target_are_the_same_cells(volumes: Manifest, epoch: int) -> N
 
 
 def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> None:
-    """All offsets are equally likely, also the last, which the published range omitted; larger volumes occur more."""
+    """Offsets are equally likely, also the last, which the published range omitted; larger volumes occur more often."""
     samples = crops(volumes, train=40_000)
     offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
     table = samples.table(0)
@@ -337,7 +337,6 @@ def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> No
     ("symmetry", "count"), [("none", 1), ("rotations", 24), ("full", 48), ("published", 24), ("published_dali", 4)]
 )
 def test_all_symmetries_of_a_setting_are_equally_likely(volumes: Manifest, symmetry: str, count: int) -> None:
-    """All symmetries of the setting are equally likely."""
     times = np.bincount(crops(volumes, train=2000, symmetry=symmetry).table(0)[:, 4])
     assert len(times) == count and abs(times - 2000 / count).max() < 5 * np.sqrt(2000 / count)
 
@@ -395,7 +394,7 @@ def test_pairs_differ_by_dt_within_a_file_and_are_standardised(series: Manifest,
 
 
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
-    """Like the published `limit_nsamples`: the first 10 of 8 + 13 + 1 pairs, shuffled only in training."""
+    """As with the published `limit_nsamples`, epochs have the first 10 of 8 + 13 + 1 pairs, shuffled in training."""
     samples = pairs(series, dt=1, train=10, subset="first")
     expected = [(0, row, 0, 0) for row in range(8)] + [(1, row, 0, 0) for row in range(2)]
     epochs = [found(samples.boxes(epoch)) for epoch in range(4)]
@@ -509,7 +508,7 @@ def make(request: pytest.FixtureRequest, volumes: Manifest, series: Manifest, ta
     """Return a function that makes training samples of a kind: 40 crops, 19 pairs or 19 rows."""
     makers: dict[str, Callable[..., Samples]] = {
         "crops": partial(crops, volumes),
-        "pairs": partial(pairs, series, dt=2),  # the last batch of 6 has a single sample
+        "pairs": partial(pairs, series, dt=2),  # the last batch of 8 has three samples
         "informed": partial(informed, series, dt=1, history=[1], clock=["hour"]),
         "rows": partial(rows, table),
     }

@@ -56,7 +56,7 @@ def test_weak_scaling_keeps_each_devices_batch() -> None:
 
 
 def test_an_explicit_twin_is_recognised() -> None:
-    """A twin run is recognised although `--config` passes all values as strings."""
+    """A twin run, without gradient averaging, is recognised even if `--config` passes "false" as a string."""
     variants = {"ddp": {}, "no_sync": {"parallel": {"sync": "false"}}}
     runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [64], "variants": variants}})
     assert list(runs) == ["b64_ddp_1", "b64_ddp_2", "b64_no_sync_2"] and not runs["b64_no_sync_2"].run.averages
@@ -498,7 +498,7 @@ def test_seeds_make_a_band_from_the_least_to_the_greatest(results: Results) -> N
         ("batch 256, sqrt", 3),
         ("batch 256, linear", 3),
     ]
-    # 128 samples at 64 samples/s, and the validation
+    # an epoch takes 2.0 s (128 samples at 64 samples/s), and its validation 1.5 s
     for over, step in (("step", 8), ("samples", 128), ("time", 2.0 + 1.5)):
         for epoch, row in enumerate(curves.curve(merged[0], "", lambda epoch: epoch.valid_loss)):
             losses = [run.epochs[epoch].valid_loss for run in plan.runs[:3]]

@@ -183,7 +183,7 @@ def test_members_of_groups(ranks: int, stride: int, expected: list[int]) -> None
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=12))
 def test_buckets_on_a_clock(found: list[tuple[int, int]]) -> None:
-    """The result equals a simulation by ticks, which sends ready buckets in order, one at a time."""
+    """`finish` equals a simulation by ticks, which sends ready buckets in order, one at a time."""
     ready, left = sorted(at for at, _ in found), [cost for _, cost in found]
     now, place = 0, 0
     while place < len(left):
@@ -438,7 +438,7 @@ def test_amdahls_law() -> None:
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """The texts agree exactly, and the numbers within 5 %, because other processors may round differently."""
+    """The page has the printed texts exactly, and the numbers within 5 %, because processors round differently."""
     assert stage("predict", "--validate") == 0
     printed = capsys.readouterr().out.strip().splitlines()
     page = (ROOT / "docs/planning.md").read_text().splitlines()
@@ -472,7 +472,7 @@ def test_priors_and_machines_have_sources() -> None:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cosmo_data: Path, era5_data: Path) -> Path:
-    """Return results with measured runs: a U-Net on one device and on two devices, and a ViT on one device."""
+    """Return results with measured runs: a U-Net and a ViT, each on one device and on two devices."""
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "results"
     (root / "data").mkdir(parents=True)
@@ -548,7 +548,7 @@ def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureF
 
 
 def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
-    """The first epoch, a warm-up, is left out. Optimiser states and gradients do not count as activations."""
+    """The first epoch, a warm-up, is left out, and so are epochs of other code and validations of diverged epochs."""
     folder = results / "plans/cosmo_unet/one"
     lines: list[dict[str, Any]] = [
         {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
@@ -621,7 +621,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
 def test_the_predicted_bytes_of_a_run_equal_the_formula(
     results: Path, parallel: dict[str, Any], gathers: int, again: bool, width: int
 ) -> None:
-    """The bytes equal a formula that is tested against real exchanges, with the model's own parameters."""
+    """The bytes equal a formula, tested against real exchanges, that is applied to the model's own parameters."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(update={"parallel": TypeAdapter(Parallel).validate_python(parallel)})
     work = predict.workload(run, results)
@@ -749,9 +749,7 @@ def test_an_unmeasured_run_is_refused(results: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_user_defined_machine(tmp_path: Path) -> None:
-    """A machine file from a self-test of collectives has, by level, the latency in s and a device's bandwidth in
-    bytes/s.
-    """
+    """A machine file has, by level of links, the latency in s and the bandwidth of a device in bytes/s."""
     node = {"name": "node", "size": 8, "latency": 4e-6, "bandwidth": 2e11}
     levels = [node, {"name": "network", "latency": 2e-5, "bandwidth": 1e10}]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"source": "measured", "levels": levels}))

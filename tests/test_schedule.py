@@ -24,9 +24,7 @@ def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: 
 @pytest.mark.parametrize("warmup", [0, 1, 128, 900])
 @pytest.mark.parametrize("end", [0.0, 1e-3])
 def test_the_cosine_reaches_the_end_rate(warmup: int, end: float) -> None:
-    """The cosine reaches its end. The published code ignored the warm-up in the period and ended at 4 % of the first
-    rate.
-    """
+    """The cosine reaches its end. The published period ignored the warm-up, so the last rate was 4 % of the first."""
     found = rates(1000, warmup_steps=warmup, end_lr=end)
     assert found[-1] == pytest.approx(end, abs=1e-15)
     last = 1 - math.cos(math.pi / (1000 - warmup))  # the last step is one step before the end of the cosine

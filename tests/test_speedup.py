@@ -52,9 +52,7 @@ def plan_of(results: Results, *names: str, kind: str = "set") -> PlanResult:
 
 
 def test_the_interval_contains_the_mean_in_95_per_cent() -> None:
-    """Intervals of 2,000 draws of 20 normal values contain the mean in 95 % of cases, even with bursts in a tenth of
-    them.
-    """
+    """Of 2,000 intervals, each from 20 normal values, about 95 % contain the mean, even if a tenth are bursts."""
     draw = np.random.default_rng(1)
     for burst in (0.0, 0.1):
         held = 0
@@ -109,7 +107,7 @@ def test_two_runs_are_compared_by_their_turns_with_a_third(results: Results) -> 
 
 
 def test_the_noise_floor_is_the_difference_between_copies(results: Results) -> None:
-    """The copies differ by 4 %, so 3 % of another run may be chance, however exact the run's own timing is."""
+    """Copies of the first run differ by 4 %, so a gain of 3 % may be chance, however exactly it is timed."""
     timed(results, "first", 100, noisy(1.04, spread=0.001, seed=1))
     timed(results, "second", 100, noisy(1.03, spread=0.001, seed=2))
     plan = plan_of(results, "first", "second")

@@ -152,9 +152,7 @@ def test_the_sites_disk_reaches_the_stages() -> None:
 
 @pytest.mark.parametrize("what", ["a link", "mode 0750"])
 def test_a_folder_of_another_user_is_refused(era5_data: Path, tmp_path: Path, disk: Path, what: str) -> None:
-    """A folder that other users can write to is refused, because they could change data; a link could redirect the
-    copy.
-    """
+    """A folder that other users can enter is refused, and so is a link, which could redirect the copy."""
     mine, elsewhere = disk / f"dlscale-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     if what == "a link":

@@ -70,9 +70,7 @@ def test_the_published_plan_has_the_settings_of_the_scripts() -> None:
 
 
 def test_steepness_pixel_by_pixel() -> None:
-    """The steepness is half the difference of a pixel's neighbours (at an edge: to the only neighbour), times the
-    length.
-    """
+    """The steepness is `LENGTH` times the norm of the central differences per pixel, one-sided at an edge."""
     field, target = pair([1, 2, 3], 11, "gradient")
     values = field.astype(float)
     for row in range(11):
@@ -166,9 +164,7 @@ def write(path: Path, **arrays: np.ndarray) -> str:
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
-    """Arrays are stored unchanged. Images get a channel axis on request; `shares` divide the rows; pieces do not
-    matter.
-    """
+    """Arrays are stored unchanged, whatever the pieces. Images get a channel axis on request; `shares` divide rows."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(10, 2, 6, 5)), rng.integers(0, 256, (10, 6, 5), dtype=np.uint8)
     files = {"input": write(tmp_path / f"x{suffix}", input=x), "target": write(tmp_path / f"y{suffix}", target=y)}
@@ -319,7 +315,7 @@ def test_attributes_that_change_values_are_refused(
 @pytest.mark.parametrize("written", [0, 3, 4])
 @pytest.mark.parametrize("chunks", [(1, 8, 8), None])
 def test_rows_that_were_never_written_are_refused(tmp_path: Path, chunks: tuple[int, ...] | None, written: int) -> None:
-    """Rows that a crashed writer left unwritten are refused; without chunks, HDF5 only knows if all are unwritten."""
+    """Rows that a crashed writer left unwritten are refused; without chunks, HDF5 knows only whether all are."""
     with h5py.File(path := tmp_path / "x.h5", "w") as file:
         values = file.create_dataset("x", (4, 8, 8), np.float32, chunks=chunks)
         values[:written] = 1.0
@@ -505,7 +501,7 @@ def plan_run(folder: Path, plan: str, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path) -> None:
-    """The demo's error is below 45 % of the best baseline without learning; a linear filter removes almost no error."""
+    """The demo's RMSE is below 45 % of the best baseline's; a linear filter would hardly be better than the mean."""
     metrics = plan_run(tmp_path, "starter_demo")[-1]["metrics"]
     assert metrics["rmse"] < 0.45 * metrics["rmse_of_naive"]
 

@@ -243,9 +243,7 @@ def test_watched_until_all_is_done(
 def test_watched_until_nothing_follows_a_failure(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a failure the command ends once no job has run for a minute, because further jobs or tries may follow
-    before.
-    """
+    """After a failure, the command ends when no job has run for a minute: other jobs or a retry may follow."""
     now, looks = 100.0, 0
 
     def later(seconds: float) -> None:
@@ -388,7 +386,7 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
 
 
 def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
-    """The earlier log is removed even if the new log cannot be kept, because file systems differ in this test."""
+    """The earlier log is removed even if the new one cannot be kept, here because the file systems differ."""
     path, memory = tmp_path / "a.log", Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm and the temporary folder are on the same file system")

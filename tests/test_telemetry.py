@@ -120,7 +120,7 @@ POWER = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0, 700)), min_size=1, 
 def test_energy_is_the_integral_of_power(
     states: list[tuple[float, float]], counted: bool, since: float, more: float
 ) -> None:
-    """Energy equals a sum over 20,000 steps, by the GPUs' counters or by their power, for two GPUs on two nodes."""
+    """Energy, from the GPUs' counters or power, equals a sum over 20,000 steps, for two nodes of two GPUs."""
     samples, time_, joules = [], START, 0.0
     for seconds, watts in states:
         time_, joules = time_ + seconds, joules + seconds * watts
@@ -244,7 +244,7 @@ def test_goodput_is_the_fraction_of_training_over_all_tries() -> None:
 
 
 def published_job() -> RunResult:
-    """Return a job with 53 s of CPU time in 56 s on one of 64 cores. It uses 1.31 GB of 8 GB, in unequal steps."""
+    """Return a job with 53 s of CPU time in 56 s on one of 64 cores, and 1.3 GB of 8 GB; the intervals are unequal."""
     rows, time_ = [], 1000.0
     for seconds, share in ((1.0, 0.0), (15.0, 0.8), (40.0, 1.0250)):
         time_ += seconds
@@ -317,7 +317,7 @@ def test_telemetry_shows_computing_reading_and_foreign_load(tmp_path: Path) -> N
 
 
 def test_rates_are_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates are per second, although the interval has 4 s; each counter grows by a different number."""
+    """Rates are per second, although the interval is 4 s long; each counter grows by a different number."""
     used = [processes.Used(1.0, 10, 20, 30, 40, 60), processes.Used(3.0, 410, 820, 1230, 1640, 600)]
     # the call's CPU time includes the run's 2 s
     call = [used[0]._replace(cpu_seconds=5.0), used[1]._replace(cpu_seconds=7.5)]
@@ -340,7 +340,7 @@ def test_rates_are_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable names two of three nested processes, and a process that does not exist."""
+    """The environment variable names two of three nested processes, and a process that does not exist."""
     ask = "import os; from dlscale.measure.processes import find_snakemake; print(find_snakemake(os.getpid()))"
     start = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
     name = f"os.environ[{SNAKEMAKES!r}] += f' {{os.getpid()}}'; print(os.getpid(), flush=True); "
@@ -397,7 +397,7 @@ with sampled(pathlib.Path(sys.argv[1]), os.getpid(), 1, 0):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by itself", "SIGKILL"])
 def test_telemetry_ends_with_the_stage(tmp_path: Path, way: str) -> None:
-    """A signal to the process group ends the stage. The file has complete lines, and no traceback is printed."""
+    """The sampler ignores signals and ends with the stage. The file has complete lines, and no traceback is printed."""
     path, enough = tmp_path / "train.csv", tmp_path / "train.csv.end"
     command = [sys.executable, "-c", STAGE, str(path)]
     with (tmp_path / "said").open("w") as said:

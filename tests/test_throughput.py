@@ -206,9 +206,7 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_a_trial_lasts_as_long_as_it_is_asked_to() -> None:
-    """With batches of 2 ms, the first counted trial has as many batches as fit into 0.2 s, although the first batch is
-    slow.
-    """
+    """Each trial has as many batches of 2 ms as fit into 0.2 s, although the warm-up begins with a slow batch."""
     first = itertools.chain([0.3], itertools.repeat(0.002))
 
     def consume(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -231,7 +229,7 @@ class Uneven(World):
 
 
 def test_each_rank_counts_only_local_samples() -> None:
-    """If a last batch does not divide evenly, the ranks' nine and seven samples count, instead of twice nine."""
+    """If ranks have unequal batches, each rank's own samples count: 9 + 7 here, not twice 9."""
     found = trials(
         "FULL", batches_of(5, 4), lambda x, y: None, Throughput(warmup=0, trials=1, batches=2, seconds=0), Uneven()
     )
@@ -292,7 +290,7 @@ def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path
 def test_each_turn_counts_only_samples_of_the_turn(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If all turns take equally long, the two rates must be equal."""
+    """If all turns take equally long, their rates are equal."""
     clock = itertools.count()
     run = timed(tmp_path, cosmo_data)
     monkeypatch.setattr(turns.time, "perf_counter", lambda: turns.TURN * next(clock))
@@ -380,7 +378,7 @@ def test_a_killed_partner_is_reported(tmp_path: Path, cosmo_data: Path) -> None:
     ids=["known", "known well enough", "known roughly", "not known"],
 )
 def test_how_long_turns_last(spread: float, error: float, seconds: int) -> None:
-    """With ten seconds, rounds end when the ratio is known, or without a result after three times as long."""
+    """Rounds for nominally 10 s end when the ratio is known, and at the latest after three times as long."""
     draw = random.Random(0)
     rounds = [(1 + draw.gauss(0, spread), 1.0) for _ in range(30)]
     assert next(number for number in range(2, 31) if _enough(rounds[:number], number, 10, error)) == seconds

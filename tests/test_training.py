@@ -143,7 +143,7 @@ def checkpoint(folder: Path) -> CheckpointRecord:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Compare nested states bit by bit; two NaN with the same bits are equal."""
+    """Return whether nested states are exactly equal, except for keys in `TIMES`."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -300,7 +300,7 @@ def test_a_synthetic_loader_trains(era5: Make) -> None:
 
 @pytest.mark.slow
 def test_validation_is_fixed_and_counts_each_sample_once(cosmo: Make, cosmo_data: Path) -> None:
-    """The learning rate is too small to change a weight: every epoch has the initial model's validation loss."""
+    """The learning rate is too small to change a weight, so every epoch has the initial model's validation loss."""
     found = records(cosmo(batch_size=3, samples={"valid": 8}, training={"epochs": 3}, optimizer={"lr": 1e-30}))
     assert len({r["valid_loss"] for r in found}) == 1
     assert len({json.dumps(r["metrics"]) for r in found}) == 1
@@ -710,7 +710,7 @@ def test_without_a_readable_checkpoint_a_training_starts_again(again: Path, fini
 
 
 def test_another_loader_trains_a_finished_run_again(finished: Path, weather: Path, tmp_path: Path) -> None:
-    """With another loader, the weights are the same, but recorded samples/s would describe the previous loader."""
+    """Another loader gives the same weights, but the run trains again, because its samples/s were the old loader's."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     make_era5(run, {"training": {"epochs": 3}, "model": DROPS, "loader": {"kind": "direct", "workers": 0}})
@@ -963,7 +963,7 @@ def test_tensorboard_equals_metrics_jsonl(finished: Path) -> None:
 
 
 def test_published_tags_have_the_same_curves(finished: Path) -> None:
-    """The TensorBoard curves with the published program's tags equal the curves with our tags.
+    """The TensorBoard curves with the published program's tags equal the curves with dlscale's tags.
 
     The tag for u10 is missing, because the dataset lacks this channel.
     """
@@ -1067,7 +1067,7 @@ def test_a_loss_that_explodes_ends_in_one_message(
 def test_a_model_that_does_not_fit_the_data_is_refused(
     tmp_path: Path, weather: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A model whose patch size does not divide the grid of the data files is refused; the configured grid differs."""
+    """A patch size that does not divide the data files' grid is refused, even if it divides the configured grid."""
     dataset = {**WEATHER, "source": {**WEATHER["source"], "latitudes": 20, "longitudes": 40}}
     make_run(tmp_path, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), {"model": {"patch": 5}}), dataset)
     assert train(tmp_path, weather / "manifest.json") == 2
@@ -1080,6 +1080,3 @@ def test_an_epoch_smaller_than_a_batch_trains_with_a_warning(era5: Make, caplog:
     assert told and told[0].startswith("batch_size 64 is more than the 38 training samples: an epoch is one step, with")
     assert "chosen for batches of 64 may be too high; use batch_size 38 or less" in told[0]
     assert [(r["step"], r["samples"]) for r in records(folder)] == [(1, 38)]
-
-
-# ---- checkpoints and clocks without a training ------------------------------------------------------

@@ -362,9 +362,7 @@ def test_samples_of_a_shared_model_count_once(tmp_path: Path, cosmo_data: Path) 
 
 @pytest.mark.slow
 def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None:
-    """All processes make the same trials, because they would otherwise wait for each other forever. The first one
-    writes.
-    """
+    """All processes make the same trials; otherwise they would wait for each other forever. Only the first writes."""
     folder = configure(
         tmp_path, "era5_vit", 2, tune={**QUICK, "workers": [0, 1], "prefetch": [2], "batch_size": [2, 4, 3]}
     )

@@ -182,7 +182,8 @@ def test_a_rank_that_hangs_between_epochs_is_named(
 def test_a_rank_that_holds_pythons_lock_is_not_reported(tmp_path: Path, era5_data: Path, culprit: int) -> None:
     """A rank without heartbeats continues if the other rank sees that its process is running."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 60})
-    # These limits are for processes that no rank can see while the dataset is opened.
+    # The silence of 12 s exceeds these limits. The longer limit of the first steps applies to a process that the other
+    # rank can see.
     process = begin_faulty(folder, era5_data, "data", 2, culprit, HOLDS="12", **{WATCHDOG: "silent=5:stuck=6"})
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output + said(folder)

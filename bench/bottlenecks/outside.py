@@ -138,7 +138,7 @@ def main() -> None:
     for name in args.cases or CASES:
         case = CASES[name]
         if case.limited and not can_limit():
-            print(f"{name:28} skipped: memory cannot be limited here; it needs root and swap")
+            print(f"{name:28} skipped: limiting memory needs root and swap")
             continue
         with tempfile.TemporaryDirectory(prefix="dlscale-outside-") as place:
             found, told = measure(case, Path(place))

@@ -79,7 +79,7 @@ class Rows:
         return self._plain.read(epoch, index)
 
     def _from_disk(self, index: int) -> None:
-        """Read a block past the page cache, then wait, because a real slow disk is not available."""
+        """Read a block without the page cache, then wait, because a real slow disk is not available."""
         with mmap.mmap(-1, BLOCK) as memory:  # direct reads need aligned memory
             file = os.open(self._file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             try:

@@ -48,7 +48,7 @@ class Samples(Dataset[Any]):
         while time.thread_time() < end:
             sum(range(1000))
         if self.read:
-            with mmap.mmap(-1, BLOCK) as memory:  # direct read, so system counters show the bytes
+            with mmap.mmap(-1, BLOCK) as memory:  # a read by a system call, which system counters show
                 file = os.open(__file__, os.O_RDONLY)
                 os.preadv(file, [memory], 0)
                 os.close(file)

@@ -34,7 +34,7 @@ STUDY = Path(__file__).with_name("plant.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and its planted bottleneck; None for a clean run."""
+    """A run, and the planted cause; None for a clean run."""
 
     cause: str | None
     changes: dict[str, Any] = field(default_factory=dict)

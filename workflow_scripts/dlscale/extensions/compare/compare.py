@@ -73,7 +73,8 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:
         raise other_studies(args.results, *apart.pop())
-    # Each run has two figures, also a run of several plans. With more comparisons, more losses are found by chance.
+    # Each run is compared twice, and a run of several plans counts once. The more comparisons, the wider the intervals:
+    # otherwise more runs would be slower by chance.
     looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
@@ -134,7 +135,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
-    # A single trial has no interval, so the difference may be due to chance.
+    # Only these comparisons can show a slower run: of equal work, and with an interval, which a single trial lacks.
     held = [each for each in speeds.values() if each and before.compute == after.compute and math.isfinite(each.error)]
     losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)

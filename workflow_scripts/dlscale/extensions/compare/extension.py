@@ -29,7 +29,7 @@ COMMANDS = {
                 "results",
                 {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders (default: the current results folder)"},
             ),
-            option("--since", "first day of measurements that are shown", False, metavar="YYYY-MM-DD"),
+            option("--since", "day of the oldest measurements to show", False, metavar="YYYY-MM-DD"),
             path("--out", "PNG file to write", required=False),
         ),
     ),

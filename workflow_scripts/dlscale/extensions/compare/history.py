@@ -1,6 +1,6 @@
 """`dlscale history`: show all measurements of any number of results folders in the order of time.
 
-Each measurement is compared with the previous measurement of the same run, work and device. The noise is the noise of
+Each measurement is compared with the previous measurement of the same run, work and device. The noise is computed as in
 `compare`.
 """
 
@@ -78,7 +78,7 @@ def history(names: list[str], configuration: Configuration | None, since: str = 
     for each in sorted(runs, key=lambda each: each[:3]):
         same = by_work.setdefault((each[1], each[3].compute, each[3].device.name), [])
         if not any((each[0], each[3].speed) == (other[0], other[3].speed) for other in same):
-            same.append(each)  # skip copies of a run, and a run that is in several plans
+            same.append(each)  # copies of a run, and a run of several plans, count once
     rows = list[dict[str, Any]]()
     for same in by_work.values():
         for before, after in pairwise([None, *same]):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
-    """Move space to depth: return [B, 8 C, D/2, H/2, W/2], with channels in the order (cell of a block, C).
+    """Move space to depth: return [B, 8 C, D/2, H/2, W/2], with channels ordered by cell of the block, then C.
 
     The memory format is kept. The function also accepts a kernel [O, C, 4, 4, 4].
     """
@@ -46,7 +46,7 @@ class _BlockConv(nn.Conv3d):
     """Convolution with kernel 4, stride 2 and padding 1, computed on blocks of 2^3 cells.
 
     On blocks the convolution has kernel 2, stride 1, and 8 times the channels. Along each axis, cell 2 o + k of the
-    padded grid is cell k % 2 of block o + k // 2.
+    padded grid (weight k, output o) is cell k % 2 of block o + k // 2.
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class _BlockConv(nn.Conv3d):
 class _BlockTranspose(nn.ConvTranspose3d):
     """Transpose of `_BlockConv`: a transposed convolution with kernel 2 and stride 1 makes blocks.
 
-    The outermost cells are cut off.
+    The padding is cut off again.
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -69,7 +69,7 @@ class _BlockTranspose(nn.ConvTranspose3d):
 
 
 class _Transpose(nn.ConvTranspose3d):
-    """Transposed convolution with kernel 4, stride 2 and padding 1; for a grid of a single cell, a product.
+    """Transposed convolution with kernel 4, stride 2 and padding 1; for a grid of a single cell, a matrix product.
 
     The product uses the 2^3 of the 4^3 weights whose results are inside the grid. A convolution would fail, since the
     memory format of a single cell is ambiguous: PyTorch's compiler expects the weights' gradient in channels last, but
@@ -93,7 +93,7 @@ def _join(level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
 class UNet3D(nn.Module):
     """U-Net: convolutions of stride 2 down, transposed convolutions up, with concatenated skip connections.
 
-    The published network, with six levels, 4 input channels and 5 output channels, has 116,977,029 parameters. `widths`
+    The published network, with six levels, 4 input and 5 output channels, has 116,977,029 parameters. `widths`
     are the numbers of channels after each level down. With `space_to_depth` the first and the last layer are computed
     on blocks of 2^3 cells. With `checkpointing` the backward pass repeats the forward pass of each level.
     """
@@ -130,7 +130,7 @@ class UNet3D(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:
-        """Map [B, in_channels, D, H, W] to [B, out_channels, D, H, W] in (-1, 1); D, H, W divide by 2^levels."""
+        """Map [B, in_channels, D, H, W] to [B, out_channels, D, H, W] in (-1, 1); 2^levels divides D, H, W."""
         skips = [x_BCDHW]
         for level in self.down:
             skips.append(self._run(level, skips[-1]))

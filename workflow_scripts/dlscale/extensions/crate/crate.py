@@ -57,8 +57,8 @@ HDF5 = ["application/x-hdf5"]
 #: Maximum size of a file that is copied, bytes. For a larger file the crate has only name, size and digest.
 COPIED = 10_000_000
 
-#: Keys of a record that describe the machine of the record's stage. `Environment` describes further properties of the
-#: machine, and the software.
+#: Keys of a stage's record that describe the stage's machine. `Environment` has further properties of the machine, and
+#: the software.
 MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
 
 #: Begin of the HTML head of the preview; the security policy forbids scripts, and loading of other files.
@@ -153,7 +153,7 @@ class Crate:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rocrate warns about entities without a file
             self.crate.write(folder)
-        preview = folder / "ro-crate-preview.html"  # titles and names in the preview are not escaped
+        preview = folder / "ro-crate-preview.html"  # rocrate does not escape titles and names
         preview.write_text(preview.read_text(encoding="utf-8").replace("<head>", PREVIEW, 1), encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix in (".png", ".pt"):
@@ -407,7 +407,7 @@ class Crate:
 
 
 def _one(value: Any) -> Any:
-    """Return the value of a list of a single value, as RO-Crate 1.1 requires; return other values unchanged."""
+    """Replace a list of a single value by the value, as RO-Crate 1.1 requires; return other values unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -431,7 +431,7 @@ def _records(run: RunResult) -> dict[str, Record]:
 
 def _dataset_of(run: RunResult) -> str:
     name = str(run.settings.get("dataset"))
-    if not re.fullmatch(NAME, name):  # the name is also the name of a folder in the results and in the crate
+    if not re.fullmatch(NAME, name):  # the name also becomes the name of a folder in the crate
         raise UserError(f"{run.folder / 'config.yaml'}: dataset: {name}: expected {NAME_IN_WORDS}; run the plan again")
     return name
 
@@ -462,7 +462,7 @@ def _pack(folder: Path, file: Path) -> None:
     """Write the files of a folder as a ZIP archive; the same files always give the same bytes."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # the default time stamp, in 1980
+            member = zipfile.ZipInfo(path.relative_to(folder).as_posix())  # with the default time stamp, in 1980
             member.external_attr = 0o644 << 16
             archive.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)
 

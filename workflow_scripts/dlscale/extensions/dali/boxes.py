@@ -44,7 +44,7 @@ class NativeField:
         self._mixed = turns is not None and bool((turns.source != np.arange(field.shape[0])).any())
         signed = turns is not None and bool((turns.sign != 1).any())
         neutral = self._numbers == np.array([[0], [1], [0]])
-        #: Indices of the numbers that change at least some samples: shift (0), factor (1), offset (2).
+        #: Which of shift (0), factor (1) and offset (2) change at least some samples.
         self._parts = [part for part in range(3) if (signed and part == 1) or not neutral[:, part].all()]
         self.inputs = (len(self._axes) > 1) + (turns is not None) + self._mixed + len(self._parts)
 

@@ -23,7 +23,7 @@ from dlscale.extensions.dali.settings import DaliLoader as Settings
 
 
 class Pace:
-    """Keep the memory of batches as long as the device may read the memory.
+    """Keep batches in memory as long as the device may still read the batches.
 
     At most `ahead` batches before the present batch are kept. `record` returns an event that occurs when the device has
     done all work launched so far.
@@ -35,13 +35,13 @@ class Pace:
         self._events: deque[Any] = deque()  # events after the work on each kept batch, except the last batch
 
     def hold(self, what: Any) -> None:
-        """Keep data that the device reads in work launched from now until the next call."""
+        """Keep data that the device reads in work launched before the next call."""
         if self._held:
             self._events.append(self._record())
         self._held.append(what)
         while len(self._events) > self._ahead:
             self._events.popleft().synchronize()
-            self._held.popleft()  # only after the batch's event
+            self._held.popleft()  # release a batch only after its event
 
     def close(self) -> None:
         """Wait until the device has done all work, then release the memory."""
@@ -90,7 +90,7 @@ class Images:
     def _source(self) -> Any:
         """Return the inputs of the next batch.
 
-        The position of a square is a fraction of the distance by which the square can move in the resized image.
+        The position of a crop is a fraction of the distance by which the crop can move in the resized image.
         """
         epoch, indices = next(self._batches)
         windows = self._samples.windows(epoch, indices)

@@ -22,7 +22,7 @@ SLAB, CELLS = 64_000_000, 64
 #: Names of inputs and targets in the mirrors that the published program's converter makes.
 NAMES = ("data", "label")
 INSTEAD = "use loader.reader h5py"
-#: Text of `difference` for the mirror of another field.
+#: Result of `difference` for the mirror of another field.
 OTHER = "other channels"
 
 

@@ -65,7 +65,7 @@ def _is_known(path: Path, record: Path) -> bool:
 
 
 def _write_mirror(made: mirrors.NpyMirror, field: BoxField) -> None:
-    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # mirrors of other contents
+    for former in made.path.parent.glob(f"{field.stem.name}-*.npy"):  # mirrors of former contents
         remove(former)
     needed, free = mirrors.bytes_of(made, field), free_bytes(made.path.parent)
     if needed > free:

@@ -238,7 +238,7 @@ class Era5ViT(Study):
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
         tokens = info.grid[0] // rows * (info.grid[1] // columns)
-        linear = (4 + 2 * 4) * m.embed_dim  # outputs: q, k, v, projection; the MLP's two
+        linear = (4 + 2 * 4) * m.embed_dim  # outputs: q, k, v and projection; the MLP's two layers
         block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
         states = len(info.channels)
         inputs = run.samples.channels(states) + sum(states if field == "mean" else 1 for field in m.static)

@@ -45,7 +45,7 @@ def events(path: Path) -> Iterator[Event]:
                 event = Event.FromString(data)
             except DecodeError:
                 raise UserError(f"{path}: record {read} is not an event; {expected}") from None
-            yield event  # with encoded tensors, because a header may claim a tensor that exceeds the memory
+            yield event  # its tensors stay encoded, because a header may claim a tensor larger than the memory
     if not read and head:
         raise UserError(f"{path}: not an event file of TensorBoard, or cut short ({head!r}); {expected}")
     if not read:

@@ -84,7 +84,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         "batch_size": args.batch_size,
         "epoch_samples": args.epoch_samples,
     }
-    validate(Reference, {**settings, "curves": {}}, "import")  # before the log is read
+    validate(Reference, {**settings, "curves": {}}, "import")  # check the options before the log is read, which is slow
     percent = frozenset[str]() if args.tag else log.percent
     curves, dropped, from_zero = read(files, tags, percent, epochs=args.counts == "epoch")
     place = results_of(configuration) / "references" / args.name
@@ -125,7 +125,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 class _Try:
     """Points of a curve in the order of their steps, from one file."""
 
-    begin: float  #: Begin of the training, seconds since 1970-01-01 UTC, as far as the file has it.
+    begin: float  #: Earliest known time of the training, seconds since 1970-01-01 UTC.
     points: dict[int, tuple[float, float]] = field(default_factory=dict)  #: Time and value, by step.
 
     def drop(self, step: int) -> int:
@@ -139,8 +139,8 @@ class _Try:
 def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tuple[float, float]], float]:
     """Join the tries of a curve; return the points that count, and the begin of their training.
 
-    A try with several points is a new training if it begins at the first step, or earlier. Otherwise it is resumed if
-    all earlier points from its first step on are older than the try; else two processes wrote the curve together.
+    A try with several points is a new training if it begins at the curve's first step or earlier. Otherwise the try was
+    resumed if all points from its first step on are older; if not, two processes wrote the curve together.
     """
     joined = _Try(tries[0].begin, dict(tries[0].points))
     for each in tries[1:]:

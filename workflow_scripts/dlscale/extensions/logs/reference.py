@@ -48,7 +48,7 @@ class Reference(Record):
 
 
 def section(plan: PlanResult, page: Page) -> Section | None:
-    """Return curves of loss and followed metric, with the imported logs of a plan; None without logs."""
+    """Return curves of the loss and of the followed metric, with a plan's imported logs; None without logs."""
     runs, metric, study = drawn(plan), followed(plan), plan.record.study
     references = map(Reference.read, page.references)
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
@@ -68,7 +68,7 @@ def section(plan: PlanResult, page: Page) -> Section | None:
             rows = [
                 {key: each for key, each in row.items() if key not in AXES or key in shared} for row in (*ours, *theirs)
             ]
-            name = f"beside-{quantity.partition('/')[0]}"  # a metric's name may contain any character
+            name = f"beside-{quantity.partition('/')[0]}"  # without the metric's name, which may contain any character
             charts += charts_of(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
     files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (

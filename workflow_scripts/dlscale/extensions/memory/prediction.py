@@ -23,7 +23,7 @@ from dlscale.parallel.world import World
 from dlscale.train.attention import Context
 from dlscale.train.memory import FakeStep, fake_batch, fake_step
 
-#: Unit of PyTorch's allocator of CUDA memory (c10/cuda/CUDACachingAllocator: kMinBlockSize).
+#: Block size of PyTorch's CUDA allocator, bytes (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
 
 
@@ -51,7 +51,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
         fake,
         *batch,
         ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1,
-        shard=shard if run.accumulation_steps == 1 else 1,  # FSDP accumulates complete gradients
+        shard=shard if run.accumulation_steps == 1 else 1,  # if FSDP accumulates, gradients are complete
         view=not isinstance(run.parallel, DDP) or run.parallel.bucket_view,
     )
     if shard == 1:
@@ -67,7 +67,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     # Gathered at the same time: weights outside of units, the unit that computes, and the next unit.
     together = width * (min(rest + 2 * largest, numbers) if run.parallel.reshard else numbers)
     leaving = reduced * (largest or rest)  # gradients of a unit, until they are sent
-    wide = 1 if run.arithmetic == run.precision else 2  # float32 weights are cast for the step
+    wide = 1 if run.arithmetic == run.precision else 2  # 2: the shards are float32, but the fake step has bfloat16
     kept = {name: wide * getattr(use, name) // shard for name in ("parameters", "optimizer")}
     kept["gradients"] = wide * use.gradients
     freed = use.parameters + use.optimizer + use.gradients - sum(kept.values())
@@ -171,7 +171,7 @@ class Allocations(TorchDispatchMode):
 def advice(run: RunCore, manifest: Manifest, world: World, limit: float, share: float) -> str:
     """Return the predicted memory of a step that failed, and the settings that would fit, as the end of a message.
 
-    `limit`: bytes that a step may use. It may use at most `share` of the predicted memory, because the step failed.
+    `limit`: bytes that a step may use. Because the step failed, settings that fit use at most `share` of its memory.
     """
     needed = predict(run, manifest, world.device).peak or 0
     fitting = alternatives(run, manifest, world, min(limit, share * needed))

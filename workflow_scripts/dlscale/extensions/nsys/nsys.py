@@ -53,7 +53,7 @@ CAPTURE = "dlscale capture"
 
 
 def profile_apart(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank must call this function, and gets the findings of the rank's report.
+    """Profile a run; every rank must call this function, and gets the findings of its own report.
 
     The child processes need the device's memory, which the caller must have released.
 
@@ -97,7 +97,7 @@ def profile_apart(run_json: str, manifest: str, world: World, threads: int | Non
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the arguments before a command with which nsys records the command while its window is open."""
+    """Return the arguments with which nsys records the command that follows, while its window is open."""
     traces = "cuda,nvtx" if cuda else "nvtx"  # traces of system calls would slow steps down
     window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
@@ -136,7 +136,7 @@ def profiled(
     run = load_run(config, "profile")
     with join(run.processes, device) as world:
         session = open_session(run, manifest, world, threads)
-        if times and not run.cuda_graph:  # a graph replays the sum of gradients, but not the NVTX range
+        if times and not run.cuda_graph:  # a CUDA graph replays no NVTX ranges
             session.step.strategy.around_averaging(averaged)
         with contextlib.closing(Window(run.profile, session)) as window:
             window.run(run.profile.skip)
@@ -169,7 +169,7 @@ def averaged(hook: CommHook) -> CommHook:
     """
 
     def within(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        opened = nvtx.start_range("comm")  # the range may end in another thread
+        opened = nvtx.start_range("comm")  # not `push_range`, because the range may end in another thread
 
         def ended(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             nvtx.end_range(opened)
@@ -193,11 +193,11 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
     """
     # The children get their ranks from RANK or Slurm's variables, like their parents, but meet at another port.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    # By default nsys starts recording only at ranges with registered names, but PyTorch does not register names.
+    # By default nsys starts recording only at ranges with registered names. Accept all names.
     environment["NSYS_NVTX_PROFILER_REGISTER_ONLY"] = "0"
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, sys.path)
-    )  # keep the order of this process: the site's further packages are last
+    )  # keep this process's order of folders, in which the site's further packages are last
     alone = os.environ.get("MASTER_ADDR", "127.0.0.1") == "127.0.0.1"  # whether no other node connects to the port
     with socket.create_server(("127.0.0.1" if alone else "", 0)) as free:
         number = world.gather(free.getsockname()[1])[0]

@@ -1,4 +1,4 @@
-"""Predict from a model the bytes that ranks exchange in one step, counted as in nccl-tests.
+"""Predict the bytes that ranks exchange in one step of a model, counted as in nccl-tests.
 
 The count of an all-reduce is the size of its tensor. The count of every other operation is the larger of its input and
 its output. In a ring of n ranks, each rank sends 2 (n - 1) / n times this count for an all-reduce, and (n - 1) / n

@@ -13,7 +13,7 @@ COMMANDS = {
             ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(
                 "--devices",
-                "numbers of devices",
+                "numbers of devices to predict",
                 False,
                 type=int,
                 nargs="+",
@@ -22,7 +22,7 @@ COMMANDS = {
             ),
             option(
                 "--tp",
-                "devices over which each layer is sharded",
+                "numbers of devices over which each layer is sharded",
                 False,
                 type=int,
                 nargs="+",
@@ -31,7 +31,7 @@ COMMANDS = {
             ),
             option(
                 "--cp",
-                "devices over which the tokens of a sample are split",
+                "numbers of devices over which the tokens of a sample are split",
                 False,
                 type=int,
                 nargs="+",

@@ -48,7 +48,7 @@ class Prior:
 
 
 #: Priors by cost. The median of `fixed` is a multiple of the measured time of a step on the fewest devices. The median
-#: of `sample`, which the measurements decide, is a multiple of this step's time per sample. The median of `load` is a
+#: of `sample`, a weak prior, is a multiple of this step's time per sample. The median of `load` is a
 #: multiple of the loader's known time per sample, or of this step's time per sample if the loader's is unknown.
 PRIORS = {
     "fixed": Prior(
@@ -83,7 +83,7 @@ VALIDATION_NOISE = 0.2
 #: the devices that share a model. The deviation grows with the square root of the number of doublings. Source: the
 #: published series (`tests/test_scaling_model.py`).
 MISFIT = 0.053
-#: Change of a cost's logarithm with which slopes are computed.
+#: Change of a cost's logarithm in finite differences.
 STEP = 1e-4
 #: Half-width of the interval that contains 90 % of a normal distribution, standard deviations.
 BAND = 1.645

@@ -38,8 +38,8 @@ class Level:
     name: str
     size: int  #: Number of units that the level joins, such as devices of a node; `ANY` if the number is unlimited.
     latency: float  #: alpha, seconds per message.
-    #: beta: time per byte that a device sends while all devices send. In a network, where the devices of a node share
-    #: the node's bandwidth, beta is (devices per node) / (bandwidth of the node).
+    #: beta: seconds per byte that a device sends while all devices send. In a network, where the devices of a node
+    #: share the node's bandwidth, beta is (devices per node) / (bandwidth of the node).
     seconds_per_byte: float
 
 
@@ -55,7 +55,7 @@ class Machine:
         return self.levels[0].size
 
     def used(self, per_node: int | None = None, near: float = 1.0, far: float = 1.0) -> Machine:
-        """Return the machine if a job uses only `per_node` devices of each node (None: all devices).
+        """Return the machine for a job that uses only `per_node` devices of each node (None: all devices).
 
         A device's bandwidth does not depend on `per_node`. The time per byte is multiplied by `near` within a node, and
         by `far` between nodes.
@@ -135,7 +135,7 @@ class LevelSettings(Strict):
 
     name: str
     size: PositiveInt = Field(
-        ANY, description="Number of units of the level before that this level joins (default: any number)."
+        ANY, description="Number of units of the preceding level that this level joins (default: any number)."
     )
     latency: NonNegativeFloat = Field(description="Seconds per message.")
     bandwidth: PositiveFloat = Field(
@@ -432,7 +432,7 @@ def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
 def _model(machine: Machine, work: Workload, job: Job) -> float:
     """Return the seconds of communication between devices that share a model.
 
-    Computing does not hide this communication. Tensor-parallel devices sum the tokens twice in each half of a block
+    Computing does not hide this communication. Tensor-parallel devices sum the tokens four times per block
     (Shoeybi et al. 2019, arXiv:1909.08053, figure 3); sequence parallelism takes the same time. Context-parallel
     devices gather keys and values, and reduce the gradients of keys and values. With activation checkpointing the
     inputs of a block are gathered again.

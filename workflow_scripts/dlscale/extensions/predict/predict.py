@@ -95,7 +95,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
         here = load_run(path / "config.yaml", "train")
         if not getattr(here.parallel, "sync", True):
             raise UserError(
-                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run with parallel.sync"
+                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run that averages"
             )
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
@@ -191,7 +191,7 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
     rates = [epoch.samples_per_second for epoch in epochs if epoch.samples_per_second is not None]
     if rates and training:
         yield Point(job, statistics.median(rates), Measure("EPOCH", training))
-    # If an epoch diverged, the validation was left out.
+    # A diverged epoch has no validation.
     taken = [epoch.valid_seconds for epoch in epochs if epoch.valid_seconds and math.isfinite(epoch.train_loss)]
     if taken and validating:
         yield Point(job, validating / statistics.median(taken), Measure("VALIDATION", validating))

@@ -12,9 +12,9 @@ PROFILERS = {
 
 
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return the samples of the profile stage.
+    """Return the number of samples that the profile stage computes.
 
-    The number of samples is (skipped steps x processes + 3 x profilers x profiled steps) x batch size. `profile_starts`
+    The number is (skipped steps x processes + 3 x profilers x profiled steps) x batch size. `profile_starts`
     returns `processes`. Each profiler has 3 windows of steps: before, while and after it records.
     """
     steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps

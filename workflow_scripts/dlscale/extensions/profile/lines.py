@@ -43,8 +43,8 @@ class LineProfiler:
         self._samples = session.samples("train")
         loader: Any = session.run.loader
         self._steps = line_profiler.LineProfiler(*map(resolve, functions))
-        #: Profiler of reading. It is separate from `_steps` if the loader's processes read; then this process reads one
-        #: batch itself.
+        #: Profiler of the code that reads samples. It is separate from `_steps` if the loader's processes read; then
+        #: this process also reads one batch, after the steps.
         self._reads = line_profiler.LineProfiler() if loader.kind == "torch" and loader.workers else self._steps
         _add(self._steps, registry.load(registry.loader(loader.kind)))
         if session.run.compile.mode == "none":
@@ -52,7 +52,7 @@ class LineProfiler:
             while isinstance(loss, functools.partial):
                 loss = loss.func
             _add(self._steps, step_module, loss, *session.step.model.modules())
-        else:  # the compiler identifies functions by their code, and compiled lines do not run
+        else:  # the compiler identifies functions by their code, which must not change; compiled lines do not run
             self._steps.add_class(step_module.Step, scoping_policy="children")
         _add(self._reads, reading, self._samples, getattr(self._samples, "boxes", None))
 

@@ -59,5 +59,6 @@ def measure(session: Session, batch: Batch) -> Memory | None:
     reset_peak(device)
     with marking(marker):
         session.step(*batch)
-    most = max(memory.peak(device), *measured.values())  # Linux counts peak and present memory separately
+    # Linux counts peak and present memory separately, so the peak may be below the present memory.
+    most = max(memory.peak(device), *measured.values())
     return Memory(predicted=predicted, measured=measured, peak=most, device=memory.total(device))

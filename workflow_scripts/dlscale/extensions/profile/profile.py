@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         _folder(Path(args.out), world) as folder,
     ):
         found = dict[str, Found]()
-        # Separate processes run before the model is opened, because they need the device's memory.
+        # Profilers with their own processes run before the model is opened, because they need the device's memory.
         for name in settings.tools:
             if start := getattr(registry.load(registry.profilers()[name]), "profile_apart", None):
                 found[name] = start(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
@@ -127,7 +127,7 @@ def _memory(session: Session, batch: Batch) -> Memory | None:
     try:
         return measure_memory(session, batch)
     except Exception as error:
-        if is_exhaustion(error) or isinstance(error, UserError):  # all ranks make this step together
+        if is_exhaustion(error) or isinstance(error, UserError):  # end the stage: all ranks make this step
             raise
         logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
         return None

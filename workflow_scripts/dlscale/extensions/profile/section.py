@@ -121,12 +121,12 @@ def _points(run: RunResult, part: str, named: bool) -> list[View]:
 
 
 def _least(run: RunResult) -> str:
-    """Return the time of a step as text if all operators were on the roof, and the measured time."""
+    """Return as text the time of a step if all operators were on the roof, and the measured time."""
     assert run.profile and run.throughput and run.throughput.peaks
     peaks = run.throughput.peaks
     least = sum(max(each.flops / peaks.flops, each.bytes / peaks.bytes_per_second) for each in run.profile.work)
     now = sum(each.seconds for each in run.profile.work)
-    return f"{text.number(1e3 * least)} of {text.number(1e3 * now)} ms ({run.called})"
+    return f"{text.number(1e3 * least)} instead of {text.number(1e3 * now)} ms ({run.called})"
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
@@ -138,8 +138,8 @@ def _about(sample: bool, steps: Sequence[StepTime]) -> str:
         else "The number is the sum of the parts. Without a profiler, a step may be shorter."
     )
     unexplained = (
-        " For a run without a profile, the bar comes from the run's rates. It shows a step of training, with the time "
-        "of computing alone and at most the time of loading alone. The remaining time is unexplained."
+        " For a run without a profile, the parts follow from the run's rates: computing takes as long as computing "
+        "alone, and waiting for data at most as long as loading alone. The remaining time is unexplained."
     )
     return said + unexplained * any("unexplained" in each.parts for each in steps)
 
@@ -187,7 +187,7 @@ FUNCTIONS = {
 
 
 def _functions(run: RunResult, rows: Sequence[TopEntry]) -> list[Table]:
-    """Return a table of Python functions for each kind of process that was profiled."""
+    """Return tables of Python functions: of the training process, and of its workers."""
     found = []
     for kind, of in FUNCTIONS.items():
         if mine := [row for row in rows if row.kind == kind]:

@@ -18,9 +18,9 @@ from dlscale.measure.profilers import Activity, ProfiledTool, RangeTime, TopEntr
 
 #: Columns of a table of events; times are nanoseconds from an arbitrary zero.
 #:
-#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`: any
-#: number. `correlation`: number that a call and its launched work have in common, or 0. `own`: time of an operator
-#: without the time of operators within.
+#: `kind`: `range` (its name is one of `RANGES`), `operator`, `call` (of CUDA's API), or one of `DEVICE`. `thread`:
+#: arbitrary number of a thread. `correlation`: number that a call and the work that it launches have in common, or 0.
+#: `own`: time of an operator without the operators inside it.
 COLUMNS = ("kind", "name", "begin", "end", "thread", "correlation", "bytes", "own")
 #: Kinds of work on the device.
 DEVICE = ("kernel", "copy", "memset")
@@ -107,7 +107,7 @@ class Trace:
         #: Ranges that nest on their thread. Ranges of communication are left out, because they overlap other ranges.
         self.pushed = self.ranges[self.ranges.name != "comm"]
         self.engine = self._engine()
-        #: Begin of the first step, and end of the last step on host and device, ns.
+        #: Begin of the first step; end of the last step or of the steps' device work, whichever is later; ns.
         self.window = int(self.starts[0]), max([self.end, *self.work.end])
         #: Mean seconds per step in the window.
         self.step_seconds = (self.window[1] - self.window[0]) / self.count / SECOND

@@ -16,7 +16,7 @@ from dlscale.train.loop import Batch, Hook, run_steps
 
 
 class Window:
-    """An unbroken stream of training steps from `settings.epoch` on. `close` closes the stream and its loader."""
+    """Unbroken stream of training steps from epoch `settings.epoch` on. `close` closes the stream and its loader."""
 
     def __init__(self, settings: Settings, session: Session) -> None:
         self.settings, self.session, self.number = settings, session, 0

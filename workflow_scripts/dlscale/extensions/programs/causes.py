@@ -20,7 +20,7 @@ QUEUED = 0.5
 #: run, and minimum fraction of the speed that is lost from the first third to the last third.
 WINDOWS, SLOWER = 3, 0.2
 
-#: Step time of an external program, seconds. Launching operators dominates shorter steps on a CPU.
+#: Step time of an external program, seconds, below which launching operators dominates a step on a CPU.
 TINY = 4e-3
 
 

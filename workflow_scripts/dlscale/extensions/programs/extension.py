@@ -60,7 +60,7 @@ STAGES = {
             path("--keep", "folder for the program's files, which a later try can use"),
             option(
                 "--sources",
-                "digest of the program's files; if the digest has changed, the program starts afresh",
+                "digest of the program's files and settings; if it has changed, the program starts afresh",
                 False,
                 metavar="SHA256",
             ),

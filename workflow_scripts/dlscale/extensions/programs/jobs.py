@@ -29,7 +29,7 @@ class ProgramJobs(Programs):
     """Jobs of runs of external programs."""
 
     def with_fetched_folder(self, run: Run) -> Run:
-        """Return the run; if its program names a repository, the program's folder is in the fetched revision."""
+        """Return the run with its program's folder in the fetched revision, if the program names a repository."""
         if not (run.program and run.program.repository):
             return run
         folder = Path(self.context.paths.program(str(run.program.revision)), run.program.folder)
@@ -61,8 +61,8 @@ class ProgramJobs(Programs):
     def named_files(self, run: Run) -> list[str]:
         """Return the files that the command of a run's program names, except files in the results folder.
 
-        A change of one of these files makes the program run again. The first element counts only if it is a file in the
-        program's folder, because Python itself is not a file of the program.
+        A change of one of these files makes the program run again. The command's first element counts only if it is a
+        file in the program's folder, because Python itself is not a file of the program.
         """
         if not run.program:
             return []
@@ -102,7 +102,7 @@ class ProgramJobs(Programs):
         return self.context.paths.run(OUT, wildcards.plan, wildcards.run)
 
     def sources(self, wildcards: Wildcards, input: Any) -> str:
-        """Return a digest of all parameters of a program's results.
+        """Return a digest of all parameters that a program's results depend on.
 
         An attempt continues from the results of an earlier attempt with the same digest.
         """
@@ -112,7 +112,7 @@ class ProgramJobs(Programs):
     def params(self, stage: str, run: Run) -> Params:
         """Return the parameters that make a stage of an external program run again.
 
-        The program's own settings are arguments of its command.
+        The parameters include the program's command, and so all settings that the program gets.
         """
         if not STAGES[stage].program:
             self.context.refuse(
@@ -152,7 +152,7 @@ class ProgramJobs(Programs):
         return ["--start", json.dumps(self.launch(input, run)[1])] if run.program else []
 
     def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
-        """Return the command of the stage of a run's program, and the arguments before the program's command."""
+        """Return the command of a program's stage, and the arguments to put before the program's own command."""
         placed = self.with_fetched_folder(run)
         assert placed.program
         place = self.commands.place([*paths, placed.program.folder])

@@ -1,4 +1,4 @@
-"""Start an external program: without a container, or in one; once, or with a process per device."""
+"""Start an external program, in a container or not, as one process or as one process per device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TORCHRUN_VARIABLES = (
     + '; exec "$@"'
 )
 
-#: Placeholder for the external program's working folder in the arguments before its command.
+#: Placeholder for the program's working folder, in the arguments that precede the program's command.
 FOLDER = "{folder}"
 
 #: Shell script in an external program's container: adds the hook to PYTHONPATH, and ends the program when standard
@@ -53,10 +53,10 @@ exec "$@" 3<&-"""
 
 
 def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[str], list[str]]:
-    """Return the command of an external program's stage, and the arguments before the program's own command.
+    """Return the command of a program's stage, and the arguments to put before the program's own command.
 
     On a site with an engine, stage and program run in the same container, with two exceptions. The stage runs outside
-    of a container if the program has its own image, or if `srun`, `mpirun` or a command for several nodes starts the
+    of a container if the program has its own image, or if `srun`, `mpirun` or torchrun on several nodes starts the
     program.
     """
     program, geometry = run.program, run.geometry

@@ -21,7 +21,7 @@ from dlscale.core.text import shorten
 from dlscale.extensions.logs.events import events, is_restart, scalar
 from dlscale.extensions.programs.printed import plain
 
-#: Number of bytes at the end of a log that identify the log after new lines were added.
+#: Number of bytes before the old end of a log that are compared, to detect a replaced log.
 TAIL = 4096
 
 #: Upper bound of step numbers: larger ones are not exact as floats.
@@ -42,7 +42,8 @@ MAX_BACKWARD = 0.1
 #: Minimum fraction of the run's duration that a log's times must cover if they count from the start.
 MIN_GROWTH = 0.05
 
-#: Units that are recognised and refused, by their seconds; minimum fraction of the run that times in such a unit cover.
+#: Units that only an error message names, by their length in seconds. The message names a unit if times in this unit
+#: would cover at least the fraction MIN_COVERED of the run.
 REFUSED_UNITS, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
 
 #: Keys of the step number in JSON lines; if a line has several of these keys, the first key counts.
@@ -52,7 +53,7 @@ EXPECTED = (
     "expected the time of day (seconds or milliseconds since 1970-01-01 UTC, or ISO 8601), or seconds since the start"
 )
 
-#: Time of a step (seconds since 1970-01-01 UTC), and its number.
+#: Logged step: time (seconds since 1970-01-01 UTC) and step number.
 Point = tuple[float, int]
 
 #: Tag, logged time, step and value.
@@ -63,7 +64,7 @@ Row = tuple[str, float | datetime, int, float]
 class Start:
     """State of a log before the program starts."""
 
-    begin: float  #: Seconds since 1970-01-01 UTC.
+    begin: float  #: Time of this state, seconds since 1970-01-01 UTC.
     size: int = 0  #: Bytes that earlier runs wrote.
     tail: bytes = b""  #: Last bytes that earlier runs wrote, at most `TAIL`.
 
@@ -87,8 +88,8 @@ def start_of(path: Path) -> Start:
 def logged(path: Path, start: Start, end: float | None = None) -> list[list[Point]]:
     """Return the logged points of each training between the start and `end` (default: now).
 
-    A new training begins when the step number returns to the first step of the training. In event files only the tag
-    with the most points counts. In a file of JSON lines only lines with one of STEP_KEYS and `time` count.
+    A new training begins when the step number falls to the first step of the training before, or lower. In event files
+    only the tag with the most points counts. In a file of JSON lines only lines with one of STEP_KEYS and `time` count.
 
     Raises
     ------
@@ -155,7 +156,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     if path.is_dir() or ".tfevents." in path.name:
         found = defaultdict[Path, list[Row]](list)
         for folder, event in _events(files):
-            # Steps that a restart repeats: the first try counts for the speed, but the value of the first try does not.
+            # A restart repeats steps: the first try of such a step counts for the speed, the last try for the values.
             if tags is not None and is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             found[folder] += [
@@ -179,7 +180,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
                     continue
                 step, given = _step(entry[keys[0]]), entry["time"]
             except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
-                # An incomplete last line of a program that was ended, or a line of other text.
+                # The incomplete last line of a killed program, or a line of other text.
                 wrong = wrong or f"line {number}: expected JSON with `step` and `time`"
                 continue
             try:
@@ -271,7 +272,7 @@ def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> 
 
 
 def _clocks() -> Iterator[tuple[bool, Callable[[float | datetime], float | None]]]:
-    """Yield the clocks that a log may use; each clock follows True (time of day) or False (time since boot)."""
+    """Yield a log's possible clocks: True (time of day) or False (time since boot), and a conversion to seconds."""
     for zone in (None, UTC):  # dates without a time zone may be local time or UTC
         yield True, partial(_of_date, zone=zone)
     for unit in UNITS:
@@ -298,7 +299,7 @@ def _floor(begin: float, when: float) -> float:
 
 
 def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> list[tuple[float, Row]]:
-    """Return the rows of a log with their times, which count from a moment in the run, in seconds or milliseconds.
+    """Return the dated rows of a log whose times count from a moment in the run, in seconds or milliseconds.
 
     Raise `UserError` for other times, such as the durations of steps.
     """
@@ -329,7 +330,7 @@ def _other_clock(times: Sequence[float], lasted: float) -> str:
     for unit, name in REFUSED_UNITS.items():
         if MIN_COVERED * lasted <= growth * unit and latest * unit <= lasted + SKEW_SECONDS:
             return f"seems to be in {name}"
-    # If the times were durations of steps, their sum would be longer than the run.
+    # Durations of steps cannot add up to more than the duration of the run.
     if sum(times) * (1.0 if latest <= lasted + SKEW_SECONDS else UNITS[1]) > lasted + SKEW_SECONDS:
         return f"is outside of the run, which took {lasted:.3g} s"
     earlier = MIN_GROWTH * lasted <= growth <= lasted + SKEW_SECONDS < latest
@@ -337,10 +338,11 @@ def _other_clock(times: Sequence[float], lasted: float) -> str:
 
 
 def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row]]]:
-    """Split rows into trainings: a new training begins when the step number returns to the training's first step."""
+    """Split rows into trainings: a step number that falls to a training's first step, or lower, begins the next."""
     found, steps = list[list[tuple[float, Row]]](), set[int]()
     for when, row in dated:
-        # Parallel processes that write into the same log are at most one step apart.
+        # Parallel processes that write into the same log are at most one step apart: a return to the first of two steps
+        # does not begin a new training.
         if not found or (len(steps) > 2 and row[2] <= found[-1][0][1][2] and row[2] != found[-1][-1][1][2]):
             found.append([])
             steps.clear()

@@ -64,10 +64,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         steps.mkdir()
         _write_settings(folder, own)
         if args.profile:
-            from dlscale.extensions.programs import profile as module  # slow: this module imports PyTorch
+            from dlscale.extensions.programs import profile as module  # here, because it imports PyTorch, which is slow
 
             profilers = module.Profilers(folder)
-        # Otherwise Kineto, a part of PyTorch's profiler, prints messages into the program's output.
+        # Without KINETO_LOG_LEVEL, a part of PyTorch's profiler (Kineto) prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):

@@ -36,7 +36,7 @@ MAX_SHOWN = 80
 #: Upper bound of a number that counts as a rate.
 MAX_RATE = 1e12
 
-#: Escape sequences of a terminal, as for colours.
+#: Escape sequences of a terminal, such as colours.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
 #: A number, and the text after the number.
@@ -84,12 +84,12 @@ NO_RATE = re.compile(
 )
 #: Words for one step in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
-#: A number in a label, with its unit if further words follow.
+#: Number after which a label begins, with the number's unit if further words follow.
 AMOUNT = re.compile(
     r"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s" + re.sub(r"\?P<\w+>", "?:", UNIT) + r"(?=[^\d]*[a-z]))?",
     re.IGNORECASE,
 )
-#: Characters before the number in a pattern's group that are skipped.
+#: Characters that are skipped if they precede the number in a pattern's group.
 START = " \t([{:=~<\"'"
 #: Maximum length of the label before a number, characters.
 MAX_LABEL = 100
@@ -123,7 +123,7 @@ def number_in(text: str) -> float | None:
 def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
     """Return the number in a pattern's group, the rest of the group, and the text from the number to the line's end.
 
-    A suffix such as `k` multiplies the number, and is not part of the two texts. Return None for other groups.
+    A suffix such as `k` multiplies the number, and is not part of the two texts. Return None without a number.
     """
     found = NUMBER.match((match[1] or "").lstrip(START))
     number = number_in(found["number"]) if found else None
@@ -147,10 +147,10 @@ def value_of(match: re.Match[str]) -> float | None:
 
 
 def label_of(match: re.Match[str]) -> str:
-    """Return the label of a pattern's group, a text before the group.
+    """Return the label of a pattern's group.
 
-    The label is the longer of two texts: the text after the line's last number or separator, and the text after the
-    last number in the match.
+    The label is the longer of two texts that end at the group: one begins after the line's last number or separator,
+    the other after the last number in the match.
     """
     before, own = match.string[: match.start(1)][-MAX_LABEL:], match.string[match.start() : match.start(1)][-MAX_LABEL:]
     return max(re.split(r"[,;|\0]", AMOUNT.sub("\0", before))[-1], AMOUNT.sub("\0", own).split("\0")[-1], key=len)
@@ -230,7 +230,7 @@ class Finder:
                 self.missed += 1
 
     def close(self) -> None:
-        """Wait until all lines are searched, or for a limited time, then end the process."""
+        """Wait until all lines are searched, or for `PATIENCE_SECONDS`; then end the process."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(b"", timeout=PATIENCE_SECONDS)
         self._threads[-1].join(PATIENCE_SECONDS)

@@ -39,7 +39,7 @@ from dlscale.report.profiles import PARTS, of_tool
 #: Rate of py-spy, samples per second, and duration of its profile, seconds.
 RATE, SECONDS = 100, 10
 
-#: Seconds after which py-spy starts: EARLY if the program has not used PyTorch's optimisers, otherwise LATE. py-spy
+#: Seconds after which py-spy starts: EARLY if the program has not imported PyTorch's optimisers, otherwise LATE. py-spy
 #: starts earlier if the window of PyTorch's profiler has ended.
 EARLY, LATE = 10.0, 60.0
 
@@ -242,8 +242,8 @@ def read_stacks(path: Path) -> list[Stack]:
 def training(stacks: Sequence[Stack], processes: Sequence[Process]) -> dict[int, int]:
     """Return the ranks of the training processes, by process id.
 
-    A training process is a sampled process of this machine that made steps. If none made steps, the topmost
-    sampled process of each tree counts.
+    A training process is a sampled process of this machine that made steps. Without such processes, the topmost
+    sampled process of each process tree counts.
     """
     here = {stack.processes[-1] for stack in stacks}
     known = {each.pid: each.rank for each in processes if each.host == os.uname().nodename and each.pid in here}
@@ -255,7 +255,7 @@ def functions(stacks: Sequence[Stack], processes: Sequence[Process], seconds: fl
     """Return the functions of training processes and of their workers, with the time spent in each function.
 
     `share` and `total` are fractions of the main thread's samples, including samples in which the thread waited.
-    `seconds` of a row are the fraction `share` of the `seconds` of a step.
+    The time of a row is `share` times the duration `seconds` of a step.
     """
     ranks = training(stacks, processes)
     own, whole = defaultdict[Any, int](int), defaultdict[Any, int](int)

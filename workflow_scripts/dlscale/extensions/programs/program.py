@@ -34,7 +34,7 @@ from dlscale.extensions.programs.settings import Words
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 
-#: Name of the file with the digest of the sources that made the files in the program's folder (`--sources`).
+#: Name of the file with the digest (`--sources`) of the sources that made the files in the program's folder.
 SOURCES = "out.sha256"
 
 #: Name of the file with the losses that the program logged, in the format of `metrics.jsonl`.
@@ -58,7 +58,9 @@ def main(args: argparse.Namespace) -> None:
     resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
         logging.info(
-            "%s: cannot be resumed: files are missing, or sources have changed. Removed; starting afresh", keep
+            "the program cannot resume from %s: files are missing, or sources have changed. Removed this folder; "
+            "starting afresh",
+            keep,
         )
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
     printed = bool(run.program.losses) and not run.program.log
@@ -134,7 +136,7 @@ class Earlier:
     curves: dict[str, list[Point]] = field(default_factory=dict)
 
     def merged(self, losses: Mapping[str, list[tuple[float, float]]], ends: list[float]) -> dict[str, list[Point]]:
-        """Return the curves, extended by the losses of a later try; `ends` are the ends of the later try's steps."""
+        """Return the curves, extended by the `losses` of a later try; the later try's steps ended at times `ends`."""
         if not (self.counted and ends):
             both = {name: [(time, value) for time, _, value in points] for name, points in self.curves.items()}
             return _by_row({name: [*both.get(name, []), *points] for name, points in losses.items()})
@@ -155,9 +157,9 @@ def _by_row(losses: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[P
 def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     """Return the losses that earlier tries printed, and save the losses for later tries.
 
-    Call this function before the last try's steps are removed. Points count up to the last checkpoint. The time of the
-    checkpoint is the time of the newest file that `program.resume` names, or of the newest file in `keep` if
-    `program.resume` names no existing file. If a validation ended at about this time, the validation's time counts.
+    Call this function before the last try's steps are removed. Points count up to the last checkpoint. The checkpoint's
+    time is the time of the newest file that `program.resume` names; without such a file, of the newest file in `keep`.
+    If a validation ended at about this time, the validation's time counts.
     """
     file, steps = folder / CURVES, folder / "steps"
     known = Earlier(**json.loads(read_text(file))) if file.exists() else Earlier()
@@ -190,7 +192,7 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
 
 
 def steps_until(time: float, ends: list[float], marks: list[float]) -> int:
-    """Return the number of steps that ended until a time.
+    """Return the number of steps that ended by a time.
 
     A killed process does not write the steps of its last second. The number of these steps is estimated from the pace,
     or from the usual number of steps between validations (`marks`) if `time` follows a validation in that second.
@@ -291,8 +293,8 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
     """Return the number of steps until each point.
 
-    The steps are counted in `ends`. If there are points of earlier tries, the numbers are the log's own step numbers,
-    scaled by the last try's steps per number, because a log may count epochs.
+    Count the end times `ends` of the steps. With points of earlier tries, or without `ends`, use the step numbers in
+    the log, multiplied by the last try's steps per logged step number, because a log may count epochs.
     """
     counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
     here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]

@@ -11,7 +11,8 @@ from dlscale.core.errors import UserError, cut
 from dlscale.core.files import temporary_folder
 from dlscale.core.urls import hidden_in
 
-#: Git settings for untrusted repositories: no other protocols, password prompts, user configuration or lazy fetches.
+#: Git settings for untrusted repositories: only https and local files; no password prompts, lazy fetches or
+#: configuration of the user or machine.
 SAFE = {
     "GIT_ALLOW_PROTOCOL": "https:file",
     "GIT_TERMINAL_PROMPT": "0",
@@ -55,7 +56,7 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
     """Check out a revision of the repository of a program's folder into `checkout`; return the folder in the checkout.
 
-    `fetched` is whether the stage `checkout` made the repository: without git, such a repository is copied.
+    `fetched`: whether the stage `checkout` made the repository. Without git, such a repository is copied.
     """
     if checkout.is_symlink():
         checkout.unlink()
@@ -100,7 +101,7 @@ def _git(folder: Path, where: str, revision: str, *words: str) -> str:
 
 
 def _objects(repository: Path, where: str, revision: str) -> Path:
-    """Return the folder of git objects that belongs to a repository, a bare repository or a linked work tree."""
+    """Return the folder of git objects of a repository, which may be bare or a linked work tree."""
     git = repository / ".git" if (repository / ".git").exists() else repository
     if git.is_file():
         git = repository / git.read_text().partition("gitdir:")[2].strip()

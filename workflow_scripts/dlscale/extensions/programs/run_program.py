@@ -46,7 +46,8 @@ class RunProgram:
             self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
             _check_pinned(words, checkout)
         #: Command: the launcher's arguments if the run has a launcher, then the program's. In between, `env` sets the
-        #: program's variables, so that the launcher does not get them. Only secret variables are set for the launcher.
+        #: program's variables, so that the launcher does not get them. Secret variables would be visible in `env`'s
+        #: arguments, so the launcher gets and passes on these variables.
         self.command = words.command
         self.contained = False
         if start and (before := json.loads(start)):

@@ -66,7 +66,7 @@ def say(text: str) -> None:
     """Print a line on standard error; ignore an error, since the program's run does not depend on the line."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except OSError:  # a full disk, or a closed pipe; Python would write again at its exit
+    except OSError:  # a full disk, or a closed pipe: discard the text, or Python would write it again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
@@ -86,7 +86,7 @@ class Outcome:
     losses: dict[str, list[tuple[float, float]]]  #: Other printed numbers, by the name of their pattern: time, value.
     stopped: bool = False  #: Whether dlscale ended the program because it had made enough steps.
     signals: tuple[int, ...] = ()  #: Signals that were forwarded to the program.
-    frameworks: frozenset[str] = frozenset()  #: Keys of FRAMEWORKS that the program loaded.
+    frameworks: frozenset[str] = frozenset()  #: Libraries that the program loaded, keys of FRAMEWORKS.
     users: frozenset[int] = frozenset()  #: User ids of the program's processes.
     in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
     refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
@@ -97,7 +97,7 @@ def watched(
 ) -> dict[str, str]:
     """Return the environment of a program that writes its steps into the folder `steps`.
 
-    The result is the environment with which dlscale was started, plus the hook and further variables.
+    The result is dlscale's initial environment, plus the hook and further variables.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def run_command(
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
-    # Otherwise Python buffers output into a pipe, which would delay the numbers.
+    # Without PYTHONUNBUFFERED, Python buffers output into a pipe, which would delay the numbers.
     environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
     finder = Finder(looked, steps / PRINTED) if looked else None
     found = finder.found if finder else {"": [], PER_STEP: []}
@@ -230,14 +230,14 @@ FRAMEWORKS = {
     "JAX": ("/jaxlib/", "`for batch in dlscale.timed(loader)`"),
 }
 
-#: Seconds after a program's start after which a warning is printed if no step was seen.
+#: Time after a program's start at which a warning is printed if no step was seen, seconds.
 UNSEEN_SECONDS = 60.0
 
 
 class Watch(threading.Thread):
     """Thread that watches a program until its first step, for a minute at most.
 
-    After a minute without a step a warning is printed if `warn`.
+    If `warn` is true, a minute without a step causes a warning.
     """
 
     def __init__(self, pid: int, steps: Path, warn: bool) -> None:
@@ -299,7 +299,7 @@ def no_rate(text: str) -> str:
 def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
     for name in finder.slow:
         say(
-            f"dlscale measure: skipped some lines, on each of which the pattern {looked[name].pattern} took more than "
+            f"dlscale measure: skipped some lines: on each, the pattern {looked[name].pattern} took more than "
             f"{MAX_SECONDS:.0f} s. Begin the pattern with a fixed text"
         )
     if finder.missed:
@@ -345,7 +345,7 @@ def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         passed.append(number)
-        # A terminal sends Ctrl-C to dlscale and to the program.
+        # A terminal sends Ctrl-C to the program as well, so this signal is not forwarded.
         if not (number == signal.SIGINT and _in_front()):
             process.signal(number)
         if number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
@@ -410,7 +410,7 @@ def _write(out: int, data: bytes) -> None:
 
 
 def _waits() -> list[float | None]:
-    """Return the seconds in which some process of this machine waited for memory, and the seconds for a core.
+    """Return the seconds in which any process of this machine waited for memory, and in which any waited for a core.
 
     Linux's pressure stall information has these numbers; a missing number is None.
     """
@@ -426,8 +426,8 @@ def _waits() -> list[float | None]:
 class Reading:
     """Settings that decide how a program's speed is read."""
 
-    #: Samples per step, in place of the number that the program's batches show; a larger number of samples in the
-    #: batches replaces a run's setting (`of_run`).
+    #: Samples per step, which replace the number that the program's batches show. Exception: with `of_run`, a larger
+    #: number in the batches counts.
     batch_size: int | None = None
     of_run: bool = False  #: Whether the batch size is a run's setting, which may not count gradient accumulation.
     rate: str | None = None  #: Pattern of the printed rates.
@@ -495,7 +495,7 @@ def _measured(
     else:
         way = first
     apart = () if profiled else apart
-    mean = interval(found.rates)[0]  # the mean that the terminal shows
+    mean = interval(found.rates)[0]  # trimmed, like the mean that the terminal shows
     full = Trials(
         trial_throughput=found.rates,
         trial_time=found.seconds,
@@ -536,8 +536,8 @@ def _measured(
 def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
     """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
-    Delivered samples are compared only if their number is certain. A larger number of delivered samples replaces a
-    run's setting, which may not count gradient accumulation. It does not replace the option `--batch-size`.
+    Delivered samples are compared only if their number is certain. A larger delivered number replaces a run's setting,
+    which may not count gradient accumulation, but never the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):
@@ -604,7 +604,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         return f"dlscale's hook stopped before a step was seen: {reason}"
     if way == "rate":
         if run.refused:
-            return f"no text that matches {reading.rate} is a rate: {no_rate(run.refused)}"
+            return f"the pattern {reading.rate} matched text that is not a rate: {no_rate(run.refused)}"
         return f"the program printed no rate that matches {reading.rate}"
     if way == "log":
         return f"the log {reading.log} has fewer than three steps since the program started"
@@ -629,11 +629,14 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         "which is on PYTHONPATH. A script or launcher that sets PYTHONPATH, `python -I`, `-E`, `-S`, `env -i` and "
         "containers remove it: set PYTHONPATH before `dlscale measure` instead"
     )
-    why = "only steps of PyTorch's optimisers are seen, and no compiled steps"
+    why = "only steps of PyTorch's optimisers are seen, except compiled steps"
     if not (folder / "hook").exists():
         why = f"no Python process loaded dlscale's hook, {lost}"
     elif hidden:
-        why = f"no process with dlscale's hook imported PyTorch's optimisers. A PyTorch program lacks the hook, {lost}"
+        why = (
+            "no process with dlscale's hook imported PyTorch's optimisers. If the program uses PyTorch, its process "
+            f"lacks the hook, {lost}"
+        )
     quick = "" if hidden else ". A process that ends by `os._exit` or a signal within a second writes no steps"
     return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
 
@@ -668,7 +671,7 @@ def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart:
 def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
-        first = bus_ids(1)  # NVML's own numbers also count hidden GPUs
+        first = bus_ids(1)  # not an index: NVML's indices also count GPUs that CUDA_VISIBLE_DEVICES hides
         name = first and machine.nvml(lambda nvml: nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
     return Device(kind="cpu", name=environment().processor)

@@ -36,10 +36,8 @@ SHORT = {
     "gpus_per_node": "geometry.gpus_per_node",
 }
 
-#: `LATER`: placeholders whose values are only known when the program starts. `MADE`: all placeholders that are not
-#: keys.
+#: `LATER`: placeholders whose values are only known when the program starts.
 LATER = ("out", "resume")
-MADE = ("gpus", "local_batch_size", *LATER)
 
 #: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
 DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
@@ -144,8 +142,8 @@ class Program(Lawful):
                     or any(not OURS.fullmatch(ours) for ours in its.losses.values())
                 )
             ),
-            "losses: expected one of dlscale's names for each key, loss/valid among them: loss/valid, loss/train, "
-            "learning_rate, valid/NAME",
+            "losses: each key needs a name of dlscale (loss/valid, loss/train, learning_rate, valid/NAME); loss/valid "
+            "is required",
         ),
         (
             lambda its: len(set(its.losses.values())) < len(its.losses),
@@ -168,7 +166,7 @@ class Program(Lawful):
             yield from map(str, value if isinstance(value, list) else [value])
 
     def secret_variables(self) -> list[str]:
-        """Return the names of variables with secrets, which must not appear on a command line."""
+        """Return the names of variables with secret values, which must not appear on a command line."""
         return [name for name, value in self.environment.items() if has_marker(value)]
 
     def placeholders(self) -> Iterator[str]:
@@ -214,8 +212,8 @@ class Program(Lawful):
         stages, run_key = plan.stages(name), f"{here}.runs.{name}"
         if not any(STAGES["program" if stage == "train" else stage].program for stage in stages):
             return (
-                f"{here}.measure: a program only has the stages train and throughput; add one of these stages, or "
-                f"remove {name}"
+                f"{here}.measure: a program only has the stages train, throughput and tune; add one of these stages, "
+                f"or remove {name}"
             )
         # Plans that are not targets are checked when they run.
         found = self.check(run) or ("tune" in stages and self.untuned(run))
@@ -263,7 +261,7 @@ class Program(Lawful):
                     f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; write {{{{ for a brace"
                 )
             if known[name] is None:
-                return f"program.command {{{name}}}: the run does not set it; set {SHORT.get(name, name)}"
+                return f"program.command {{{name}}}: it has no value in this run; set {SHORT.get(name, name)}"
         try:
             self.filled(run)
         except RecursionError:
@@ -319,7 +317,10 @@ class Program(Lawful):
         except (ValidationError, RecursionError) as error:
             return f"tune: {brief(error)}"
         if len(found) < 2:
-            return "tune: the command has none of the placeholders {workers}, {batch_size}, {threads}, names of values"
+            return (
+                "tune: no setting can be varied; put {workers} into the command, or list values in tune for one of its "
+                "other placeholders: {prefetch}, {batch_size}, {threads}, or a name in program.values"
+            )
         return None
 
     def candidates(self, run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:

@@ -38,15 +38,15 @@ MIN_SIZED, MAX_REUSED = 0.8, 0.02
 #: Minimum number of steps of the longest training; if it has fewer steps, the steps of all trainings count.
 MIN_TRAINING_STEPS = 12
 
-#: A step that takes longer than PAUSE median steps, and longer than PAUSE_SECONDS, is a pause, as for a checkpoint or a
-#: compilation.
+#: A step that takes longer than PAUSE times the median step, and longer than PAUSE_SECONDS, is a pause, such as for a
+#: checkpoint or a compilation.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
-#: Minimum distance between the pauses in a log, steps. More frequent long steps are waits, as for loader workers: then
-#: only steps that are PAUSE_IN_WAITS times as long as the usual wait are pauses.
+#: Minimum distance between the pauses in a log, steps. If long steps are more frequent, they are waits, such as for
+#: loader workers. Then only steps at least PAUSE_IN_WAITS times as long as the usual wait are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
-#: Maximum relative difference between the steps of a log and the steps of a process, or the samples of its batches.
+#: Maximum relative difference at which the steps of a log count as the steps of a process, or as its samples.
 MAX_LOG_DIFFERENCE = 0.2
 
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
@@ -66,7 +66,7 @@ class Process:
     pid: int = 0
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
-    loops: list[float] = field(default_factory=list)  #: Begin of each loop; empty if unknown.
+    loops: list[float] = field(default_factory=list)  #: Begin of each loop over `timed(loader)`; empty if unknown.
     #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0 if unknown).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
     #: Threads in which steps ended; threads that fetched batches, by iterator.
@@ -89,11 +89,11 @@ class Pace:
     end: float
     first_step: float  #: End of the first step, seconds since 1970-01-01 UTC.
     processes: int
-    steps: int  #: Counted steps of the first process.
+    steps: int  #: Number of counted steps of the first process.
     samples: bool  #: Whether rates are samples/s; otherwise steps/s.
     batch_size: int | None  #: Samples per step over all processes.
     rates: list[float]  #: Rate of each window.
-    seconds: list[float]  #: Length of each window in the first process.
+    seconds: list[float]  #: Length of each window in the first process, seconds.
     rank_rates: list[float]  #: Mean rate of each process.
     waiting: float | None  #: Fraction of the time in which processes waited for batches; None if unknown.
     #: Fraction of the time from `begin` to `end` that the counted steps of the first process take. Gaps and profiled
@@ -131,7 +131,7 @@ def _process(path: Path) -> Process:
 
 
 def stopped(folder: Path) -> str | None:
-    """Return the reason why the hook of a process stopped before the process's end; None if no hook stopped."""
+    """Return the reason why the hook of a process stopped early; None if no hook stopped."""
     reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
     return next((reason.strip() or "its steps could not be written; the disk may be full" for reason in reasons), None)
 
@@ -227,7 +227,7 @@ def _training(process: Process) -> set[str]:
     for time, iterator, _, _ in process.batches:
         of[iterator].append(time)
     every = [batch[0] for batch in process.batches]
-    # An iterator's last batch lasts until another iterator delivers, so steps of the next epoch do not count for it.
+    # An iterator's last batch lasts until another iterator delivers, so it does not include steps of the next epoch.
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
     return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
@@ -267,12 +267,12 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def _is_ahead(process: Process, training: set[str]) -> bool:
-    """Return whether other threads than the training threads fetch batches, so training does not wait."""
+    """Return whether threads other than the training threads fetch batches, so that training does not wait."""
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
 
 
 def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the counted steps of a process: no warm-up, validations, pauses or steps in the spans `away`.
+    """Return the steps of a process that count: no warm-up, validations, pauses or steps in the spans `away`.
 
     A step counts only if its begin is known. If batches are `sized`, a step with a batch of unknown size does not
     count. If batches are fetched `ahead`, the waiting time of all steps is 0.
@@ -392,7 +392,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
 def _samples(process: Process, training: set[str], ahead: bool) -> float:
     """Return the mean samples per step; 0 if the number is uncertain.
 
-    The number is certain if most training batches have a known size, each step has at least one batch of its own, the
+    The number is certain if most training batches have a known size, nearly every step has a batch of its own, the
     thread that trains also fetches the batches, and the batches of different loaders do not alternate.
     """
     batches = [batch for batch in process.batches if batch[1] in training]
@@ -422,7 +422,7 @@ def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
 
 
 def _usual_samples(process: Process, training: set[str], mean: float) -> int:
-    """Return the samples of most steps; the last step of an epoch may have fewer samples."""
+    """Return the usual number of samples per step; the last step of an epoch may have fewer samples."""
     sizes = [samples for _, iterator, _, samples in process.batches if iterator in training and samples]
     usual = statistics.mode(sizes or [0])
     found = usual * max(round(mean / usual), 1) if usual else 0
@@ -468,7 +468,7 @@ def pace_of_rates(
         return None
     factor = (batch_size or 1) if steps else 1
     lines = list[tuple[float, float]]()
-    # Lines that were read together have the same time.
+    # Lines that were read together have the same time: they count as one line with their mean rate.
     for _, same in itertools.groupby(kept, key=lambda place: times[place + 1]):
         places = list(same)
         rate = statistics.harmonic_mean([printed[place][1] for place in places]) * factor
@@ -539,7 +539,7 @@ def processes(folder: Path) -> list[str]:
 
 
 def log_counts_other(points: Sequence[tuple[float, float]], process: Process) -> str | None:
-    """Return the reason if a log's steps are not the steps of a training, but its epochs or its samples.
+    """Return a message if a log's steps are a training's epochs or samples; None if they are steps.
 
     Steps of accumulated batches are accepted, as are the steps of each of several optimisers. A log with more steps
     than a process is accepted, because the hook does not see the steps of compiled optimisers.
@@ -566,7 +566,7 @@ def pace_of_log(
 ) -> Pace | None:
     """Return the pace of logged steps; None if fewer than three points have different times.
 
-    Also return None if the spans `apart` leave no stretch in which steps were made.
+    Also return None if no steps were made outside the spans `apart`.
     """
     # If points have the same time, as with a clock of whole seconds, the first point counts.
     points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]

@@ -64,8 +64,8 @@ class Log:
     """File `WAY.HOST.PID` with the batches that a process received, and the steps that the process ended.
 
     The first line has the time of day, the process's clock at that time, and the process's rank. Times are in seconds.
-    In a long run there are gaps without notes; each gap has a line in the file. Adding a note is as little work as
-    possible, because the code and the data for notes are not in the CPU's caches during a training.
+    In a long run there are gaps without notes; each gap has a line in the file. Adding a note must be little work,
+    because the code and data for notes are rarely in the CPU's caches.
     """
 
     def __init__(self, way: str) -> None:
@@ -127,7 +127,7 @@ class Log:
             return
 
     def _enter(self) -> None:
-        """Note that the next notes come from the current thread."""
+        """Write down that the next notes come from the current thread."""
         self._thread = get_ident()
         self._notes.append(f"t {self._thread}\n")
 
@@ -195,7 +195,7 @@ def rank(default: int = 0) -> int:
     return int(next((each for each in given if each.isdecimal() and len(each) < 10), default))
 
 
-#: Log of all loops of this process.
+#: Log of all loops that `timed`, or `begun` and `ended`, measure in this process.
 LOG = Log("timed")
 
 
@@ -219,7 +219,7 @@ def size_of(loader: Any) -> int:
 def samples_of(batch: Any, size: int) -> int:
     """Return the loader's batch `size` if the batch, or an array or list in the batch, has this length; otherwise 0.
 
-    The length of an array's first axis is not enough: the axis may be time, channels, or the nodes of several graphs.
+    Another length of the first axis does not count: the axis may be time, channels, or the nodes of several graphs.
     """
     try:
         parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -229,9 +229,9 @@ def samples_of(batch: Any, size: int) -> int:
 
 
 def is_short(batch: Any, size: int) -> bool:
-    """Return whether all arrays and lists in a loader's batch are shorter than its `size`, in samples.
+    """Return whether all arrays and lists in a batch are shorter than `size`, the number of samples that were drawn.
 
-    Then the loader's `collate_fn` dropped samples. A batch with an axis of this size, such as time-major arrays, is not
+    In a short batch, `collate_fn` dropped samples. A batch with an axis of this size, such as time-major arrays, is not
     short.
     """
     try:

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> None:
     run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
     if len(candidates) < 2:
         raise UserError(
-            "--candidates: expected at least two candidates, beginning with the run. The workflow passes them"
+            "--candidates: expected at least two candidates, the run's own settings first. The workflow passes them"
         )
     settings: Tune = run.tune
     began = time.perf_counter()
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 class _Trials:
     """Measure candidate programs by their number; instances can be used as a `dlscale.extensions.tune.tune.Measure`.
 
-    A program is started for each turn. If `keeps` is true, a program is kept instead, and stopped between its turns.
+    A program is started for each turn. If `keeps` is true, a program is started once, and paused between its turns.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class _Trials:
         self._changes, self._progress = [changes for changes, _ in candidates], progress
         self._open = dict[int, ProgramSubject]()
         self.problems: dict[int, str] = {}
-        self.keeps = False  #: Whether a program is stopped and kept after a turn, for its next turn.
+        self.keeps = False  #: Whether a program is paused after a turn, and kept for its next turn.
 
     def __enter__(self) -> _Trials:
         return self

@@ -1,1 +1,1 @@
-"""Extension: commands that write a working folder, or a new study."""
+"""Commands that write a working folder, or a new study."""

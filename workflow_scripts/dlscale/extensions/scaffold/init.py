@@ -45,7 +45,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
 
 
 def write(folder: Path) -> None:
-    """Write Snakefile, configuration and profiles into `folder`; refuse to overwrite one of these files."""
+    """Write Snakefile, configuration and profiles into `folder`; refuse to overwrite any of these files."""
     made = [folder / name for name in ("Snakefile", "config.yaml", "profiles")]
     for path in made:
         if os.path.lexists(path):

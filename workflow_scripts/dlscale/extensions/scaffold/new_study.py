@@ -1,4 +1,4 @@
-"""Command `dlscale new-study NAME`: write a small example as the start of a user's study.
+"""`dlscale new-study NAME`: write a small example as the start of a user's study.
 
 For arrays of any shapes, the example is `waves`, in `template`. With --images, the example is the study `starter_cnn`.
 """
@@ -19,7 +19,7 @@ from dlscale.core.files import remove, write_text
 from dlscale.core.fingerprint import CHECKOUT, DOCS
 
 PACKAGE = Path(__file__).resolve().parents[2]
-REPOSITORY = CHECKOUT or Path.cwd()  # for an installed dlscale, the folder of `dlscale init`
+REPOSITORY = CHECKOUT or Path.cwd()  # for an installed dlscale, the current folder
 TEMPLATE = Path(__file__).with_name("template")
 #: Whether --images is given → name of the copied study in modules, and in classes.
 ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
@@ -81,13 +81,13 @@ def write(name: str, folder: Path | None, images: bool) -> None:
     words = {original: name, classes: "".join(word.capitalize() for word in name.split("_"))}
     if folder is not None:
         words |= {"CALL": _call(name, folder), "NAME": name}
-        # The module's name comes before the study's name, which it contains.
+        # The module's name contains the study's name, so it comes first in the pattern.
         words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}
     anyone = re.compile("|".join(map(re.escape, words)))
     try:
         for path, source in files.items():
             write_text(path, anyone.sub(lambda found: words[found[0]], source.read_text(encoding="utf-8")))
-    except BaseException:  # otherwise files that remain would stop the next call
+    except BaseException:  # remaining files would stop the next call
         for path in files:
             remove(path)
         raise

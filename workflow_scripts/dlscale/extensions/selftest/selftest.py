@@ -58,7 +58,7 @@ class Link(NamedTuple):
 class BadResult(NamedTuple):
     """Wrong result of a collective operation on one rank."""
 
-    what: str  #: Operation, number of numbers and group, in words.
+    what: str  #: Operation, size of the tensor and group, in words.
     ranks: tuple[int, ...]  #: Ranks that took part.
     senders: tuple[int, ...]  #: Ranks that sent a wrong part; empty for sums.
     example: str  #: First wrong number, and the expected number, in words.
@@ -75,7 +75,7 @@ class Group(NamedTuple):
 def self_test(world: World, wanted: bool = True) -> Links | None:
     """Test the exchanges of all processes, and return the measured links.
 
-    Returns None if the run has one process, or if any process does not want the test.
+    Return None if the run has one process, or if any process does not want the test.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def _tested(world: World, hosts: list[str]) -> Links:
     start = time.perf_counter()
     reports = world.gather([wrong for group in groups(world) for wrong in collected(world, group)])
     if any(reports):
-        world.barrier()  # rank 0 may host the store, which all ranks need until they have the reports
+        world.barrier()  # rank 0 may host the store, so rank 0 must not end before all ranks have the reports
         raise PeerLost(verdict(hosts, reports))
     links = measure(world, schedule(world.size, per_node(hosts)))
     record = Links(
@@ -129,9 +129,9 @@ def per_node(hosts: Sequence[str]) -> int:
 
 
 def groups(world: World) -> list[Group]:
-    """Return the groups of this rank: all ranks, each mesh axis of several ranks, and the ranks with the same weights.
+    """Return the groups of this rank: all ranks, its group along each mesh axis, and the ranks with the same weights.
 
-    The last group is absent if it equals another group.
+    Axes of size 1, and a last group equal to another, are left out.
     """
     handles: dict[str, Any] = {"all processes": None}
     if world.mesh:
@@ -213,10 +213,10 @@ def verdict(hosts: Sequence[str], reports: Sequence[Sequence[BadResult]]) -> str
 
 
 def suspect_ranks(reports: Sequence[Sequence[BadResult]]) -> list[int]:
-    """Return the ranks that took part in the most wrong messages.
+    """Return the ranks that took part in the most wrong messages; without such messages, in the most wrong sums.
 
-    Without wrong messages, return the ranks that took part in the most wrong sums. A rank that received a wrong sum
-    counts twice, because other ranks may have received the right sum of the same numbers.
+    A rank that received a wrong sum counts twice, because other ranks may have received the right sum of the same
+    numbers.
     """
     every = [(rank, wrong) for rank, report in enumerate(reports) for wrong in report]
     messages = {(sender, rank) for rank, wrong in every for sender in wrong.senders}
@@ -249,7 +249,7 @@ def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
 
 
 def _couples(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of `count` units: the numbers of all pairs in a round differ in the same bits."""
+    """Return rounds of pairs of `count` units: in a round, the two numbers of every pair differ in the same bits."""
     bits = max(count - 1, 0).bit_length()
     distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
@@ -260,7 +260,7 @@ def exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
 
     On a GPU, the stream waits for the exchange, but the host does not wait.
     """
-    # For a batch, NCCL uses the existing connections between all ranks, and prints no warning.
+    # In a batch, NCCL uses the group's connections. A single `isend` would open another one, and print a warning.
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
         work.wait()
 

@@ -37,7 +37,7 @@ def _needed(name: str) -> Iterator[None]:
         ) from None
 
 
-#: Settings with which Weights & Biases does not collect data about the machine.
+#: Settings that stop Weights & Biases from collecting data about the machine.
 UNSEEN: Any = {**dict.fromkeys(("x_disable_meta", "x_disable_stats", "x_disable_machine_info"), True), "host": ""}
 
 
@@ -99,7 +99,7 @@ class Wandb:
 def _known(name: str) -> str:
     """Replace the characters of a name that MLflow does not accept.
 
-    MLflow rejects a complete batch of numbers if a name is invalid.
+    MLflow rejects all numbers of a request if one name is invalid.
     """
     return re.sub(r"[^\w.\- :/]", "_", name)
 
@@ -127,7 +127,7 @@ class Mlflow:
                 self._client = self._mlflow.MlflowClient(tracking_uri=address)
                 self._run = self._same_run() or self._new_run(out, run)
             logged = self._client.get_metric_history(self._run, "loss/valid")
-        except Exception as error:  # errors may be of MLflow, SQLAlchemy, or packages of a store
+        except Exception as error:  # MLflow, SQLAlchemy or the store's client package may raise any type
             raise UserError(
                 f"training.trackers: mlflow: {hidden_in(brief(error))}. The server or database of MLFLOW_TRACKING_URI "
                 "must exist. Otherwise remove mlflow"

@@ -66,8 +66,8 @@ def _fold(plan: PlanResult, run: RunResult, tuning: Tuning) -> Fold:
 def tried(tuning: Tuning, run: str = "") -> Table:
     """Return the table of the candidates: the run's original settings, then the other candidates, the best first.
 
-    Each speed is relative to the original settings in the same rung, the last rung that a candidate reached, because
-    the machine's speed drifts between rungs.
+    Each speed is from a candidate's last rung, relative to the original settings in the same rung, because the
+    machine's speed drifts between rungs.
     """
     own, *others = tuning.candidates
     winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None

@@ -162,7 +162,7 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others))
     for most in planned:
-        if len(others) > 1:  # some may have failed
+        if len(others) > 1:  # false if candidates of earlier rungs have failed
             shared = seconds / len(planned) / TURNS / (most + 1)
             rates = in_turns([0, *sorted(others[:most])], measure, TURNS, shared)
             found.append(rates)

@@ -1,4 +1,4 @@
-"""Channels of cosmological volumes, in the published order: names, units and transforms; opening of their files."""
+"""Channels of cosmological volumes, in the published order: names, units and transforms; access to their files."""
 
 from __future__ import annotations
 

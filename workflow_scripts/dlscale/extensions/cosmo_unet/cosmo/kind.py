@@ -33,7 +33,7 @@ class Counts(Strict):
 
 
 class Fractions(Shares):
-    """Fractions of each file, cut along its first axis in this order, with `gap` rows dropped at each cut."""
+    """Fractions of each file along its first axis, in the order train, valid, test; each cut drops `gap` rows."""
 
     gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two parts, against leakage.")
 

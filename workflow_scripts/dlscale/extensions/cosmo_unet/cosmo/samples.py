@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """Symmetry of the cube: a permutation `axes` of (0, 1, 2), then the reversal of the axes in `flips`."""
+    """Symmetry of the cube: a permutation `axes` of (0, 1, 2), then the reversal of axes marked in `flips`."""
 
     axes: tuple[int, int, int]
     flips: tuple[bool, bool, bool]
@@ -49,8 +49,8 @@ SYMMETRIES: tuple[Symmetry, ...] = tuple(sorted(_ALL, key=lambda s: (-s.determin
 def _published(symmetry: Symmetry) -> bool:
     """Return whether a symmetry is one of the 24 «rotations» of SC22's PyTorch loader, of which 8 are reflections.
 
-    If no axis moves, zero or two axes are reversed. If two axes are swapped, one of these two axes is reversed, and the
-    third axis may be reversed. If all axes move, at least two axes are reversed.
+    If no axis moves, zero or two axes are reversed. If two axes are swapped, one of them is reversed, and the third may
+    be reversed. If all axes move, at least two are reversed.
     """
     reversed_ = [flip for axis, flip in enumerate(symmetry.flips) if symmetry.axes[axis] != axis]
     if not reversed_:
@@ -75,7 +75,7 @@ BLOCKS, EDGE = 64, 32
 def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int, int]]) -> np.ndarray:
     """Return a transformed copy of the cube (D = H = W); `vectors_` are the channels of each vector.
 
-    The copy has the same memory order as the turned view, so bytes are copied only once.
+    Each channel is copied once, directly into the result, which has the axis order of the turned view in memory.
     """
     turned = x_CDHW.transpose(0, *(1 + axis for axis in symmetry.axes))
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in symmetry.flips)
@@ -94,9 +94,9 @@ def apply(symmetry: Symmetry, x_CDHW: np.ndarray, vectors_: list[tuple[int, int,
 
 
 class CubeSymmetries:
-    """Symmetries of a value of `samples.symmetry`, for boxes with the given channels.
+    """Symmetries that `samples.symmetry` allows, for boxes with the given channels.
 
-    The channels `NAME_x`, `NAME_y` and `NAME_z` are a vector. The class implements `dlscale.data.samples.Symmetries`.
+    Channels `NAME_x`, `NAME_y` and `NAME_z` are a vector. The class implements `dlscale.data.samples.Symmetries`.
     """
 
     def __init__(self, channels: list[str], choice: str) -> None:
@@ -144,7 +144,7 @@ class Crops(GridSamples):
                     f"samples.crop {self.crop} is larger than the volume {tuple(map(int, edge))} of "
                     f"{manifest.path(file)}; choose at most {min(edge)}"
                 )
-        self._offsets = edges - self.crop + 1  # [V, 3]: number of possible offsets, including the last offset
+        self._offsets = edges - self.crop + 1  # [V, 3]: number of possible offsets along each axis
         self._shares = np.cumsum(self._offsets.prod(axis=1, dtype=np.float64))
         self._grid = edges // self.crop
         available = int(self._grid.prod(axis=1).sum())

@@ -6,9 +6,9 @@
 4. gas that follows the dark matter, except on scales on which pressure smooths the gas;
 5. a temperature from photo-ionisation equilibrium plus the heat of shocks.
 
-A network can learn this nonlocal, nonlinear function of the dark matter. This is a teaching model, not a hydrodynamics
-code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities
-relative to their mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
+A network can learn the gas, a nonlocal, nonlinear function of the dark matter. This is a teaching model, not a
+hydrodynamics code. Lengths are comoving Mpc/h, wavenumbers h/Mpc, velocities peculiar km/s, densities relative to their
+mean, temperatures K; constants are near Planck 2018 (arXiv:1807.06209). Arrays are [x, y, z].
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEMPERATURE_RANGE = (1e3, 1e8)
 #: Fraction of the gas that is spread evenly and flows by linear theory, so that logarithms and velocities are finite.
 DIFFUSE = 1e-3
 
-REDSHIFT = 2.0  # of the Lyman-alpha forest
+REDSHIFT = 2.0  # redshift of the Lyman-alpha forest
 SIGMA8 = 0.81  # linear rms fluctuation in spheres of 8 Mpc/h, at redshift 0
 OMEGA_M = 0.31  # matter over critical density today; the universe is flat
 OMEGA_B = 0.049  # baryons over critical density today; baryons suppress the spectrum's small scales
@@ -101,7 +101,7 @@ def evolve(delta: Values, box: float) -> Iterator[tuple[str, str, Array]]:
 
 
 def power_spectrum(k_h_mpc: Floats, redshift: float = REDSHIFT) -> Floats:
-    """Return the linear matter power spectrum, (Mpc/h)³, for wavenumbers of any shape in h/Mpc.
+    """Return the linear matter power spectrum, (Mpc/h)³, for an array of wavenumbers, h/Mpc.
 
     P(k) = A k^n_s T(k)² D(z)², A from sigma8, T by `transfer`, D by `growth`.
     """
@@ -131,7 +131,7 @@ def transfer(k: Floats) -> Floats:
 
 
 def growth(redshift: float = REDSHIFT) -> float:
-    """Return the linear growth factor at a redshift over today's (Carroll, Press & Turner 1992, ARA&A 30, 499)."""
+    """Return the linear growth factor, relative to today's (Carroll, Press & Turner 1992, ARA&A 30, 499)."""
 
     def factor(redshift: float) -> float:
         m = _omega_m_at(redshift)
@@ -154,7 +154,8 @@ def gaussian_field(grid: int, box: float, spectrum: Callable[[Floats], Floats], 
     modes = np.fft.rfftn(rng.standard_normal((grid, grid, grid), dtype=np.float32))
     kx, ky, kz = _wavenumbers(grid, box)
     cells_per_volume = (grid / box) ** 3
-    for plane, k in zip(modes, kx.ravel(), strict=True):  # plane by plane: the spectrum needs 12 temporary arrays
+    # Plane by plane, because the spectrum needs 12 temporary arrays.
+    for plane, k in zip(modes, kx.ravel(), strict=True):
         plane *= np.sqrt(spectrum(np.sqrt(k**2 + ky**2 + kz**2)[0]) * cells_per_volume)
     modes[0, 0, 0] = 0
     return _to_grid(modes)
@@ -229,7 +230,7 @@ def smooth(field: Values, box: float, radius: float) -> Array:
 
 
 def temperature(gas: Array, convergence: Array) -> Array:
-    """Return the gas temperature [N, N, N], K, for density and convergence of the velocity, km/s per Mpc/h.
+    """Return the temperature [N, N, N], K, from the gas density and the velocity's convergence, km/s per Mpc/h.
 
     Photo-ionised gas has T = 1.2e4 K · density^0.5 up to about ten times the mean density (Hui & Gnedin 1997,
     arXiv:astro-ph/9612232). A strong shock stops collapsing gas within 1 Mpc/h and heats the gas to

@@ -157,7 +157,7 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
             # The comparison is false for NaN, so NaN is refused, too.
             if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
-                    f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size}, apart "
+                    f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size} times with steps of "
                     f"{np.unique(steps)} h. Use the same `step_hours` in all files, begin another file after a gap, or "
                     "leave the dataset `time` (hours since 1970) out of prepared files"
                 )

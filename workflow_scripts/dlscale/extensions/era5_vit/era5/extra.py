@@ -17,7 +17,7 @@ class Extra(Record):
 
     latitude: list[float] = []  # degrees, north to south
     longitude: list[float] = []  # degrees, west to east
-    step_hours: float = 6.0  # between stored states
+    step_hours: float = 6.0  # hours between stored states
     starts: dict[str, float] = {}  # digest of a file → start time, hours since 1970; empty if any time is unknown
     before: dict[str, str] = {}  # digest of a file → digest of the file that ends one step before it
     climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
@@ -26,7 +26,7 @@ class Extra(Record):
     hour_means_sha256: str | None = None
 
     def means(self, manifest: Manifest, which: Literal["climatology", "hour_means"]) -> np.ndarray:
-        """Map the file of `which` means, [1 or 24 h / step, C, H, W]; raise `UserError` if the file has changed."""
+        """Memory-map the means `which`, [1 or 24 h / step, C, H, W]; raise `UserError` if the file has changed."""
         path = manifest.path(getattr(self, which))
         with reading(path):
             if sha256(path) != getattr(self, f"{which}_sha256"):

@@ -162,7 +162,7 @@ class PairSamples(Strict):
     )
 
     def channels(self, states: int) -> int:
-        """Return the channels of an input for the channels of a state."""
+        """Return the number of input channels for a number of state channels."""
         return states * (1 + len(self.history)) + 2 * len(self.clock)
 
 

@@ -65,8 +65,8 @@ class NaiveAnswers:
         self._back: list[int] = []  # steps back to the states in the regression
         if day := self._extra.day:
             known |= {"yesterday", "regression"}
-            #: Number of steps in the full days that are at least as long as `dt`. The change over `dt` from the state
-            #: that many steps ago is known now.
+            #: Number of steps in the fewest full days that are at least as long as `dt`. The change over `dt` from the
+            #: state this many steps ago is already known.
             self._yesterday = day * -(-samples.dt // day)
             self._back = sorted({0, 1, self._yesterday - samples.dt, self._yesterday})
         self.names = [name for name in ANSWERS if name in known]

@@ -38,7 +38,7 @@ class Pairs(GridSamples):
         states = BoxField(manifest, split, "fields", (1, rows, columns))
         windows = BoxField(manifest, split, "fields", (1 + self._back, rows, columns)) if self._back else states
         super().__init__(windows, states)
-        # Runs of consecutive pairs: number of the reader, row of the first input in the reader, number of pairs, number
+        # Runs of consecutive pairs: index of the reader, row of the first input in the reader, number of pairs, index
         # of the file, row of the first input in the file.
         runs: list[tuple[int, int, int, int, int]] = []
         for number, file in enumerate(files):
@@ -64,7 +64,7 @@ class Pairs(GridSamples):
         self._among = self.size if settings.subset == "first" else self.available
 
     def _visited(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the run that contains each sample of an epoch, and the sample's number in this run."""
+        """Return the run that contains each sample of an epoch, and the sample's position in this run."""
         pair = sampling.visits(self._seed, epoch, self._among, self.size, self._training)
         return sampling.locate(self._pairs, pair)
 
@@ -77,7 +77,7 @@ class Pairs(GridSamples):
         return BoxIndex(self._reader[run], x, y, zero)
 
     def places(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of the file in the split, and the row, of each input of an epoch; int64 [size] each."""
+        """Return the file's index in the split and the row of each input of an epoch; int64 [size] each."""
         run, number = self._visited(epoch)
         return self._file[run], self._row[run] + number
 
@@ -141,7 +141,7 @@ class InformedPairs(ArrangedSamples):
         return np.stack([wave(angle) for angle in angles for wave in (np.sin, np.cos)], axis=1).astype(np.float32)
 
     def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return inputs [B, C, H, W]: states `x` [B, C, T, H, W] side by side, then the clock's `numbers` [B, K]."""
+        """Return inputs [B, C, H, W]: first the states of `x` [B, C, T, H, W], then the clock's `numbers` [B, K]."""
         import torch
 
         states = [x[:, :, -1 - lag] for lag in self._lags] if x.dim() == 5 else [x]

@@ -51,7 +51,7 @@ INTERVAL = 6 * 3600.0  # between snapshots, s
 # Climate, relaxation times and forces are tuned so that winds, temperatures and heights are realistic, and so that the
 # change in 6 hours is 0.3 to 0.5 standard deviations on a 5.6 degree grid.
 SPINUP_DAYS = 20  # days that are simulated first and discarded
-STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours (vorticity: about 5e-5)
+STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours (the vorticity itself: about 5e-5)
 
 
 def coupling(truncation: int) -> Real:
@@ -84,7 +84,7 @@ def legendre(truncation: int, mu: Real) -> Real:
 
 def synthesis(spectral: Complex, table: Real, longitudes: int) -> Real:
     """Evaluate spectral fields `[K, T+1, T+2]` with `table` [T+1, J, T+2] on a grid, `[K, J, longitudes]`."""
-    columns = np.ascontiguousarray(spectral.transpose(1, 2, 0)).view(np.float64)  # [m, n, 2K]: a real product
+    columns = np.ascontiguousarray(spectral.transpose(1, 2, 0)).view(np.float64)  # [m, n, 2K], for a real product
     fourier = (table @ columns).view(np.complex128).transpose(2, 1, 0)
     return np.fft.irfft(fourier, n=longitudes, axis=-1, norm="forward")
 

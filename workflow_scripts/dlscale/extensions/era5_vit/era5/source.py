@@ -1,8 +1,8 @@
 """Combine the variables of atmospheric files into one stream of states [T, C, H, W].
 
 NetCDF and Zarr are opened with xarray, GRIB with cfgrib's index of messages; values are not read yet. Then the files
-are checked: each channel must exist exactly once at each time, and all must have the same step and grid. Finally only
-the wanted variables, levels, times and windows are read.
+are checked: each channel must exist exactly once at each time, and all channels must have the same step and grid.
+Finally only the wanted variables, levels, times and windows are read.
 
 Notation: `T` times (`datetime64[s]`, UTC), `L` levels (hPa), `H` latitudes (north to south), `W` longitudes (west to
 east).
@@ -35,7 +35,7 @@ from dlscale.extensions.era5_vit.era5.kind import SIMULATED_CHANNELS, Era5Datase
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Names by axis: the names of CF, of ECMWF's two generations of NetCDF, of cfgrib, ARCO-ERA5 and WeatherBench2.
+#: Names of coordinates by axis, in CF, ECMWF's two generations of NetCDF, cfgrib, ARCO-ERA5 and WeatherBench2.
 AXES = {
     "time": ("valid_time", "time"),
     "level": ("isobaricInhPa", "isobaricInPa", "pressure_level", "level", "plev", "lev"),
@@ -173,9 +173,9 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
                 f"that the other lacks. Join both with xarray, `{name}.max('expver')`, which skips missing values"
             )
         raise UserError(
-            f"{origin}: '{name}' has the dimensions {sizes}; expected one each of {', '.join(AXES['time'])} (of a "
-            f"forecast `valid_time`), of {', '.join(AXES['latitude'])}, of {', '.join(AXES['longitude'])}, optionally "
-            "of pressure levels, and no other: interpolate other grids, e.g. with `cdo remapbil`; select one of "
+            f"{origin}: '{name}' has the dimensions {sizes}; expected one of {', '.join(AXES['time'])} (for a forecast "
+            f"`valid_time`), one of {', '.join(AXES['latitude'])}, one of {', '.join(AXES['longitude'])}, optionally "
+            "pressure levels, and no other dimension. Interpolate other grids, e.g. with `cdo remapbil`. Select one of "
             "several members or forecasts, e.g. with xarray's `isel`, and write it to a file"
         )
     latitude, longitude, south_first = _regular(
@@ -258,7 +258,7 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
         coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
         times = np.asarray(xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values)
         if times.dtype.kind != "M" or np.isnat(times).any():
-            raise ValueError("not all are dates")
+            raise ValueError("not all times are dates")
     except Exception as error:
         units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
         raise UserError(
@@ -293,7 +293,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
     with reading(path):
-        # The keys distinguish variables; the last key distinguishes the times of a variable.
+        # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
         keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
         index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))

@@ -93,7 +93,7 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
 
 
 def _check_chunks(folder: str, names: Sequence[str]) -> None:
-    """Refuse arrays of which a chunk was never written, and would be read as a number.
+    """Refuse arrays with a chunk that was never written and would be read as a number.
 
     In Zarr 3 the fill value is 0 by default, and does not mark missing values. Only folders are checked, because
     listing the chunks of a remote store takes too long.

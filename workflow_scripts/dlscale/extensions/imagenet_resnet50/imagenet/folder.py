@@ -1,6 +1,6 @@
 """Pack the images in folders of classes, DIR/CLASS/**/*.jpg, and detect changes of the images.
 
-The order of images is the order of torchvision's ImageFolder.
+Images have the order of torchvision's ImageFolder.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def class_names(folder: Path) -> list[str]:
 def images(folder: Path, name: str) -> tuple[list[Path], list[Skipped]]:
     """Return the images and the skipped files of a class; raise `UserError` if the class has no images.
 
-    Subfolders are searched as well.
+    Subfolders are searched, too.
     """
     found, skipped = _listing(folder, name)
     if not found:

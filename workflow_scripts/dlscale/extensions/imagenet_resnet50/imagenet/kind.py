@@ -20,7 +20,7 @@ PACKED: tuple[Split, ...] = ("train", "valid")
 
 
 class ImageFolders(Strict):
-    """Folders CLASS/*.jpg (jpeg, png, webp, …) of each split; labels number the classes in sorted order."""
+    """Folders CLASS/*.jpg (jpeg, png, webp, …) of each split; a label is the index of its class in sorted order."""
 
     kind: Literal["folder"]
     train: Path = Field(description="Folder of the training part.")
@@ -161,7 +161,7 @@ class Imagenet(DatasetKind):
             return None
         folder = registry.load(
             "dlscale.extensions.imagenet_resnet50.imagenet.folder"
-        )  # not part of a fingerprint: no stage calls this
+        )  # loaded by name, to stay out of fingerprints: no stage calls it
         digest: str | None
         if pathlib.Path(raw.origin).exists():
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():

@@ -4,7 +4,7 @@ The datasets of a pack:
 
 ===========  =============================================================================================
 `bytes`      uint8 [total]: the images one after the other, contiguous in the file, so that they can be mapped
-`index`      int64 [N, 4]: first byte, bytes, height and width of each image
+`index`      int64 [N, 4]: first byte, byte count, height, width of each image
 `labels`     int64 [N]: classes
 `classes`    names of the classes, in the order of the labels
 ===========  =============================================================================================
@@ -97,7 +97,7 @@ class Picture:
 
 
 def shard(count: int, number: int, shards: int) -> range:
-    """Return the indices of the images in shard `number`; raise `UserError` without any."""
+    """Return the indices of the images in shard `number`; raise `UserError` if empty."""
     images = range(count * number // shards, count * (number + 1) // shards)
     if not images:
         raise UserError(f"{count} images do not fill {shards} packs; reduce the dataset's `shards`")
@@ -160,7 +160,7 @@ def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
         width, height = image.size
         if image.mode.startswith(("I", "F")):  # Pillow's modes of more than 8 bits
             raise ValueError(
-                f"grey of more than 8 bits, mode {image.mode}, with unknown black and white; scale the image to 8 bits"
+                f"grey of more than 8 bits (mode {image.mode}), whose black and white are unknown; scale it to 8 bits"
             )
         if form == "encoded":
             image.draft("RGB", (1, 1))  # check a JPEG quickly: the file is read completely, but few pixels are computed

@@ -11,7 +11,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.preview import STRIP, Panel, mosaic
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack
 
-EDGE = 96  # of each image, pixels
+EDGE = 96  # edge of each image, pixels
 
 
 def preview(manifest: Manifest) -> Iterator[Panel]:

@@ -113,7 +113,7 @@ class Images(CroppedImages):
         return ImageWindows(images, labels, corner_N2, edges_N2, resized_N2, start_N2, np.zeros(count, bool))
 
     def _rows(self, epoch: int, indices: range) -> list[tuple[int, int]]:
-        """Return pack and row of some samples."""
+        """Return pack and row of samples `indices`."""
         packs, rows = (each[indices.start : indices.stop].tolist() for each in self.visits.rows(epoch))
         return list(zip(packs, rows, strict=True))
 

@@ -16,7 +16,8 @@ from PIL import Image
 
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Picture, shard, write_pack
 
-#: Patterns by class: the phase as a function of x and y (pixels from the figure's middle) and of the period (pixels).
+#: Patterns by class: functions of x and y (pixels from the figure's middle) and of the period (pixels); positive values
+#: are bright.
 PATTERNS: dict[str, Callable[[np.ndarray, np.ndarray, float], np.ndarray]] = {
     "checks": lambda x, y, p: np.sin(2 * np.pi * x / p) * np.sin(2 * np.pi * y / p),
     "diagonals": lambda x, y, p: np.sin(2 * np.pi * (x + y) / (1.4 * p)),

@@ -17,7 +17,7 @@ from dlscale.data.source import Source
 from dlscale.data.store import Field
 
 CLASSES = 10
-#: Names of the types of IDX files other than unsigned bytes, by code.
+#: Types of values in IDX files, except unsigned bytes, by code.
 TYPES = {9: "signed bytes", 11: "16-bit integers", 12: "32-bit integers", 13: "32-bit floats", 14: "64-bit floats"}
 #: Maximum size of a file after unpacking, bytes.
 LARGEST = 10**9

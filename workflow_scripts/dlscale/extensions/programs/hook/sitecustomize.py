@@ -65,7 +65,7 @@ class Watcher:
                 except Exception as error:  # for example with an unknown version of PyTorch
                     self._log.stop(error)
 
-            with contextlib.suppress(AttributeError):  # a loader with slots
+            with contextlib.suppress(AttributeError):  # a module loader with `__slots__` cannot be wrapped
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
@@ -79,7 +79,7 @@ class Watcher:
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             try:
-                # A compiled step cannot be noted. PyTorch 2.0 lacks `is_compiling`; its default `bool()` returns False.
+                # A compiled step cannot be noted. PyTorch 2.0 lacks `is_compiling`, so `bool()` returns False.
                 if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                     return
                 log.step(number(optimizer))
@@ -98,13 +98,13 @@ class Watcher:
     def _number(self, optimizer: Any) -> int:
         """Return an optimiser's number.
 
-        The address is not enough, because a new optimiser may have the address of a deleted optimiser.
+        An address does not identify an optimiser: a new optimiser may have the address of a deleted optimiser.
         """
         number, own = self._known.get(id(optimizer), (0, None))
         if own is None or own() is not optimizer:
             try:
                 number, own = next(self._numbers), weakref.ref(optimizer)
-            except TypeError:  # an optimiser with slots
+            except TypeError:  # an optimiser with `__slots__` has no weak references
                 return id(optimizer)
             self._known[id(optimizer)] = number, own
             self._log.gradients(followed(optimizer))
@@ -195,7 +195,7 @@ def length(index: Any) -> int:
     It is unknown if an index is itself a list of samples, as from a `BatchSampler` that is the loader's `sampler`.
     """
     try:
-        number = len(index)  # first, because an iterator has no length, and must not lose an item here
+        number = len(index)  # raises for an iterator, before `next` would take one of its items
         first = next(iter(index), None)
         several = isinstance(first, (list, set, range, slice)) or bool(getattr(first, "shape", ()))
         return 0 if several else number
@@ -232,7 +232,7 @@ def let_look() -> None:
 def write_whole_lines() -> None:
     """Make this process write complete lines if it is one of several processes.
 
-    Otherwise parts of lines would mix in a shared log. A terminal's stream is left unchanged.
+    Parts of lines of several processes would mix in a shared log. A terminal's stream is left unchanged.
     """
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if all(os.environ.get(name, "1") in ("", "1") for name in sizes):

@@ -1,4 +1,4 @@
-"""Data of the study in waves.py, made in memory.
+"""Data of the study in waves.py.
 
 A change of this file makes the data again; a change of waves.py does not. Opening a file that
 `parts` does not name is an error: return a `RawFile` for it, and read `paths`.
@@ -24,7 +24,7 @@ class WavesDataset(DatasetSettings):
 
 
 class Waves(DatasetKind):
-    """Kind of dataset with one file for each split, made in memory."""
+    """Kind of dataset whose arrays are made in memory; each split is stored in one file."""
 
     name, Settings, Samples = "waves", WavesDataset, RowSamples
 
