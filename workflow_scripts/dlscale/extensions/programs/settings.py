@@ -36,7 +36,7 @@ SHORT = {
     "gpus_per_node": "geometry.gpus_per_node",
 }
 
-#: `LATER`: placeholders whose values are only known when the program starts.
+#: Placeholders whose values are only known when the program starts.
 LATER = ("out", "resume")
 
 #: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
