@@ -414,7 +414,7 @@ MUTATIONS = [
     Mutation(
         "manifest_without_its_seal",
         "data/manifest.py",
-        "if manifest.own != manifest._sealed().own:",
+        "if manifest.own != manifest.sealed().own:",
         "if not manifest.own:",
         "test_staging.py::test_a_number_that_was_changed_in_a_manifest_is_refused",
     ),

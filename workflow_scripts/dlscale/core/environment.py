@@ -10,7 +10,6 @@ import datetime as dt
 import logging
 import os
 import platform
-import re
 import socket
 import sys
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import brief
-from dlscale.core.machine import command_output, nvml, text_of
+from dlscale.core.machine import command_output, nvml, processor
 from dlscale.core.process import Image
 from dlscale.core.record import Record, Time
 from dlscale.core.redact import is_secret_name, redact
@@ -74,7 +73,7 @@ def environment() -> Environment:
         time=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         host=socket.gethostname(),
         kernel=platform.release(),
-        processor=_processor(),
+        processor=processor(),
         python=platform.python_version(),
         versions={name: version for name, version in _versions().items() if version},
         gpus=_gpus(),
@@ -138,11 +137,6 @@ def git_state() -> dict[str, Any] | None:
         git += ["-c", f"{name}={'false' if name.endswith('.required') else ''}"]
     status = command_output([*git, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"], 10)
     return None if commit is None or status is None else {"commit": commit.strip(), "dirty": bool(status.strip())}
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def _versions() -> dict[str, str | None]:

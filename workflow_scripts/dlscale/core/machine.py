@@ -7,6 +7,8 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +116,12 @@ def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def adopt_orphans(adopt: bool = True) -> None:
     """Let Linux make this process the parent of orphaned descendants; if `adopt` is false, stop this."""
     ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def processor() -> str:
+    """Return the name of this machine's processor; its architecture if the name is unknown."""
+    found = re.search(r"^model name\s*:\s*(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def command_output(words: list[str], seconds: float = 60.0) -> str | None:

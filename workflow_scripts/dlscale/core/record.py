@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import math
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -46,6 +47,11 @@ class Record(BaseModel):
 
     def write(self, path: str | Path) -> None:
         write_json(path, self.model_dump(mode="json", by_alias=True))
+
+    def sealed(self) -> Self:
+        """Return the record with the SHA-256 of its other content in `own`, for a class with this field."""
+        content = self.model_copy(update={"own": ""}).text()
+        return self.model_copy(update={"own": hashlib.sha256(content.encode()).hexdigest()})
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

@@ -144,17 +144,13 @@ class Manifest(Record):
                 )
 
     def write(self, path: str | Path) -> None:
-        super(Manifest, self._sealed()).write(path)
-
-    def _sealed(self) -> Self:
-        content = self.model_copy(update={"own": ""}).text()
-        return self.model_copy(update={"own": hashlib.sha256(content.encode()).hexdigest()})
+        super(Manifest, self.sealed()).write(path)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a manifest that `write` wrote; raise `UserError` if the file was changed later."""
         manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
-        if manifest.own != manifest._sealed().own:
+        if manifest.own != manifest.sealed().own:
             raise UserError(
                 f"{path}: the manifest was changed after it was written; delete it and run the workflow again"
             )

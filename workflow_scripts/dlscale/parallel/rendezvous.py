@@ -7,12 +7,10 @@ import datetime as dt
 import ipaddress
 import logging
 import os
-import platform
 import re
 import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from dlscale.config.run import Geometry
 from dlscale.config.site import Limits
 from dlscale.core.errors import PeerLost, Stopped, UserError, brief
-from dlscale.core.machine import HOST_SUFFIX
+from dlscale.core.machine import HOST_SUFFIX, processor
 from dlscale.core.process import LOST, MEET, end, ranks
 from dlscale.parallel.network import check_network, nccl_log, read_network
 from dlscale.parallel.records import Device
@@ -232,11 +230,5 @@ def first_host(nodes: str) -> str:
 def describe_device(world: World) -> Device:
     """Return the record of a process's device."""
     device = world.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    with contextlib.suppress(OSError, StopIteration):
-        if device.type != "cuda":
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return Device(
-        kind=device.type, name=name or platform.machine(), threads=torch.get_num_threads(), network=world.network
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    return Device(kind=device.type, name=name, threads=torch.get_num_threads(), network=world.network)

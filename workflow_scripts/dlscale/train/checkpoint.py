@@ -9,7 +9,6 @@ no code.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import shutil
@@ -71,11 +70,6 @@ class CheckpointRecord(Record):
     files: dict[str, str] = {}  #: name of each other file of the checkpoint → SHA-256
     run: str = ""  #: name of the folder of the checkpoints: the training's fingerprint
     own: str = ""  #: SHA-256 of this record without this key
-
-    def sealed(self) -> CheckpointRecord:
-        """Return the record with its digest."""
-        text = self.model_copy(update={"own": ""}).text()
-        return self.model_copy(update={"own": hashlib.sha256(text.encode()).hexdigest()})
 
     def rank_sums(self, rank: int, ranks: int) -> list[float]:
         """Return the sums with which a rank continues the epoch; an empty list stands for zeros.
