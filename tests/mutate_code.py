@@ -606,7 +606,7 @@ MUTATIONS = [
     # ---- models ----------------------------------------------------------------------------------
     Mutation(
         "relative_l2_without_root",
-        "scores.py",
+        "extensions/era5_vit/scores.py",
         "return difference / torch.linalg.vector_norm(target_BC, dim=rest)",
         "return difference.square() / torch.linalg.vector_norm(target_BC, dim=rest).square()",
         "test_losses_metrics.py::test_relative_l2_is_each_samples_ratio",
@@ -620,7 +620,7 @@ MUTATIONS = [
     ),
     Mutation(
         "latitudes_in_radians",
-        "scores.py",
+        "extensions/era5_vit/scores.py",
         "torch.cos(torch.deg2rad(latitude))",
         "torch.cos(latitude)",
         "test_losses_metrics.py::test_latitude_weights_are_cosines_with_mean_one",
@@ -634,7 +634,7 @@ MUTATIONS = [
     ),
     Mutation(
         "skill_turned_round",
-        "scores.py",
+        "studies/scores.py",
         "1 - error / naive, torch.nan)",
         "1 - naive / error, torch.nan)",
         "test_losses_metrics.py::test_cosmo_metrics_are_plain_numpy_in_physical_units",

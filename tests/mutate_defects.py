@@ -143,7 +143,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "the density loss's exponential": Mutation(
         "exponential_always",
-        "scores.py",
+        "extensions/cosmo_unet/scores.py",
         "    if density_weight:\n",
         "    if True:\n",
         "test_losses_metrics.py::test_without_a_weight_the_exponential_is_not_computed",

@@ -14,7 +14,7 @@ from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
 PARTS = {
     "extensions",
     *("config", "core", "data", "launch", "measure", "parallel", "preflight", "report"),
-    *("scores.py", "train", "rules", ".."),
+    *("results.py", "studies", "train", "rules", ".."),
 }
 
 
