@@ -147,7 +147,7 @@ def add(name: str, path: str | Path) -> None:
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
         raise UserError(
             f"{where}: {path}: expected a Python identifier that is not a standard module or '{PACKAGE.name}', got "
-            f"'{module}'; rename it"
+            f"'{module}'; rename the file or folder"
         )
     study = StudyModule(name, module, file)
     if not study.yaml.is_file():
@@ -346,7 +346,7 @@ def page_modules() -> list[str]:
 
 
 def cards() -> list[str]:
-    """Return the full names of the functions with which extensions complete the card of a plan (`PlanResult`)."""
+    """Return the full names of the functions with which extensions add to a plan's card, its summary on a page."""
     return list(_table("CARDS").values())
 
 
@@ -393,7 +393,6 @@ class LoaderPlace(NamedTuple):
 
 
 def _loaders() -> dict[str, LoaderPlace]:
-    """Return the loaders that extensions add, by kind of loader."""
     return _table("LOADERS")
 
 
