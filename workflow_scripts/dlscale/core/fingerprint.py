@@ -129,7 +129,8 @@ def remember(path: Path) -> None:
 def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
     """Return a module's two digests (with and without texts), and all imports that `_file` finds."""
     file = _file(module)
-    assert file is not None, module
+    if file is None:
+        raise UserError(f"{module}: no such module; an extension's table or a study names it")
     content = file.read_bytes()
     key = hashlib.sha256(f"{module} {file.name} ".encode() + content).hexdigest()
     if key not in _PARSED:

@@ -204,7 +204,7 @@ STAGES: dict[str, Stage] = {
     ),
 }
 
-for _name, _row in registry.stages().items():
+for _name, _row in registry.stages(STAGES).items():
     _at = [*STAGES].index(_row.after) + 1 if _row.after else len(STAGES)
     STAGES = {**dict([*STAGES.items()][:_at]), _name: _row, **dict([*STAGES.items()][_at:])}
 for _name, _module in registry.program_stages().items():
@@ -219,7 +219,7 @@ DATA_STAGES = tuple(name for name, stage in STAGES.items() if stage.nodes == "cp
 
 def stage_of(rule: str) -> str:
     """Return the stage of a rule, such as `report` for `report_plan`."""
-    return "acquire" if rule == "fetch" else rule.partition("_")[0]
+    return "acquire" if rule == "fetch" else rule if rule in STAGES else rule.partition("_")[0]
 
 
 def job_name(rule: str, wildcards: Mapping[str, str]) -> tuple[str, str]:
