@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,6 +59,9 @@ if WHERE == "forward":
     before(Network, "losses")
 elif WHERE == "writing":
     before(RunLogs, "add")
+elif WHERE == "worker":
+    from dlscale.data.loaders import torch_loader
+    before(torch_loader._Dataset, "__getitem__")
 elif WHERE == "checkpoint":
     before(checkpoint, "sha256")
 else:
@@ -73,6 +77,9 @@ else:
     TorchLoader.epoch = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
+
+#: Line of `FAULTY` in which the rank hangs.
+SLEEP = FAULTY.splitlines().index("            time.sleep(3600)") + 1
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -156,9 +163,34 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     output = end_of(begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"}), folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
-    assert "all other processes have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log
+    waits = r"all other processes have waited for \d+ s, in \w+ #\d+ at \w+\.py:\d+, for process 1 on \S+ "
+    assert re.search(rf"{waits}\({where} at program\.py:{SLEEP}\)", log), log
+    assert f'program.py", line {SLEEP}, in falter' in (folder / "train.rank1.log").read_text()
     assert "process 0" not in log.split("all other processes have waited")[1]
     assert "This process also ends" in output
+
+
+def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path, era5_data: Path) -> None:
+    """The rank waits for data; its log has the stack of its loader process."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, loader={"workers": 1}, training={"steps": 100_000})
+    end_of(begin_faulty(folder, era5_data, "worker", **{WATCHDOG: "stuck=8"}), folder)
+    assert "for process 1 on " in (folder / "train.log").read_text()
+    assert f'program.py", line {SLEEP} in falter' in (folder / "train.rank1.log").read_text()
+
+
+def test_a_user_can_ask_for_all_stacks(tmp_path: Path, era5_data: Path) -> None:
+    """After SIGQUIT the log has the stacks of a rank, and the training continues."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
+    process = begin(folder, era5_data, ["-m", "dlscale"])
+    until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
+    os.kill(ranks_of(process)[1], signal.SIGQUIT)
+    log = folder / "train.rank1.log"
+    until("stacks", lambda: "most recent call first" in log.read_text(), process, log.read_text)
+    epochs = said(folder).count("epoch ")
+    until("further epochs", lambda: said(folder).count("epoch ") > epochs + 2, process, lambda: said(folder))
+    process.terminate()
+    process.communicate(timeout=PATIENCE)
+    assert 'loop.py", line' in log.read_text()
 
 
 @pytest.mark.slow
