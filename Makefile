@@ -195,7 +195,7 @@ test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guid
 	@$(PYTEST) -m long $(ARGS)
 
 .PHONY: test-mutations
-test-mutations: $(VENV)/.installed-dev  ## damage the files of every reader 250 times: reading must succeed or end in a message
+test-mutations: $(VENV)/.installed-dev  ## damage each kind of file that dlscale reads 250 times: reading must succeed or end in a message
 	@$(PYTEST) -m long tests/test_mutations.py $(ARGS)
 
 .PHONY: test-code-mutations

@@ -50,7 +50,7 @@ localrules:
     report_plan,
 
 
-# `fetch` runs on this machine without a scheduler, and if compute nodes have no network (`acquire: here`).
+# Without a scheduler, or if compute nodes have no network (`acquire: here`), `fetch` runs on this machine.
 if not SITE.scheduler or SITE.scheduler.acquire == "here":
 
     localrules:

@@ -1,7 +1,7 @@
 """Check the English of docstrings, comments and messages: `python .ci/prose.py [FILE ...]`.
 
-The script checks only mechanical rules; CONTRIBUTING.md lists how texts are written. `ALLOWED` has the exceptions. It
-exits with 1 if a text breaks a rule.
+The script finds banned patterns and long first sentences; CONTRIBUTING.md has the other rules. The exit status is 1 if
+a text breaks a rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Patterns of any text, and what to write instead.
+#: Banned pattern of any text → advice to the writer.
 BANNED = {
     r"\b(nobody|somebody|whoever|whosoever)\b": "name the subject: the user, the process, the job",
     r"\b(told|tells|telling)\b": "report, print, log, write",
@@ -28,15 +28,15 @@ BANNED = {
     r"\bof which (there|it|they)\b": "split the sentence",
     r"\bas (it|they) (was|were|is|are) (?!and\b)(asked|said|told)\b": "unchanged",
 }
-#: Beginnings of comments on attributes.
+#: Banned beginnings of comments on attributes.
 BEGINNINGS = re.compile(r"#: (Of|That|What|Whether what|Where|Those|These|None of)\b")
-#: Parts of texts that may contain a banned pattern, with the reason.
+#: Words with which a text may contain a banned pattern → reason.
 ALLOWED = {
     "site.engine is none": "a value of the configuration",
 }
-#: Beginnings of paths where only docstrings and comments are checked: other strings are inputs and expected outputs.
+#: Prefixes of paths where only docstrings and comments are checked, because other strings are data of tests.
 INPUTS = ("tests/", "bench/", ".ci/prose.py")
-#: Longest first sentence of a docstring, words.
+#: Maximum number of words in a docstring's first sentence.
 LONGEST = 25
 
 

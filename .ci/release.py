@@ -25,7 +25,7 @@ PLACES = {
     "profiles/perlmutter/site.yaml": r"(?m)(^image: .*:gpu-)(.*)($)",
     "profiles/perlmutter/README.md": r"(`image: .*:gpu-)(.*?)(`)",
 }
-#: Files in git that no distribution needs.
+#: Files in git that the source distribution may lack.
 OURS = re.compile(r"\.(ci|github)/|\.[^/]*$")
 
 

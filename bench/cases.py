@@ -25,7 +25,7 @@ from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.build import build_step
 from dlscale.train.step import Step
 
-#: Published settings of each study, except sizes.
+#: Settings of each study from its tutorial (SC22, SC23), except sizes.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "cosmo_unet": {"loss": {"kind": "l1"}, "optimizer": {"lr": 2e-4}},
     "era5_vit": {"loss": {"kind": "relative_l2"}, "optimizer": {"lr": 5e-4, "betas": (0.9, 0.95)}},
@@ -34,7 +34,7 @@ KINDS = {"cosmo_unet": ("unet3d", "crops"), "era5_vit": ("vit", "pairs")}
 
 
 def sizes(small: bool) -> tuple[Case, Case, Case]:
-    """Return the published U-Net, the ViT and the large ViT with the batch size of one GPU, or `small` versions."""
+    """Return the tutorials' U-Net and ViT and a large ViT, each with one GPU's batch, or `small` versions."""
     if small:
         vit: dict[str, Any] = {"depth": 2, "heads": 2}
         return (
@@ -64,7 +64,7 @@ class Case:
     batch_size
         Samples per step.
     channels
-        Channels of the atmosphere's input and target; unused for cosmic boxes.
+        Channels of input and target of `era5_vit`; unused for `cosmo_unet`.
     """
 
     study: str
@@ -80,9 +80,9 @@ class Case:
         return (counts[0], *self.grid), (counts[1], *self.grid)
 
     def run(self, **over: Any) -> Run:
-        """Return a resolved run; `over` overrides published settings.
+        """Return the run; `over` overrides its settings.
 
-        Mappings are merged key by key. A mapping with a `kind` replaces the published mapping.
+        Mappings are merged key by key. A mapping with a `kind` replaces the default mapping.
         """
         model, samples = KINDS[self.study]
         raw: dict[str, Any] = {
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def manifest(self) -> Any:
-        """The fields of a manifest that a study needs to build its model."""
+        """Stand-in for a manifest, with the fields that a study needs to build its model."""
         (inputs, *_), (outputs, *_) = self.shapes
         named = {"Nbody": inputs, "Hydro": outputs, "fields": inputs}
         return SimpleNamespace(
@@ -131,14 +131,14 @@ class Case:
         return build_step(run, make, self.loss(), world or World(device=device))
 
     def batch(self, device: torch.device, size: int | None = None, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch of normal deviates."""
+        """Return a batch of normal deviates; the target's standard deviation is 0.3."""
         generator = torch.Generator().manual_seed(seed)
         size = size or self.batch_size
         x, y = (torch.randn(size, *shape, generator=generator) for shape in self.shapes)
         return x.to(device), 0.3 * y.to(device)
 
     def delivered(self, step: Step, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a batch as a loader gives it to a step."""
+        """Return a batch on the step's device."""
         return self.batch(step.device, size)
 
     def flops(self) -> float:
@@ -162,7 +162,7 @@ class Case:
     def described(self, path: Path, rows: int, count: int) -> Manifest:
         """Return the manifest of a file from `write`, with at least `count` samples.
 
-        The file of a series is listed as often as needed. Epochs are then long, although the page cache holds the file
+        The manifest lists the file of a series as often as needed for long epochs. The page cache still holds the file
         only once.
         """
         if self.study == "cosmo_unet":

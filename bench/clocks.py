@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-#: Queried fields, in the order of the columns.
+#: Fields that `nvidia-smi` prints, in the order of its columns.
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 #: Field of the reasons for reduced clocks: first the older drivers' name, then the newer drivers' name.
 REASONS = ("clocks_throttle_reasons.active", "clocks_event_reasons.active")
@@ -56,7 +56,7 @@ class Sampler:
         self._thread.start()
 
     def _read(self, device: str) -> None:
-        for reasons in REASONS:  # nvidia-smi exits at once if it does not know the field's name
+        for reasons in REASONS:  # nvidia-smi exits at once if it does not know a name; then try the next name
             if self._closed:
                 return
             try:

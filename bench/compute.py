@@ -1,4 +1,4 @@
-"""GFLOP/s of the models' forward and backward passes, compared with a matrix product."""
+"""GFLOP/s of forward and backward passes of U-Net and ViT, compared with a matrix product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def passes(model: nn.Module, x: torch.Tensor, flops: float, count: int) -> Calla
 
 
 def models(options: Options) -> list[Row]:
-    """Measure both models in float32, at sizes that suit a CPU."""
+    """Measure U-Net and ViT in float32, at sizes that suit a CPU."""
     torch.manual_seed(0)
     batch_size, count = 2, 1 if options.quick else 2
     size = 1024 if options.quick else 2048

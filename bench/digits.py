@@ -1,8 +1,8 @@
 """Training speed, digits/s: PyTorch's MNIST example (`bench.published_digits`) against the plan `mnist_fast`.
 
 The digits are real if their files exist (in `data`, or in `shared/data/mnist` next to the repository), else simulated.
-To compare accuracy, both programs first train for three epochs. To compare the speed of the training loop, the programs
-then take turns of one epoch. The speed excludes validation, start and compilation.
+To compare accuracy, both programs first train for three epochs. To compare the speed of the training loop, both then
+train one epoch each, in turn. The speed excludes validation, start and compilation.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.conftest import ROOT, make_dataset
 PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")
 FILES = {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}
 PLACES = (ROOT / "data", ROOT.parent / "shared/data/mnist")
-#: Least ratio of dlscale's speed to the published program's. On a CPU, convolutions take most of the time, so a
-#: factor of ten is out of reach (see the row «floor»). On a GPU, the published loader takes most of the time.
+#: Least ratio of dlscale's speed to the example's. On a CPU, convolutions take most of the time, so a factor of ten is
+#: out of reach (see the row «floor»). On a GPU, loading takes most of the example's time.
 TARGET = 1.2
 
 
@@ -63,10 +63,7 @@ def cores(count: int) -> Iterator[None]:
 
 
 class Theirs:
-    """The published program on a dataset's images; each call trains and returns samples/s.
-
-    The first call trains for three epochs; each later call trains for one epoch.
-    """
+    """PyTorch's example on a dataset's images; a call trains (first three epochs, later one), and returns samples/s."""
 
     def __init__(self, manifest: Manifest) -> None:
         train, valid = (self._digits(manifest, split) for split in ("train", "valid"))
@@ -86,10 +83,7 @@ class Theirs:
 
 
 class Ours:
-    """dlscale's trainer on the same images; each call trains and returns samples/s of the last epoch.
-
-    The first call trains for three epochs; each later call trains for one epoch.
-    """
+    """dlscale's trainer on the same images; a call trains as in `Theirs`, and returns samples/s of the last epoch."""
 
     def __init__(self, run: Any, manifest: Path, folder: Path, stack: ExitStack) -> None:
         self.session = open_session(run, manifest, World(), torch.get_num_threads())
@@ -103,7 +97,7 @@ class Ours:
     def __call__(self) -> float:
         training = {"epochs": 1 if self.accuracy else EPOCHS, "steps": None}
         run = self.run.model_copy(update={"training": self.run.training.model_copy(update=training)})
-        # a new folder, so the training does not resume
+        # a new folder, so that the training does not resume from a checkpoint
         checkpoints = Checkpoints(self.folder / str(next(self._turns)), keep=1)
         fit = Trainer(run, self.session.step, self.session.share(), self.loaders, self.metrics, checkpoints, World())
         last = fit.fit()[-1]
@@ -112,14 +106,14 @@ class Ours:
 
 
 def digits(options: Options) -> list[Row]:
-    """Compare speed with the published program and with the arithmetic's limit, on one core and on two."""
+    """Compare dlscale's speed with PyTorch's example and with a matrix product, on one core and on two."""
     data = {"kind": "mnist", "source": source(options.quick)}
     manifest = make_dataset(options.folder / "digits", data) / "manifest.json"
     settings = {"targets": [PLAN], "datasets": {"digits": data}}
     plans = {PLAN: {"settings": {"dataset": "digits", "training": {"epochs": EPOCHS}}}}
     known = resolve.load({**settings, "plans": plans})
     runs = known.plans[PLAN]
-    run = (runs.get("bf16") or runs["resident"]).run  # the rung `bf16` has a compiled step, which is no faster on a CPU
+    run = (runs.get("bf16") or runs["resident"]).run  # not `compile`, which is no faster on a CPU
     rows = []
     for count in range(1, 1 + min(2, len(os.sched_getaffinity(0)))):
         with cores(count), ExitStack() as stack:
@@ -128,7 +122,7 @@ def digits(options: Options) -> list[Row]:
             contest: dict[str, Callable[[], float]] = {"ours": ours, "theirs": theirs}
             found = in_turns(max(2, options.repetitions // 2), contest)
             forward = registry.study(run.study).flops(run, ours.session.manifest)
-            # the gradient of the images is not computed
+            # forward and backward passes, without the gradient of the images
             flops = 3 * (forward or 0.0) - 2 * 9 * run.model.widths[0] * 26 * 26
             peaks = {kind: measure_peaks(kind, CPU).flops for kind in ("fp32", run.precision)}
         counted = {

@@ -1,4 +1,4 @@
-"""Checks and timings that need a GPU, the most valuable first.
+"""Checks and timings that need a GPU, one row each, the most valuable first.
 
     make bench-gpu                     # ARGS="--only U-Net", ARGS="--continue"
     python3 bench/gpu.py --json FILE [--continue] [--seconds SECONDS] [--only TEXT ...] [--skip TEXT ...]
@@ -9,7 +9,7 @@ The program also runs without a network. It needs torch, numpy and the wheels th
 takes at most `--seconds` and lists the rows that did not fit; the next call with `--continue` measures these rows. Each
 finished row is written to FILE at once, with the GPU's clocks, power and temperature during the row.
 
-The exit status is 1 if a check fails. A missed target is reported, but does not change the exit status.
+The exit status is 1 if a check fails. A missed target is only reported.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from bench.tasks import (  # noqa: E402
     read,
 )
 
-#: Modules of this folder and their functions that return tasks, the most valuable first. A first call of eight minutes
-#: checks values, then measures and profiles the U-Net. A second call covers NCCL, a user's commands and the ViT; a
-#: third call covers the verdicts.
+#: Modules of this folder and their functions that return tasks, the most valuable first. A first call of bench/gpu.py
+#: (eight minutes) checks values, then measures and profiles the U-Net. A second call covers NCCL, users' commands and
+#: the ViT; a third call checks the verdicts.
 ORDER = (
     ("gpu_machine", "tasks"),
     ("gpu_checks", "quick"),
@@ -71,7 +71,7 @@ ORDER = (
     ("gpu_checks", "slow"),
     ("gpu_whole", "last"),
 )
-#: Seconds beyond `--seconds` after which a row counts as hung; the program then exits with a traceback.
+#: Seconds after the end of `--seconds` at which the program prints a traceback and exits, because a row hangs.
 GRACE = 30
 
 
@@ -80,7 +80,7 @@ def all_tasks(bench: Bench) -> list[Task]:
     tasks = list[Task]()
 
     def missing(package: str | None) -> Values:
-        raise Skip(f"package {package} is missing: collect it with make bench-gpu-wheels, pass --wheels")
+        raise Skip(f"package {package} is missing: collect it with make bench-gpu-wheels, then set --wheels")
 
     for name, function in ORDER:
         try:
@@ -111,7 +111,7 @@ def options() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="device; cpu only tries the program (default: cuda)"
+        "--device", default="cuda", choices=("cuda", "cpu"), help="device; cpu is only for trying out (default: cuda)"
     )
     parser.add_argument(
         "--quick", action="store_true", help="small sizes and few steps, to try the program; figures mean nothing"
@@ -142,7 +142,7 @@ def options() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="rows to leave out, by texts in their names (default: none)",
     )
-    parser.add_argument("--list", action="store_true", help="print the rows, with the seconds that each may take")
+    parser.add_argument("--list", action="store_true", help="print the rows' names, and the seconds that each may take")
     return parser
 
 
@@ -150,16 +150,16 @@ def main() -> int:
     parser = options()
     args = parser.parse_args()
     if not args.list and args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch sees no CUDA device here; --device cpu --quick tries the program itself")
+        parser.error("PyTorch finds no CUDA device; to try the program on a CPU, give --device cpu --quick")
     if args.go_on and not args.json:
-        parser.error("--continue: the file to continue is missing; give --json FILE")
+        parser.error("--continue needs the file of earlier results: give --json FILE")
     if args.wheels and not (wheels := sorted(args.wheels.glob("*.whl"))):
         parser.error(f"--wheels: no *.whl in {args.wheels}; collect them with make bench-gpu-wheels")
     logging.disable(logging.INFO)  # hide the log lines of the stages
     device = torch.device(args.device)
 
     def clean() -> None:
-        # PyTorch stops compiling a function that has too many compiled versions.
+        # forget the compiled versions of earlier rows, because PyTorch compiles only a few versions of a function
         torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
@@ -168,14 +168,14 @@ def main() -> int:
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory("", "dlscale-bench-", None, True)))
-        # an empty cache, so the first compilation is cold
+        # an empty cache, so that the first compilation finds no compiled code
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
         if args.wheels:
             for wheel in wheels:
                 with zipfile.ZipFile(wheel) as archive:
                     archive.extractall(folder / "packages")
             sys.path.insert(0, str(folder / "packages"))
-        # The processes of the stages must find the same packages.
+        # stages run in other processes, which must find the same packages
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         bench = Bench(device, args.quick, folder)
         tasks = chosen(all_tasks(bench), args.only, args.skip)
@@ -183,7 +183,7 @@ def main() -> int:
             print("\n".join(f"{task.seconds:5.0f} s  {task.label}" for task in tasks))
             return 0
         if not tasks:
-            parser.error("no row has such a name; --list shows all names")
+            parser.error("--only and --skip leave no row; --list prints the names of all rows")
         sampler = None
         if device.type == "cuda":
             sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

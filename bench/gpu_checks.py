@@ -80,7 +80,7 @@ def loader_of(
 
 
 def samples_equal(bench: Bench, kind: str) -> Values:
-    """Compare all batches of two epochs with plain reads while the device is busy; the last batch is incomplete."""
+    """Compare all batches of two epochs, also the incomplete last batch, with plain reads while the device is busy."""
     errors = Errors()
     for case, rows, count in ((CROPS, 24, 30), (PAIRS, 8, 14)):
         path = bench.folder / f"check-{case.study}.h5"
@@ -108,8 +108,7 @@ def samples_equal(bench: Bench, kind: str) -> Values:
 def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
     """Compare the batches that steps receive with plain reads, while the host runs many batches ahead of the device.
 
-    A GPU first gets a second of other work, so the check notices a batch that is overwritten before a step reads
-    it.
+    A GPU first gets a second of other work, so the check detects a batch that is overwritten before its step.
     """
     if over:
         bench.need_cuda()
@@ -149,12 +148,12 @@ def samples_ahead(bench: Bench, kind: str, over: dict[str, Any]) -> Values:
 #: Tolerances of a rung: (prediction and loss, gradients and weight update).
 #:
 #: In float32, rungs differ from the plain step only in the order of sums. The longest sum has 6 x 8^3 = 3072 terms, so
-#: its error is about 2^-24 x sqrt(3072) / 2.5 = 1e-6. Transforms (FFT, Winograd) have 20 times this error;
-#: TensorFloat-32 has 2e-4 to 5e-4. The error may change the sign of one of the 12 x 2^3 x 6 = 576 units of a layer,
-#: which changes a gradient by 1 / sqrt(576) = 0.04.
+#: its relative error is about 2^-24 x sqrt(3072) / 2.5 = 1e-6. Convolutions by FFT or Winograd have 20 times this
+#: error; TensorFloat-32 has errors of 2e-4 to 5e-4. An error may change the sign of one of the 12 x 2^3 x 6 = 576 units
+#: of a layer, which changes a gradient by 1 / sqrt(576) = 0.04.
 FP32 = 1e-4, 0.05
-HALF = 0.004, 0.06  # 11 bits, as in TensorFloat-32
-BF16 = 0.02, 0.2  # 8 bits; a few units per layer change sign
+HALF = 0.004, 0.06  # fp16 has significands of 11 bits, as TensorFloat-32
+BF16 = 0.02, 0.2  # significands of 8 bits; a few units per layer change sign
 BOTH = UNET, VIT
 FUSED: dict[str, Any] = {"optimizer": {"fused": True}}
 TOP: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True, "memory_format": "channels_last"}
@@ -217,7 +216,7 @@ def rung_equals_plain(bench: Bench, rung: Rung) -> Values:
             x, y = case.batch(bench.device, size)
             # Keep targets far from predictions, because rounding would flip gradients at the kink of the L1 loss.
             y = plain.predict(x) + y + 0.2 * y.sign()
-            # run this step before the other one is made, because TensorFloat-32 is a process-wide switch
+            # run the plain step before the rung's step is made, which may switch TensorFloat-32 on in this process
             truth = observe(plain, x, y)
             try:
                 step = make(bench, case, **over)
@@ -270,9 +269,9 @@ def graph_equals_eager(bench: Bench, over: dict[str, Any]) -> Values:
         weights = graphed.weights.state_dict()
         for name, value in eager.weights.state_dict().items():
             if not name.endswith("attention.k.bias"):
-                # Gradients are summed in any order. For gradients near zero (1e-5 of all gradients), Adam makes a full
-                # step of either sign. So the relative difference of weights may be 2 x 0.055 (sum of all learning
-                # rates) x sqrt(1e-5) / 0.1 (spread of weights) = 0.003. A stale batch or learning rate would give 0.1.
+                # The order in which gradients are summed varies. For gradients near zero (1e-5 of all gradients), Adam
+                # makes a full step of either sign. So the relative difference of weights may be 2 x 0.055 (sum of all
+                # learning rates) x sqrt(1e-5) / 0.1 (spread of weights) = 0.003. A stale batch or rate would give 0.1.
                 errors.hold("weights", distance(weights[name], value), 2e-2)
     return dict(errors)
 

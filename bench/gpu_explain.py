@@ -54,7 +54,7 @@ DATASHEET_TB = 4.8
 
 
 def peaks(bench: Bench, precision: str) -> Values:
-    """Measure the peaks that MFU and rooflines use; for bf16, also compare them with the group `machine`."""
+    """Measure the peaks that MFU and rooflines use; for bf16, also return ratios to the rates of `gpu_machine`."""
     set_matmul_precision(precision)
     found = measure_peaks(precision, bench.device)
     rates: Values = {"TFLOP/s": found.flops / 1e12, "TB/s": found.bytes_per_second / 1e12}
@@ -84,8 +84,8 @@ RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}
 def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[TopEntry], Values]:
     """Profile a run, then measure its throughput, as the stages do.
 
-    Returns the evidence for a verdict, the profile's longest entries, and host and device times. Both parts use one
-    session, so the model is compiled once; other rows measure compilation.
+    Returns the evidence for a verdict, the profile's longest entries, and host and device times. Profile and throughput
+    use one session, so the model is compiled once; other rows measure compile times.
     """
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
     world, found = World(device=bench.device), {}
@@ -117,7 +117,7 @@ def of_study(bench: Bench, source: Data, over: dict[str, Any], tool: str = "torc
     if over.get("cuda_graph") or "compile" in over:
         bench.need_cuda()
     if tool == "nsys" and not shutil.which(os.environ.get("NSYS") or "nsys"):
-        raise Skip("no nsys here")
+        raise Skip("nsys is missing: set NSYS to its path")
     slow = over["loader"]["kind"] == "torch"
     trials = {"warmup": 1, "trials": 2, "batches": 2 if bench.quick else 3 if slow else 15}
     window = {"tools": [tool], "skip": 3 if slow else 8, "steps": 3 if bench.quick or slow else 10}
@@ -219,7 +219,7 @@ def _memory(found: Memory) -> list[Values]:
     used, measured = found.predicted, found.measured
     fixed = used.parameters + used.optimizer
     rows = [
-        ("set-up", used.parameters, measured.get("set-up")),  # no optimiser state, which only exists after a step
+        ("set-up", used.parameters, measured.get("set-up")),  # without optimiser state, which exists only after a step
         ("forward", used.parameters + used.activations, measured.get("forward")),
         ("backward", used.parameters + used.gradients, measured.get("backward")),
         ("step", fixed + used.gradients, measured.get("step")),
@@ -237,7 +237,7 @@ def _memory(found: Memory) -> list[Values]:
 def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     """Compare the predicted memory of a step with the allocator's peak.
 
-    The values must agree within a tenth. They cannot agree exactly, because libraries also allocate workspaces.
+    The values must agree within 10 % or 32 MiB. They cannot agree exactly: libraries also allocate workspaces.
     """
     bench.need_cuda()
     run = case.run(**over)
@@ -281,7 +281,7 @@ SMALL: dict[str, Any] = {"batch_size": 16, "throughput": {"warmup": 1, "trials":
 
 @dataclass(frozen=True)
 class Planted:
-    """A run of the study `plant` and its planted bottleneck; None for a clean run."""
+    """Settings of a run of the study `plant`, and the cause that they plant; a clean run has no cause."""
 
     cause: str | None
     over: dict[str, Any] = field(default_factory=dict)
@@ -330,7 +330,7 @@ def plant(bench: Bench, planted: Planted) -> Values:
 
 
 def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
-    """Return the manifest of random rows with long epochs; create the files at the first call."""
+    """Return the manifest of random rows, listed 64 times for long epochs."""
     folder = bench.folder / f"rows-{width}"
     manifest = folder / "manifest.json"
     if not manifest.exists():
@@ -347,7 +347,7 @@ def rows_on_disk(bench: Bench, rows: int, width: int) -> Path:
 
 
 def telemetry(bench: Bench, case: Case) -> Values:
-    """Compare a training's speed with telemetry running and stopped; compare telemetry's joules with its watts."""
+    """Compare a training's speed with telemetry running and stopped; on a GPU, compare joules with watts × time."""
     import pynvml  # noqa: F401 - telemetry of a GPU needs it
 
     step, file = case.step(bench.device, **BEST[case.study]), bench.folder / "seen.csv"
@@ -375,7 +375,7 @@ def telemetry(bench: Bench, case: Case) -> Values:
 
 
 def _of_gpu(bench: Bench, rows: list[record.Sample]) -> Values:
-    """Return telemetry's means for the GPU; raise if the GPU's energy counter contradicts the GPU's power."""
+    """Return telemetry's means for the GPU; raise if energy counter and power × time differ by 30 %."""
     summary = record.summary(rows)
     used = record.energy([rows])
     powers = [[replace(row, gpus=tuple(replace(gpu, joules=None) for gpu in row.gpus)) for row in rows]]

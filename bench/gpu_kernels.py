@@ -1,4 +1,4 @@
-"""Where the time of a step is spent: kernels and idle time; single convolutions, attention kernels and decoders."""
+"""Kernels and idle time of a step; speed of single convolutions, attention kernels and decoders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BEST: dict[str, dict[str, Any]] = {
 #: Pattern of kernel names by kind; the first match counts. On a CPU, the patterns apply to operators.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    # The names of matrix products also contain layouts: sm90_xmma_fprop_implicit_gemm_..._nhwckrsc_nhwc_...
+    # a conversion's name has "to", but a layout alone may be in a product's: sm90_xmma_fprop_implicit_gemm_..._nhwc_...
     "layout": r"(nchw|nhwc|ncdhw|ndhwc)_?to|(?<!conv_)transpose|converttensor|im2col",
     "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
     "optimiser": r"multi_tensor|adam|sgd|foreach",
@@ -95,7 +95,7 @@ def _launch(event: dict[str, Any]) -> Launch:
 
 
 def busy(found: list[Launch]) -> tuple[float, float]:
-    """Return two times in microseconds: with work running, and from the first start to the last end."""
+    """Return two times in microseconds: while any launch runs, and from the first start to the last end."""
     covered, end = 0.0, -math.inf
     for launch in sorted(found, key=lambda launch: launch.start):
         last = launch.start + launch.duration
@@ -226,8 +226,8 @@ class Convolution:
 def convolutions(case: Case) -> list[Convolution]:
     """Return the convolutions of a model, in order of computation.
 
-    A layer whose channels are not multiples of 8 is listed twice, the second time padded to multiples of 8. The pair
-    shows the cost of few channels, which `space_to_depth` avoids.
+    A layer whose channels are not multiples of 8 is listed again, padded to multiples of 8. The pair shows the cost of
+    few channels, which `space_to_depth` avoids.
     """
     found = list[Convolution]()
 
@@ -281,8 +281,8 @@ def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format,
     If `search` is None, cuDNN guesses the fastest algorithm. Otherwise cuDNN tries the first `search` algorithms of its
     list (0: all algorithms; PyTorch's default: 10).
 
-    A new thread measures, because PyTorch keeps the chosen algorithm of each shape per thread. Layers that take
-    microseconds are limited by their launch.
+    A new thread measures, because PyTorch keeps the chosen algorithm of each shape per thread. Times of a few
+    microseconds are mostly the kernel's launch.
     """
     rows, errors = list[Values](), list[BaseException]()
 
@@ -357,7 +357,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
             row["why not"] = " ".join(str(error).split())[:80]
         rows.append(row)
     if all(row["why not"] for row in rows):
-        raise Skip(f"no such kernel here: {rows[0]['why not']}")
+        raise Skip(f"no such kernel on this machine: {rows[0]['why not']}")
     return {"tokens": tokens, "samples": samples, "width": width, "head dimensions": rows}
 
 
@@ -452,7 +452,7 @@ def layers(bench: Bench) -> list[Task]:
     found += [
         Task("attention", kind, 10, partial(attention, bench, kind, samples, tokens, width))
         for kind in BACKENDS
-        if kind != "math"  # the kind `math` keeps all scores in memory
+        if kind != "math"  # needs too much memory, because it stores all attention scores
     ]
     return found
 

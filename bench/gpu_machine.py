@@ -1,4 +1,4 @@
-"""Reference figures for the other rows: names, versions and hardware rates. Needs only torch."""
+"""Reference rows of the GPU benchmarks: names, versions and hardware rates. The module needs only torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_h200(bench: Bench) -> bool:
 
 
 def machine(bench: Bench) -> Values:
-    """Return names and versions."""
+    """Return names and versions of hardware and software."""
     found: Values = {"torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}
     if bench.cuda:
         free, total = torch.cuda.mem_get_info(bench.device)

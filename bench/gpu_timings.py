@@ -1,4 +1,4 @@
-"""Timings on a GPU: the ladders of both studies, a large model, batch sizes, and loading without training.
+"""Timings on a GPU: the ladders of U-Net and ViT, a large ViT, batch sizes, and loading without training.
 
 The targets for an H200 are the expectations in docs/benchmarks.md ("On a GPU").
 """
@@ -31,7 +31,7 @@ from dlscale.train.step import Step
 
 #: Peak of dense bf16 matrix products, TFLOP/s, by part of the card's name (data sheets); the first match counts.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}
-#: Least ratio to the previous rung that counts as «no slower»; the noise is 2 %.
+#: Least ratio of speed to the previous rung that counts as «no slower»; timings vary by 2 %.
 NO_SLOWER = 0.98
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 
@@ -40,7 +40,7 @@ COMPILE: dict[str, Any] = {"compile": {"mode": "default"}}
 
 
 def utilisation(bench: Bench, samples_per_second: float, case: Case) -> Values:
-    """Return the fractions of the measured bf16 peak and of the data sheet's bf16 peak."""
+    """Return achieved FLOP/s as fractions of the measured and the data sheet's bf16 peak."""
     rate, found = samples_per_second * case.flops() / 1e12, Values()
     if peak := bench.found.get(PRODUCT, {}).get("TFLOP/s"):
         found["MFU (measured peak)"] = rate / peak
@@ -236,7 +236,7 @@ def sized(bench: Bench, case: Case, over: dict[str, Any], batch_size: int, setti
 
 
 def data(bench: Bench) -> tuple[Data, Data]:
-    """Return the data of both studies."""
+    """Return the data of U-Net and ViT."""
     unet, vit, _ = sizes(bench.quick)
     if bench.quick:
         return Data(bench, unet, 24, 20), Data(bench, vit, 8, 20)
@@ -244,7 +244,7 @@ def data(bench: Bench) -> tuple[Data, Data]:
 
 
 def _trials(bench: Bench) -> tuple[Throughput, Throughput]:
-    """Return the settings for few and for many batches; the warm-up trial includes the capture of a graph."""
+    """Return settings of short and of long trials. The warm-up trial includes the capture of a graph."""
     if bench.quick:
         return (Throughput(warmup=1, trials=2, batches=5, seconds=0),) * 2
     return Throughput(warmup=1, trials=3, batches=10, seconds=0), Throughput(warmup=1, trials=3, batches=30, seconds=0)
@@ -280,7 +280,7 @@ def vit(bench: Bench) -> list[Task]:
 
 
 def sweeps(bench: Bench) -> list[Task]:
-    """Return the measurements of growing batch sizes, uncompiled because compilation takes a minute per size."""
+    """Return the measurements of growing batch sizes, uncompiled, because each size would compile for a minute."""
     unet, vit, _ = sizes(bench.quick)
     few, many = _trials(bench)
     most = {"precision": "bf16", "optimizer": {"fused": True}}

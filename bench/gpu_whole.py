@@ -1,4 +1,4 @@
-"""Checks of the complete program: one rank with NCCL; training, resuming and measuring with the user's commands.
+"""Checks of complete programs: steps of one rank with NCCL; commands that train, resume and measure.
 
 One rank exchanges no data, but the code around the exchange runs: the process group, DistributedDataParallel, hooks,
 buckets and streams.
@@ -37,7 +37,7 @@ from dlscale.train.step import Step
 
 
 class Several(World):
-    """A world of one rank that reports two data-parallel ranks, so the model is wrapped.
+    """A world of one rank that reports two data-parallel ranks, so DistributedDataParallel wraps the model.
 
     Strategies read `data_size`. Code that exchanges other values reads `size`, which stays 1, so means are the
     rank's own values.
@@ -86,7 +86,7 @@ def exchanges() -> int:
 
 
 def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
-    """Compare wrapped steps with plain steps: losses, exchanges and, if compiled, numbers of graphs and calls."""
+    """Compare a wrapped model with a plain model: losses, exchanges and, if compiled, numbers of graphs and calls."""
     from torch._dynamo.utils import counters
 
     if over.get("cuda_graph"):
@@ -111,7 +111,7 @@ def one_rank(bench: Bench, over: dict[str, Any]) -> Values:
                 seen.append(exchanges() - before)
                 graphs.append({key: counters["stats"][key] for key in ("unique_graphs", "calls_captured")})
             if seen[0] or not seen[1]:
-                raise AssertionError(f"{case.study}: {seen[0]} exchanges plain, {seen[1]} wrapped; expected 0 and > 0")
+                raise AssertionError(f"{case.study}: {seen[0]} exchanges plain, {seen[1]} wrapped; expected 0 and some")
             found[f"{case.study} exchanges"] = seen[1]
             for mine, plain in zip(losses[1], losses[0], strict=True):
                 errors.hold("loss", distance(mine, plain), 1e-3 if "precision" in over else 1e-4)

@@ -1,8 +1,8 @@
 """Loading speed, images/s: random crops of JPEGs, decoded, resized to 224 x 224 and mirrored, in batches of 16.
 
-The reference is the published program's loader (image folders, PyTorch's DataLoader, fast collate), restated operation
-by operation in `bench.published`, with its best number of workers. A second reference is the pipeline of DALI's
-example. The lower bound on time is Pillow's decoding without any other work.
+The reference is the loader of Apex's ImageNet example (image folders, PyTorch's DataLoader, fast collate), restated
+operation by operation in `bench.published`, with its best number of workers. A second reference is the pipeline of
+DALI's example. The lower bound on time is Pillow's decoding without any other work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # size of most photographs in ImageNet
 DECODING = "Pillow's decoding alone"
 EXAMPLE = "DALI's example"
-#: Least ratio of each loader's speed to the published program's best. Decoded images are still resized.
+#: Least ratio of each loader's speed to the fastest loader of Apex's example. Images decoded in advance are still
+#: resized.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.2, "direct, decoded": 2.5, "DALI": 1.1}
 
 
@@ -86,14 +87,14 @@ def torch_rate(stack: ExitStack, samples: Images, workers: int) -> Callable[[], 
 
 
 def program_rate(stack: ExitStack, source: dict[str, str], workers: int) -> Callable[[], float]:
-    """Return a function that measures the published program in the same way as `torch_rate`."""
+    """Return a function that measures the loader of Apex's example in the same way as `torch_rate`."""
     loader = published.image_loader(Path(source["train"]), SIZE, BATCH, workers)
     stack.callback(setattr, loader, "_iterator", None)  # end the worker processes
     return steady_rate(lambda: loader, workers)
 
 
 def example_rate(source: dict[str, str], count: int) -> Callable[[], float]:
-    """Return a function that measures the pipeline of DALI's example in the same way as `torch_rate`."""
+    """Return a function that measures images/s of the pipeline of DALI's example."""
     pipeline = published.dali_pipeline(Path(source["train"]), SIZE, BATCH, THREADS)
 
     def measure() -> float:

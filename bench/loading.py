@@ -1,8 +1,8 @@
 """Loading speed, samples/s: crops of a volume and pairs of a time series, in the page cache and cold.
 
-The reference is the published programs' loader, restated operation by operation in `bench.published`, with its best
-number of workers. The reference takes turns with the other loaders. Its first batches do not count, as in the published
-programs. The lower bound on time is a copy of as many stored bytes into reused buffers.
+The reference is the loader of the SC22 and SC23 tutorials, restated operation by operation in `bench.published`, with
+its best number of workers. It takes turns with the other loaders. Its first batches do not count, as in the tutorials.
+The lower bound on time is a copy of as many stored bytes into reused buffers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
-#: Least ratio of each loader's speed to the published loader's.
+#: Least ratio of each loader's speed to the tutorial's loader with its best number of workers.
 CROPS = {"direct, fp16 channels last": 12.0}
 PAIRS = {"direct, fp16": 10.0}
 
@@ -61,7 +61,7 @@ Contestants = dict[str, Callable[[], float]]
 def write(
     path: Path, fields: list[Field], dtype: str = "float32", channels_last: bool = False, chunk: int | None = None
 ) -> None:
-    """Write random values: contiguous float32 as in the published files, or as the assemble stage stores them."""
+    """Write random values: contiguous float32 as in the tutorials' files, or as the assemble stage stores them."""
     # Absolute values, because densities cannot be negative.
     tile = np.abs(np.random.default_rng(0).standard_normal(2**22, dtype=np.float32))
     with h5py.File(path, "w") as file:
@@ -145,8 +145,8 @@ def rate(stack: ExitStack, loader: Loader) -> Callable[[], float]:
 def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[[], float]:
     """Return a function that delivers one epoch and returns samples/s, without the first batch of each worker.
 
-    The published programs leave out one batch of about a thousand. In this benchmark an epoch has few batches, and the
-    first batches of several workers arrive together.
+    The tutorials leave out one batch of a thousand. Here an epoch has few batches, and the first batches of all workers
+    arrive together, so leaving out only one would overestimate the speed.
     """
 
     def measure() -> float:
@@ -161,7 +161,7 @@ def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[
 
 
 def program_rate(stack: ExitStack, dataset: published.Pieces, batch_size: int, workers: int) -> Callable[[], float]:
-    """Return a function that measures the published programs' loader in the same way as `steady_rate`."""
+    """Return a function that measures the tutorials' loader in the same way as `steady_rate`."""
     loader = published.loader(dataset, batch_size, workers)
     stack.callback(setattr, loader, "_iterator", None)  # end the worker processes
     return steady_rate(lambda: loader, workers)
@@ -276,10 +276,10 @@ def copying(stack: ExitStack, sample_bytes: int, count: int, batch_size: int) ->
 
 
 def cold(path: Path, make: Callable[[], Loader], read: list[float]) -> Callable[[], float]:
-    """Return a function that delivers one epoch of a file outside the page cache and returns samples/s.
+    """Return a function that delivers one epoch of a file that is not in the page cache, and returns samples/s.
 
-    The function appends to `read` the bytes per sample that came from the disk, without those of worker processes. Zero
-    bytes are an error, because they mean that the file was in the page cache.
+    The function appends to `read` the bytes per sample that this process read from the disk. Zero bytes are an error,
+    because they mean that the file was in the page cache.
     """
 
     def measure() -> float:
@@ -313,7 +313,7 @@ def _disk_bytes() -> int:
 
 @dataclass(frozen=True)
 class Published:
-    """Samples of the published layout, once for the published program and once for dlscale."""
+    """Samples in the layout of the tutorial's files, for the tutorial's loader and for dlscale's loaders."""
 
     pieces: published.Pieces
     samples: GridSamples
@@ -321,17 +321,17 @@ class Published:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Loaders of one study, compared with the published program's loader."""
+    """Inputs for comparing the loaders of one study with the tutorial's loader."""
 
     label: str
     program: Published
     ours: GridSamples  #: Samples whose stored bytes the lower bounds read and copy.
     batch_size: int
-    targets: dict[str, float]  #: Least ratio of speed to the published program's, by loader.
+    targets: dict[str, float]  #: Least ratio of speed to the tutorial's loader, by loader.
 
 
 def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:
-    """Measure all loaders in turns; `contestants` makes all loaders except the published loaders."""
+    """Measure all loaders in turns; `contestants` makes all loaders except PyTorch's."""
     label, ours, batch_size = comparison.label, comparison.ours, comparison.batch_size
     program, plain, targets = comparison.program.pieces, comparison.program.samples, comparison.targets
     stored = [(np.prod(field.shape), field.readers[0].dataset.dtype.itemsize) for field in (ours.input, ours.target)]

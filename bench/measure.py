@@ -28,11 +28,11 @@ class Row:
     values, references
         One number per repetition, in `unit`. Value i and reference i were measured one after the other.
     reference
-        Name of the reference: a physical bound, a simpler program, or a limit.
+        Name of the reference: a bound set by the hardware, or another program.
     counted
         The bytes, FLOPs and sizes behind the numbers.
     target
-        Least ratio to reach, or for seconds the greatest ratio allowed; None without a target.
+        Least ratio to reach (for the unit s: greatest ratio allowed); None without a target.
     """
 
     name: str

@@ -6,8 +6,8 @@ settings, so dlscale does not recognise it as a copy. `slow` has five per cent m
 ten seconds or more, `first` is also timed alternately with a copy of itself. During half of the tries, other programs
 keep all cores busy.
 
-The benchmark also checks `dlscale compare --gate` on pairs of tries. The command must pass their copies and fail
-`slow`, which is presented as the same run of a later commit.
+The benchmark also checks `dlscale compare --gate` on consecutive tries. Compared with the earlier `copy`, the later
+`copy` must pass and the later `slow` must fail.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Try:
     copy: tuple[float, float]
     slow: tuple[float, float]
     rounds: tuple[int, ...]  #: Rounds of paired timing, one number per run.
-    headline: str  #: Fastest run in the report on `first` and `copy`.
+    headline: str  #: Run that the report on `first` and `copy` calls the fastest.
     seconds: float
 
     @property
@@ -125,7 +125,7 @@ def gated(plans: list[PlanResult]) -> list[tuple[bool, bool]]:
     for before, after in itertools.pairwise(runs):
         record = after["slow"].throughput
         assert record
-        # present `slow` with the settings of `copy`
+        # record the work of `copy` for `slow`, because the gate compares only runs of equal work
         same = record.model_copy(update={"compute": before["copy"].compute})
         pairs = after["copy"], replace(after["slow"], throughput=same)
         found.append(tuple(compare.change("p.copy", before["copy"], each, looks=2)["slower"] for each in pairs))
@@ -155,15 +155,15 @@ def main() -> None:
         type=int,
         default=os.cpu_count(),
         metavar="N",
-        help="programs that keep a core busy (default: one per core)",
+        help="number of other programs, each of which keeps a core busy (default: one per core)",
     )
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count(), metavar="N", help="threads of a run (default: all cores)"
     )
-    parser.add_argument("--set", default="{}", metavar="JSON", help="settings that override the runs' own")
+    parser.add_argument("--set", default="{}", metavar="JSON", help="settings that override the settings of all runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # exit normally, so busy programs end
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # exit normally, to end busy programs
     registry.add("plant", stages.STUDY)
     found, plans = list[Try](), list[PlanResult]()
     settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))
@@ -180,9 +180,12 @@ def main() -> None:
     for load in sorted({each.load for each in found}):
         own = [each for each in found if each.load == load]
         equal, slower = sum(each.equal for each in own), sum(each.found for each in own)
-        print(f"with {load} other programs: equal {equal} of {len(own)}, slow-down found {slower} of {len(own)}")
+        print(
+            f"with {load} other programs: copy found equal in {equal} of {len(own)} tries, "
+            f"slow-down found in {slower} of {len(own)}"
+        )
     equal, slower = sum(each.equal for each in found), sum(each.found for each in found)
-    print(f"in all: equal {equal} of {len(found)}, slow-down found {slower} of {len(found)}")
+    print(f"in all: copy found equal in {equal} of {len(found)} tries, slow-down found in {slower} of {len(found)}")
     passed, failed = sum(not copy for copy, _ in gates), sum(slow for _, slow in gates)
     print(f"gate: passed {passed} of {len(gates)} equal runs, failed {failed} of {len(gates)} slower runs")
     if args.json:

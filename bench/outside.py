@@ -22,7 +22,7 @@ from dlscale.core.telemetry import sampled
 from dlscale.extensions.programs.hook.sitecustomize import Watcher
 from dlscale.extensions.programs.timed import FOLDER
 
-#: Least ratio of speed: with the hook, and with hook and telemetry.
+#: Least ratio of speed to steps without the hook: with the hook, and with hook and telemetry.
 HOOKED, MEASURED = 0.995, 0.99
 
 #: Samples per step; warm-up steps per turn, needed after the hook is added or removed; timed steps per turn.
@@ -38,8 +38,8 @@ def outside(options: Options) -> list[Row]:
 
     The median over the turns ignores turns that other programs disturb, and turns in which the hook writes its line,
     once a second. The measured time of the hook's own code includes this writing. All times are processor times of the
-    program's thread, which also runs the hook. The second row also subtracts the sampler's processor time, as if
-    the program had only one core.
+    program's thread, which also runs the hook. The second row also subtracts telemetry's processor time, as if the
+    program had only one core.
     """
     repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"

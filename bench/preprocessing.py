@@ -18,7 +18,7 @@ from dlscale.data import preprocess, store
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
-#: Bytes of the stage's buffers: below the default, so a file has several blocks.
+#: Bytes of the stage's buffers: less than the default, so that the stage reads a file in several blocks.
 MEMORY = 64_000_000
 
 
@@ -70,7 +70,7 @@ def volumes(options: Options) -> list[Row]:
         preprocess.main(argparse.Namespace(config=settings, part=part, piece=0, source=[str(large)], out=str(out)))
 
     def rate() -> float:
-        out.unlink(missing_ok=True)  # outside the timing, because freeing the previous file takes time
+        out.unlink(missing_ok=True)  # delete the previous output outside the timing, because this takes time
         return megabytes / seconds(stage)
 
     found = in_turns(

@@ -1,4 +1,4 @@
-"""Overhead of profiling: unused marks, NVTX ranges and each profiler, compared with the same steps without them."""
+"""Overhead of profiling: unused `mark` calls, NVTX ranges and each profiler, compared with steps without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step
 
-#: Least ratio of speed: unused marks may cost nothing but noise; NVTX ranges may cost less than 1 %.
+#: Least ratio of speed to steps without marks: for unused marks (0.5 % is noise), and for marks as NVTX ranges.
 FREE, NVTX = 0.995, 0.99
 
 
@@ -61,7 +61,7 @@ def rate(run: Callable[..., None], step: Step, batch: Batch, count: int, context
 
 
 def profilers(options: Options) -> list[Row]:
-    """Measure marks on short steps, whose overhead is largest, and profilers on long steps, as in use."""
+    """Measure marks on short steps, where their overhead is largest, and profilers on long steps, as in use."""
     count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
     rows = []
     with one_thread():

@@ -1,4 +1,4 @@
-"""Plain restatements of the published programs' loaders, models and step, as references.
+"""Plain restatements of the tutorials' loaders, models and step, as references.
 
 Parameters have the order of dlscale's models, so weights can be copied between both.
 """
@@ -117,7 +117,7 @@ def relative_l2(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    """Return a function that does one step of the published loop: set the learning rate, compute gradients, update."""
+    """Return a function that does one step of the tutorials' loop: set the learning rate, compute gradients, update."""
 
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         model.train()
@@ -181,7 +181,7 @@ class Crops(Dataset[Pair]):
 
 
 class Pairs(Dataset[Pair]):
-    """Pairs of states of a series, standardised in place."""
+    """Pairs of consecutive states of a series, standardised in place."""
 
     def __init__(self, path: Path, means: np.ndarray, stds: np.ndarray, count: int) -> None:
         self.path, self.means, self.stds, self.count = path, means, stds, count
@@ -204,7 +204,7 @@ class Pairs(Dataset[Pair]):
 
 
 def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
-    """Return PyTorch's DataLoader with the published programs' options."""
+    """Return PyTorch's DataLoader with the tutorials' options."""
     return DataLoader(
         dataset,
         batch_size=batch_size,
@@ -216,7 +216,7 @@ def loader(dataset: Pieces, batch_size: int, workers: int) -> DataLoader[Pair]:
     )
 
 
-#: Mean and standard deviation of red, green and blue with which the published programs normalise, in units of 255.
+#: Mean and standard deviation of red, green and blue, as fractions of 255.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -269,7 +269,7 @@ def fast_collate(batch: list[tuple[Image.Image, int]]) -> Pair:
 
 
 def image_loader(folder: Path, size: int, batch_size: int, workers: int) -> DataLoader[Pair]:
-    """Return the loader of Apex's ImageNet example, which the tutorial uses."""
+    """Return the loader of Apex's ImageNet example, which the ImageNet tutorial uses."""
     return DataLoader(
         Photographs(folder, size),  # type: ignore[arg-type]
         batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""Plain restatement of PyTorch's MNIST example, which the performance workshop profiles: reference for `mnist_cnn`.
+"""Plain restatement of PyTorch's MNIST example, as a reference for the study `mnist_cnn`.
 
 torchvision's dataset and transforms are restated operation by operation, so torchvision is not needed.
 """
@@ -72,7 +72,7 @@ class Net(nn.Module):
 
 
 class Program:
-    """The example program: Adadelta with rate 1, times 0.7 after each epoch; batches of 64 from one loader process.
+    """The example: Adadelta with learning rate 1, times 0.7 after each epoch; batches of 64 from one loader process.
 
     The lines that the example would print are appended to `printed`.
     """

@@ -36,7 +36,7 @@ INTERVAL = 2.0
 
 
 def ranks(options: Options) -> list[Row]:
-    """Measure two processes of one thread each, which compete for the machine's memory bandwidth."""
+    """Measure averaging in two processes of one thread, which compete for memory bandwidth; then measure saving."""
     found = options.folder / "found.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -60,7 +60,7 @@ def _rank(rank: int, port: int, options: Options, found: Path) -> None:
 
 
 def _averaging(options: Options, case: Case, world: World) -> list[dict[str, Any]]:
-    """Return rows that compare a step with its twin without averaging, and with PyTorch's DDP in a bare loop."""
+    """Return rows that compare a step with the same step without averaging, and with PyTorch's DDP in a bare loop."""
     geometry = {"gpus_per_node": RANKS}
     step = case.step(CPU, world=world, geometry=geometry, batch_size=RANKS * case.batch_size)
     batch = case.batch(CPU, seed=world.rank)
@@ -137,7 +137,7 @@ def _saving(options: Options, case: Case) -> list[Row]:
     step(*batch)
     found = in_turns(2 * options.repetitions, {"saving": lambda: train(True), "not": lambda: train(False)})
     record = CheckpointRecord(step=number, untrained=Untrained(valid_loss=1.0))
-    for _ in range(3):  # wait for the complete save, for comparison
+    for _ in range(3):  # saves that block until the write ends, for comparison
         begin = time.perf_counter()
         checkpoints.save(record.model_copy(update={"step": number}), own_shards(step.shards(), world))
         checkpoints.wait()

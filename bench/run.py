@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # exit normally, so the data are removed
+    )  # exit normally, so that temporary data are removed
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "groups", nargs="*", metavar="GROUP", help=f"groups to measure: {', '.join(GROUPS)} (default: all)"

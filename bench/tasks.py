@@ -122,7 +122,7 @@ class Result:
 
 
 def perform(task: Task, left: float, sampler: Sampler | None = None) -> Result:
-    """Do a task if `left` seconds suffice. A task whose package is missing is skipped, not failed."""
+    """Do a task if `left` seconds suffice. A task whose package is missing counts as skipped."""
     if left < task.seconds:
         why = f"needs about {task.seconds:.0f} s, but only {max(left, 0):.0f} s are left"
         return Result(task.group, task.name, "not run", 0.0, {}, task.targets, why)

@@ -1,5 +1,4 @@
-"""Speed, samples/s, of the trainer and its step, compared with a hand-written loop, the published step and upper
-bounds.
+"""Speed, samples/s, of the trainer and its step, compared with a bare loop, the tutorials' step and upper bounds.
 
 Everything runs on one thread in many short turns. Other programs disturb single turns, which a median ignores.
 """
@@ -38,13 +37,13 @@ from dlscale.train.trainer import Trainer
 CPU = torch.device("cpu")
 UNET = Case("cosmo_unet", {"widths": [16, 32]}, (32, 32, 32), batch_size=2)
 VIT = Case("era5_vit", {"patch": 8, "embed_dim": 96, "depth": 4, "heads": 4}, (64, 128), batch_size=4, channels=16)
-#: Larger cases, closer to the published sizes: more arithmetic per loaded value, and tens of ms per step.
+#: Larger cases, closer to the tutorials' sizes: more arithmetic per loaded value, and tens of ms per step.
 FULL_UNET = Case("cosmo_unet", {"widths": [32, 64, 128]}, (32, 32, 32), batch_size=2)
 FULL_VIT = Case("era5_vit", {"patch": 8, "embed_dim": 192, "depth": 4, "heads": 4}, (96, 192), batch_size=1)
 NAMES = {"cosmo_unet": "U-Net", "era5_vit": "ViT"}
-#: Least ratio that counts as «no slower»; the noise is 2 %.
+#: Least ratio of speed to the reference that counts as «no slower»; timings vary by 2 %.
 NO_SLOWER = 0.98
-#: Least ratio of a loop without hooks, which may cost nothing but noise.
+#: Least ratio of speed of `run_steps` without hooks to a bare loop of the same step; 0.5 % is noise.
 NO_COST = 0.995
 
 
@@ -117,7 +116,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
     turns = itertools.count()
 
     def epoch() -> float:
-        # a new folder, so the training does not resume
+        # a new folder, so that the training does not resume from a checkpoint
         checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)
         fit = Trainer(run, step, Share(case.batch_size), (batches, valid), Metrics(), checkpoints, World())
         return fit.fit()[0].samples_per_second
@@ -126,7 +125,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
 
 
 def published_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
-    """Return the published program's model with dlscale's weights, and the program's step."""
+    """Return the tutorial's model with dlscale's weights, and the tutorial's step."""
     ours = case.step(CPU).model
     if case.study == "cosmo_unet":
         theirs: nn.Module = published.UNet(4, 5, case.model["widths"])
@@ -159,7 +158,7 @@ def ours(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def steps(options: Options) -> list[Row]:
-    """Measure both studies at small sizes, because short steps show overhead best."""
+    """Measure U-Net and ViT at small sizes, because short steps show overhead best."""
     count, turns = (2, 2) if options.quick else (3, 24 * options.repetitions)
     rows = []
     with one_thread():

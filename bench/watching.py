@@ -19,7 +19,7 @@ from dlscale.core.telemetry import sampled
 
 
 def watching(options: Options) -> list[Row]:
-    """Measure both studies in turns of 1.5 s, which exceed telemetry's sampling interval of 1 s."""
+    """Measure U-Net and ViT in turns of 1.5 s, which exceed telemetry's sampling interval of 1 s."""
     return [_row(options, case) for case in (UNET, VIT)]
 
 

@@ -19,7 +19,7 @@ EPOCHS = 3000
 
 #: Limits of the measured durations, seconds.
 GRAPH, HELP, NOTHING, CHANGED, RESUMED, WITHOUT = 10.0, 1.0, 2.0, 8.0, 5.0, 0.4
-TYPED = 4.0  # `dlscale run` and then Snakemake both resolve the plans
+TYPED = 4.0  # more than `NOTHING`, because both `dlscale run` and Snakemake resolve the plans
 #: Code that disables garbage collection, as stages do during their imports.
 AS_STAGES = "import gc; gc.disable(); "
 #: Code of the smallest training. Its optimiser step imports most of PyTorch.

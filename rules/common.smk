@@ -1,4 +1,4 @@
-# Read and validate the configuration. The logic of the rules is in `dlscale.rules`: typed, tested without Snakemake.
+# Read and validate the configuration. `dlscale.rules` has the logic of the rules, which is tested without Snakemake.
 import functools
 import json
 import os

@@ -5,7 +5,7 @@
 #   name of the site         `workflow.resource_settings`: default resources are the only part of a profile that reaches
 #                            the processes that Snakemake starts for its jobs.
 #   requested plans          `snakemake.cli.get_argument_parser`: Snakemake knows the targets only after it has read the
-#                            rules, but misspelt targets, and runs that the machine cannot do, are refused earlier.
+#                            rules, but misspelt targets, and runs that this machine cannot run, are refused earlier.
 #   dry run or not           `workflow.execute`, `create_report` and others: Snakemake's settings choose one of these
 #                            methods. The call must wait for jobs of an earlier controller before Snakemake checks which
 #                            results exist. `onstart` is too late for that, and `--unlock` or `--lint` must not wait.
@@ -115,11 +115,11 @@ def reason_to_run(job):
     return Waiting(
         job.rule.name,
         dict(job.wildcards.items()),
-        # A missing temporary file is no reason of its own: Snakemake deletes it after use, and makes it again only for
+        # A missing temporary file is not a separate reason: Snakemake deletes it after use, and makes it again only for
         # a job that needs it.
         missing=[
             f"{file}/" if file.is_directory else str(file)
-            for file in job.output  # in the order of the outputs, because Snakemake's reasons are a set
+            for file in job.output  # loop over the outputs, because `missing_output` is a set without order
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,

@@ -1,4 +1,4 @@
-# Print messages of a call in addition to Snakemake's.
+# Print dlscale's messages through Snakemake's log, and control which of Snakemake's own messages are shown.
 from snakemake.logging import logger
 from snakemake_logger_plugin_dlscale import TOLD, LogHandler
 

@@ -32,7 +32,7 @@ def keep_configuration():
     """Write this call's configuration for its jobs."""
     file, secrets = Path(".snakemake/called.json").absolute(), CONFIG.secrets
     addresses = {whole: url for url, whole in secrets.items() if not redact.has_marker(url)}
-    # A layer may contain secrets that another layer replaces.
+    # Secrets in a layer that another layer overrides must be hidden, too.
     hidden = redact.redact_programs(json.loads(urls.exchanged(AS_CALLED, addresses)), secrets)
     urls.publish(secrets)
     write_text(file, json.dumps(hidden))

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny, and tests run in parallel
 
-# If a script starts the tests in the background, all their processes ignore Ctrl-C. Restore the handler.
+# If a script starts the tests in the background, all their processes ignore Ctrl-C. Restore Python's handler.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # pytest-xdist would combine two groups of a test into a third group.
         if not item.get_closest_marker("xdist_group") and (group := _group(item)):
             item.add_marker(pytest.mark.xdist_group(group))
-    # Start the longest group first. If it started last, it would run without any other group.
+    # Start the longest group, the finished workflow, first. If it started last, it would run alone at the end.
     items.sort(key=lambda item: "finished" not in getattr(item, "fixturenames", ()))
     if since := config.getoption("--changed"):
         different = changed.files(since)
@@ -111,7 +111,7 @@ def _configured(folder: Path, settings: dict[str, Any]) -> DatasetSettings:
 
 
 def make_run(folder: Path, study: str, settings: dict[str, Any], dataset: dict[str, Any]) -> Path:
-    """Write the config.yaml of a run of `study` on `dataset` into `folder`; return the path of the file."""
+    """Write the config.yaml of a run of `study` on `dataset` into `folder`; return the path."""
     raw = {
         "targets": ["test"],
         "datasets": {"data": dataset},
@@ -123,7 +123,7 @@ def make_run(folder: Path, study: str, settings: dict[str, Any], dataset: dict[s
 
 
 def train(folder: Path, manifest: Path, *more: object) -> int:
-    """Train the run in `folder`."""
+    """Train the run in `folder`; return the exit status."""
     arguments = ["--config", folder / "config.yaml", "--manifest", manifest, "--checkpoints", folder / "checkpoints"]
     return stage("train", *arguments, "--out", folder, "--threads", 1, *more)
 

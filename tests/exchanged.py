@@ -49,7 +49,7 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
     Parameters
     ----------
     model
-        The undivided model, in the number format of its weights, on any device, including `meta`.
+        The undivided model, with weights of their dtype, on any device, including `meta`.
     samples
         Number of this rank's samples in a step.
     width
@@ -61,7 +61,7 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
         bytes_.update(_of_tokens(run, model, sharding, samples * width))
     if run.averages and run.geometry.dp * run.geometry.cp > 1:
         bytes_.update(_of_weights(run, model, sharding))
-    if run.geometry.tp > 1:  # gradients, in float32, of the weights that all tensor-parallel devices have
+    if run.geometry.tp > 1:  # gradients, in float32, of weights that are not split
         shard, layers = _shard(run), cut_layers(model, sharding)
         cut = {f"{name}.{own}" for name, layer, dim in layers for own, p in layer.named_parameters() if p.dim() > dim}
         common = [shape for name, shape in local.items() if name not in cut]

@@ -169,7 +169,7 @@ def run(
         parts = [(copy, part) for number, copy in enumerate(made) if (part := nodes[number::jobs])]
         for status, said in pool.map(lambda each: each[0].test(each[1]), parts):
             if status != 0:
-                show(f"{said}\nwithout a mutation the tests end with status {status}")
+                show(f"{said}\nthe tests fail without a mutation (status {status}); repair them first")
                 return None
         for copy in made:
             copies.put(copy)

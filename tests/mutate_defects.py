@@ -30,18 +30,18 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-#: Mutation of each defect, its name in `tests.mutate_code`, or the reason why it has no mutation, by the beginning of
-#: the defect's row.
+#: By beginning of a defect's row in DEFECTS.md: the defect's mutation, the name of its mutation in `tests.mutate_code`,
+#: or the reason why it has no mutation.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
-    "DALI's flip takes the first": Mutation(
+    "DALI's flip takes the first of the box's three axes as the axis of frames": Mutation(
         "flips_of_all_axes",
         "extensions/cosmo_unet/cosmo/samples.py",
         "s.axes == (0, 1, 2) and not s.flips[0])",
         "s.axes == (0, 1, 2))",
         "published/test_curves.py::test_the_published_flips_equal_dalis_operator",
     ),
-    "rotations are computed, then the flip": Mutation(
+    "rotations are computed, then the flip is applied to the unrotated data": Mutation(
         "flip_of_the_unrotated",
         "extensions/cosmo_unet/cosmo/samples.py",
         "turned = turned[(slice(None), *steps)]",
@@ -62,7 +62,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "key=lambda s: (s.axes, s.flips)",
         "test_samples.py::test_the_symmetries_are_the_group_of_the_cube",
     ),
-    "every rank, in training and validation": "shares_overlap",
+    "every rank, in training and validation, is seeded with 12345": "shares_overlap",
     "the last crop offset is excluded": Mutation(
         "last_offset_excluded",
         "extensions/cosmo_unet/cosmo/samples.py",
@@ -77,7 +77,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "        if True:\n            table",
         "test_samples.py::test_validation_crops_are_fixed_disjoint_and_not_turned",
     ),
-    "no seeds, no `set_epoch`": Mutation(
+    "no seeds, no `set_epoch`, colliding worker seeds": Mutation(
         "epochs_all_the_same",
         "extensions/cosmo_unet/cosmo/samples.py",
         'sampling.words(self._seed, epoch, "crops", self.size)',
@@ -112,7 +112,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "sums = torch.tensor(means.sum().item() * len(batch[0]))  # stays",
         "test_training.py::test_no_step_waits_for_the_device",
     ),
-    "the copy to the device holds up": "only timings on a GPU show that the host waits",
+    "the copy to the device holds up the loop": "only timings on a GPU show that the host waits",
     "throughput is overstated if": Mutation(
         "batches_count_as_full",
         "measure/steps.py",
@@ -120,14 +120,14 @@ DEFECTS: dict[str, Mutation | str] = {
         "return len(counts) * max(counts), seconds",
         "test_throughput.py::test_the_numbers_count_the_samples_that_were_processed",
     ),
-    "figures of weak scaling use the first": Mutation(
+    "figures of weak scaling use the first of three trials": Mutation(
         "spread_left_out",
         "report/speedup.py",
         "math.hypot(spread(before), spread(after), floor)",
         "floor",
         "test_scaling.py::test_noise_grows_with_the_spread_of_the_trials",
     ),
-    "under warm-up the cosine ends": Mutation(
+    "under warm-up the cosine ends at 4 % of the initial rate": Mutation(
         "cosine_over_all_steps",
         "train/schedule.py",
         "progress = min((step - warmup) / max(total - warmup, 1), 1.0)",
@@ -155,14 +155,14 @@ DEFECTS: dict[str, Mutation | str] = {
         '    import apex\n    options = settings.model_dump(exclude={"kind"',
         "test_rungs.py::test_the_optimiser_is_pytorchs_own",
     ),
-    "SYNTHETIC includes the copy": Mutation(
+    "SYNTHETIC includes the copy to the device for some loaders only": Mutation(
         "synthetic_loads",
         "measure/throughput.py",
         '"SYNTHETIC": (itertools.repeat(cached), step)',
         '"SYNTHETIC": (training_batches(session, loader, 1), step)',
         "test_throughput.py::test_synthetic_is_one_resident_batch_for_every_loader",
     ),
-    "the CUDA-graph script fails": Mutation(
+    "the CUDA-graph script fails on a partial batch": Mutation(
         "one_graph_for_all_shapes",
         "train/step.py",
         "        shape = (x.shape, y.shape)\n",
@@ -184,7 +184,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "row = self._first[run] + number.clip(min=1)\n",
         "test_data.py::test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths",
     ),
-    "attention drop-out is on": "attention_drops_in_evaluation",
+    "attention drop-out is on in evaluation": "attention_drops_in_evaluation",
     "validation is shuffled": Mutation(
         "validation_shuffled",
         "data/sampling.py",
@@ -227,21 +227,21 @@ DEFECTS: dict[str, Mutation | str] = {
         '"process_group": self.world.mesh.group("dp") if self.world.mesh else self.world.replicas,',
         "test_mesh.py::test_each_strategy_learns_like_one_process[2 cp]",
     ),
-    "a model's normalisations have eps": Mutation(
+    "a model's normalisations have eps 1e-5 on several devices": Mutation(
         "eps_of_blocks",
         "extensions/era5_vit/model.py",
         "self.norm1 = nn.LayerNorm(embed_dim, eps=1e-6)",
         "self.norm1 = nn.LayerNorm(embed_dim, eps=1e-5)",
         "published/test_curves.py::test_devices_that_share_a_sample_normalise_with_the_eps_of_one",
     ),
-    "`all_reduce` on a non-contiguous": Mutation(
+    "`all_reduce` on a non-contiguous input loses the result": Mutation(
         "sum_of_a_copy",
         "parallel/world.py",
         'dist.all_reduce(values, group=self.mesh.group("dp") if self.mesh else None)',
         'dist.all_reduce(values.clone(), group=self.mesh.group("dp") if self.mesh else None)',
         "test_mesh.py::test_ranks_agree_on_sums",
     ),
-    "its tests of model parallelism": "context_without_the_others",
+    "its tests of model parallelism check no gradients of weights": "context_without_the_others",
     "two error paths end": Mutation(
         "message_with_an_unknown_name",
         "config/laws.py",
@@ -249,7 +249,7 @@ DEFECTS: dict[str, Mutation | str] = {
         'lambda run: geometry.model_size > 1 and run.parallel.kind == "dp"',
         "test_config.py::test_impossible_settings_of_model_parallel_runs_are_refused[one process]",
     ),
-    "memory is read from NVML": Mutation(
+    "memory is read from NVML by local rank": Mutation(
         "gpus_by_number",
         "measure/telemetry.py",
         "[pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]",
@@ -272,7 +272,7 @@ DEFECTS: dict[str, Mutation | str] = {
         'PREFIXES = ("_orig_mod.",)',
         "test_knobs.py::test_published_weights_load_by_name",
     ),
-    "one process without a process group": Mutation(
+    "one process without a process group fails at the end": Mutation(
         "tail_of_validation_dropped",
         "data/loaders/base.py",
         "return -(-samples // self.batch_size)",
@@ -286,14 +286,14 @@ DEFECTS: dict[str, Mutation | str] = {
         "",
         "test_training.py::test_a_killed_run_resumes_bit_by_bit[loss scaling]",
     ),
-    "the best loss (or accuracy)": Mutation(
+    "the best loss (or accuracy) is lost on resume": Mutation(
         "best_lost_on_resume",
         "train/trainer.py",
         "self._best = self._judge.best(self.history) if self._judge else None",
         "self._best = None",
         "test_knobs.py::test_the_best_survives_an_interruption_and_a_worse_epoch_after_it",
     ),
-    "a desired accuracy of 0.75": Mutation(
+    "a desired accuracy of 0.75 is compared with per cent": Mutation(
         "target_in_per_cent",
         "core/metrics.py",
         'return value <= target if self.better == "lower" else value >= target',
@@ -308,7 +308,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "test_cost.py::test_a_download_is_not_a_scheduler_job",
     ),
     "timings without synchronisation": "device_not_waited_for",
-    "the script lacks the profiled function's": "functions are timed without a decorator, so none can be missing",
+    "the script lacks the profiled function's decorator": "functions are timed without a decorator",
     "top-5 accuracy fails on": Mutation(
         "top5_of_views",
         "extensions/imagenet_resnet50/study.py",
@@ -327,7 +327,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "        self._count += 1\n",
         "test_training.py::test_validation_is_fixed_and_counts_each_sample_once",
     ),
-    "throughput counts the last, smaller": Mutation(
+    "throughput counts the last, smaller batch as a full one": Mutation(
         "last_batch_counts_as_full",
         "measure/steps.py",
         "return sum(counts), seconds",
@@ -341,7 +341,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "",
         "test_starters.py::test_each_starter_gives_each_process_a_rank",
     ),
-    "the program fails if it is not": Mutation(
+    "the program fails if it is not distributed": Mutation(
         "not_distributed",
         "parallel/rendezvous.py",
         "    if geometry.world_size == 1:\n",
@@ -362,7 +362,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "        if True:\n            _lead(",
         "test_parallel.py::test_several_train_as_one_does[sharded]",
     ),
-    "one script scales the learning rate": Mutation(
+    "one script scales the learning rate twice": Mutation(
         "rate_scaled_twice",
         "train/schedule.py",
         'return lr * (ratio if schedule.scaling == "linear"',
@@ -373,7 +373,7 @@ DEFECTS: dict[str, Mutation | str] = {
 
 
 def mutations() -> dict[str, Mutation]:
-    """Return the mutation of each row that has one.
+    """Return the mutation of each row of DEFECTS.md that has one.
 
     A string in `DEFECTS` may name a mutation of `tests.mutate_code`.
     """

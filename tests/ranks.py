@@ -24,7 +24,7 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> 
 
 
 def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
-    os.environ.clear()  # remove the variables of the first test that used this process
+    os.environ.clear()  # remove the variables of the test that started the forking process
     os.environ.update(environment)
     work(rank, *arguments)
 

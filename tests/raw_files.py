@@ -1,4 +1,4 @@
-"""Small files in the layouts that dlscale reads (raw volumes, published cosmo and ERA5 files), and manifests."""
+"""Small files in the layouts that dlscale reads (raw volumes, the SC22 and SC23 tutorials' files), and manifests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def volume(shape: tuple[int, int, int], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return physical fields in the published form: transformed, with values mostly in (-1, 1)."""
+    """Return physical fields as SC22's files have them: transformed, with values mostly in (-1, 1)."""
     return {
         name: np.stack([t.forward(channel) for t, channel in zip(CHANNELS[name][2], values, strict=True)])
         for name, values in fields.items()
@@ -42,7 +42,7 @@ def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def write_volume(path: Path, fields: dict[str, np.ndarray]) -> Path:
-    """Write fields like the published files: contiguous float32, with an attribute as a C program writes it."""
+    """Write fields like SC22's files: contiguous float32, with an attribute as a C program writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         file.attrs["code"] = np.bytes_("Nyx")
@@ -60,7 +60,7 @@ def cosmo(train: list[Path], valid: list[Path], kind: str = "files", **more: Any
 def write_years(
     folder: Path, years: dict[str, dict[int, int]], channels: int = 3, shape: tuple[int, int] = (9, 16), seed: int = 0
 ) -> Path:
-    """Write a folder in the published layout: `SPLIT/YEAR.h5` with the given number of times, and `stats/`.
+    """Write a folder in SC23's layout: `SPLIT/YEAR.h5` with the given number of times, and `stats/`.
 
     Fields are smooth in time, so models can learn them. `shape` is the grid in the files (latitudes, longitudes),
     before a crop.
@@ -88,7 +88,7 @@ def write_years(
 
 
 def era5(folder: Path, **more: Any) -> dict[str, Any]:
-    """Return the settings of an ERA5 dataset in the published layout."""
+    """Return the settings of an ERA5 dataset in SC23's layout."""
     return {"kind": "era5", "source": {"kind": "prepared", "path": str(folder)}, **more}
 
 

@@ -229,10 +229,9 @@ def test_a_training_does_not_import_the_modules_around_training(study: str) -> N
 
 @pytest.mark.parametrize("module", GUARDS)
 def test_a_guard_decides_no_result(module: str) -> None:
-    """A guard module does not affect results.
+    """A guard, a module that fingerprints of runs leave out, does not affect results.
 
-    Stages of runs leave guards out of their fingerprints. A guard uses no layer, optimiser or random number, and
-    changes no tensor.
+    A guard uses no layer, optimiser or random number, and changes no tensor.
     """
     for stage in RUN_STAGES:
         assert module not in reachable(run_modules(stage, next(iter(STUDIES)), LOADERS[0]))

@@ -111,7 +111,7 @@ def test_a_file_that_makes_hdf5_loop(
 def test_a_killed_reader_is_not_reported_as_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the reading process is killed, as by Linux for lack of memory, the message does not blame the file."""
     monkeypatch.setattr(data_source, "_walk_and_exit", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(UserError, match="was killed; give it more memory"):
+    with pytest.raises(UserError, match="was killed; request more memory"):
         data_source.check_structure([write_volume(tmp_path / "a.h5", volume((8, 8, 8), 1))])
 
 
@@ -149,7 +149,7 @@ def test_other_names_and_shapes(tmp_path: Path, refused: Check, change: Any, wor
 def test_values_that_are_not_finite(tmp_path: Path, refused: Check, value: float, factor: int) -> None:
     """The message names the file, field, channel and row of the first value that is not finite.
 
-    Densities are refused, too, although their logarithm has a floor.
+    Non-finite densities are refused, too, although their logarithm has a floor.
     """
 
     def change(fields: dict[str, np.ndarray]) -> None:
@@ -359,7 +359,7 @@ def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_missing_or_truncated_data_files_are_detected(era5_data: Path, tmp_path: Path) -> None:
-    """Missing or truncated data files are detected; a scratch file system may delete files that are described."""
+    """Missing or truncated data files are detected; a scratch file system may delete files that the manifest lists."""
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
     data.write_bytes(data.read_bytes()[:-100])

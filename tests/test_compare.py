@@ -99,10 +99,9 @@ def test_plans_are_compared_by_their_runs(machine: Machine, capsys: pytest.Captu
 
 
 def test_two_runs_are_compared(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs are compared by PLAN.RUN or by folder.
+    """Two runs of one plan or of two plans are compared, by PLAN.RUN or by folder.
 
-    The runs may belong to one plan or to two plans. A run is also compared with the run of the same name in a plan or
-    folder.
+    A run is also compared with the run of the same name in a plan or folder.
     """
     machine.measure("results", SPEEDS, spread=0)
     machine.measure("before", {"first": 50.0, "fast": 50.0}, spread=0)
@@ -190,7 +189,7 @@ def test_incomparable_results_give_one_message(
     results.plan("other", {"else": "else"})
     results.run("other", "empty", epochs=0, triplet=None)
     elsewhere = Results(machine.root / "elsewhere")
-    for plan in ("q", "r"):  # these plans may be of other studies
+    for plan in ("q", "r"):  # names that the plans in `results` do not have
         elsewhere.run(plan, "fast")
         elsewhere.plan(plan, {"fast": "fast"})
     (machine.root / "empty/plans").mkdir(parents=True)
@@ -204,7 +203,7 @@ def test_incomparable_results_give_one_message(
 
 @pytest.mark.slow
 def test_five_per_cent_fail_the_comparison_and_noise_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1 % noise, at most two of forty equal results fail, and at least 38 of forty that are 5 % slower."""
+    """With 1 % noise, at most two of forty equal results fail, and at least 38 of forty with a run 5 % slower."""
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path, seed=5)
     machine.measure("before", SPEEDS)

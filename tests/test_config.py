@@ -1,4 +1,4 @@
-"""Configuration: one message per mistake, with the mistake's key; layers of settings; published plans."""
+"""Configuration: one message per mistake, with the mistake's key; layers of settings; plans of the tutorials."""
 
 from __future__ import annotations
 
@@ -272,12 +272,12 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "one device": (
         "era5_vit",
         {"parallel": {**FSDP, "param_dtype": "bf16"}},
-        "without a second device for the same weights",
+        "if only one device has the same weights",
     ),
     "one of each part": (
         "era5_vit",
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "reduce_dtype": "bf16"}},
-        "without a second device for the same weights",
+        "if only one device has the same weights",
     ),
     "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: with a single device"),
     "offloaded sums": (
@@ -718,7 +718,7 @@ def test_the_schema_accepts_valid_configurations(capsys: pytest.CaptureFixture[s
         "studies": {"cosmo_unet": {"optimizer": {"lr": 1e-3}}},
         "plans": {
             "cosmo_published": {"settings": {"seed": 3}},
-            "starter_weak": {"kind": "strong_scaling"},  # a plan that a block makes can also be overridden
+            "starter_weak": {"kind": "strong_scaling"},  # a plan that a study's `scaling` makes can also change
             "other": {"study": "cosmo_unet", "settings": None, "runs": {"a": {}}},
             "mine": {"study": "cosmo_unet", "from": "sound.first", "runs": {"a": {"use": "sound.second"}, "b": None}},
         },
@@ -755,7 +755,7 @@ def test_the_schema_rejects_invalid_configurations(changes: Raw, path: list[Any]
 
 # ---- published plans ---------------------------------------------------------------------------------
 
-#: Runs of the published plan, by name: batch, epochs, samples per epoch (training, validation), GPUs, learning rate
+#: Runs of the SC22 tutorial, by name: batch, epochs, samples per epoch (training, validation), GPUs, learning rate
 #: after warm-up, warm-up steps.
 COSMO_PUBLISHED = {
     "base": (64, 10, 65536, 8192, 1, 2e-4, 0),
@@ -818,8 +818,8 @@ def test_the_published_unet_plans(name: str, expected: dict[str, tuple[float, ..
 
 RATES = {16: 5e-4, 32: 7.07e-4, 64: 1e-3, 128: 1.41e-3, 256: 2e-3, 512: 2.83e-3, 1024: 4e-3, 2048: 5.66e-3}
 SHORT, N1024, N2048 = (512, 128), (1024, 1024), (2048, 2048)
-#: Runs of the published plan, by name: batch, steps, samples per epoch (None: all), GPUs, learning rate, precision,
-#: compiled.
+#: Runs of the SC23 and SC24 tutorials, by name: batch, steps, samples per epoch (training and validation, None: all),
+#: GPUs, learning rate, precision, whether compiled.
 ERA5_PUBLISHED = {
     "base": (16, 30000, None, 1, 5e-4, "tf32", False),
     "short": (16, 128, SHORT, 1, 5e-4, "tf32", False),
@@ -834,7 +834,7 @@ ERA5_PUBLISHED = {
     "mp_bs32": (32, 30000, None, 4, 7.07e-4, "fp16", True),
     "mp_patch4": (4, 30000, None, 4, 1e-3, "fp16", True),
 }
-#: Runs of the later edition, which drops bf16 and changes or adds runs.
+#: Runs of the SC25 tutorial, which drops bf16 and changes or adds runs.
 ERA5_SC25 = {
     **{name: row for name, row in ERA5_PUBLISHED.items() if "bf16" not in name},
     **{name: (*ERA5_PUBLISHED[name][:-1], False) for name in ("mp", "mp_bs16", "mp_bs32", "mp_patch4")},
@@ -879,7 +879,7 @@ def test_the_published_vit_plans(plan_name: str, expected: dict[str, tuple[Any, 
     assert load().workflow.datasets[runs["base"].dataset].crop == (360, 720)  # type: ignore[union-attr]
 
 
-#: Steps of each published ladder, in the documents' order: (rung, changes).
+#: Rungs of each tutorial's ladder, in the tutorial's order: (name, changed settings).
 STEPS: dict[str, list[tuple[str, Raw]]] = {
     "cosmo_published_ladder": [
         ("baseline", {}),
@@ -933,7 +933,7 @@ def test_each_published_rung_changes_one_setting(name: str, steps: list[tuple[st
 
 @pytest.mark.parametrize(("study", "steps"), [("cosmo", 60), ("era5", 32)])
 def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: int) -> None:
-    """Profiles cover the documented number of steps, in the last of four epochs."""
+    """Profiles cover as many steps as the tutorials' profiles, in the last of four epochs."""
     found = load()
     profiled, ladder = (found.plans[f"{study}_published_{name}"] for name in ("profile", "ladder"))
     assert len(profiled) == 5 or found.skipped_runs[f"{study}_published_profile"]
@@ -946,7 +946,7 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
 
 
 def test_the_larger_model_is_shared_in_the_published_batches() -> None:
-    """Four GPUs share a model and its 16 samples; learning rates equal the published file's."""
+    """Four GPUs share a model and its 16 samples; learning rates equal those of the tutorial's file."""
     runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
     assert {run.batch_size: run.optimizer.lr for run in runs.values()} == {16: 5e-4, 32: 7.07e-4, 64: 1e-3}
     for run in runs.values():
@@ -970,7 +970,7 @@ def test_shipped_plans_resolve_and_figures_name_existing_runs() -> None:
 def test_no_key_of_a_published_figure_is_misspelt() -> None:
     """Published figures have only known keys.
 
-    Records ignore unknown keys, so a later version may add keys. A misspelt key would therefore be ignored.
+    Records ignore unknown keys, because later versions may add keys. So a misspelt key would be ignored.
     """
     for name, study in registry.studies().items():
         for figure in yaml.safe_load(study.yaml.read_text()).get("published", []):
@@ -978,7 +978,7 @@ def test_no_key_of_a_published_figure_is_misspelt() -> None:
 
 
 def test_figures_belong_to_the_runs_that_made_them() -> None:
-    """Figures belong to the runs that produced them: on a device, on a node, on several nodes, in another plan."""
+    """Published figures belong to the runs that produced them: on one GPU, on several GPUs, in another plan."""
 
     def figures(name: str, run: str) -> list[tuple[str, float]]:
         return [
@@ -1018,7 +1018,7 @@ def test_figures_belong_to_the_runs_that_made_them() -> None:
 
 @pytest.mark.parametrize(("name", "calls"), [("gpu4", 8), ("gpu4_bucket100", 5), ("gpu8_bucket100", 5)])
 def test_gradients_of_the_published_unet_take_the_published_calls(name: str, calls: int) -> None:
-    """PyTorch's assignment of gradients to buckets gives the published number of calls.
+    """PyTorch's assignment of gradients to buckets gives SC22's number of all_reduce calls.
 
     The last size limit applies to all further buckets.
     """
@@ -1044,7 +1044,7 @@ def test_gradients_of_the_published_unet_take_the_published_calls(name: str, cal
 def test_each_published_log_has_all_losses(study: str, source: str, runs: int, sums: dict[str, float]) -> None:
     """Each run with a published speed has one training loss and one validation loss per epoch.
 
-    The sums of the losses equal the sums of all losses in the document.
+    The sums of the losses equal the sums of all losses in the tutorial.
     """
     published = config.study_files()[study].published
     logs: dict[str, dict[str, list[float]]] = {}
@@ -1080,7 +1080,7 @@ def test_a_published_figure_has_devices_and_unit() -> None:
 def test_the_published_table_of_imagenet_has_the_batch_sizes_of_the_runs() -> None:
     """The published table has the batch sizes of its runs, and the speeds and times of `plot.py`.
 
-    The repository names the runs of May by GPUs and images per GPU.
+    The tutorial's repository names runs by GPUs and images per GPU.
     """
     table = [each for each in config.study_files()["imagenet_resnet50"].published if "table" in each.series]
     for metric, values in {
@@ -1242,7 +1242,7 @@ def test_secrets_are_removed_from_addresses_of_datasets() -> None:
         (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024 (no node has more cores"),
         (
             plan({"throughput": {"seconds": 1e308}}),
-            "seconds: got 1e+308; expected at most 604,800 (the seconds of a week)",
+            "seconds: got 1e+308; expected at most 604,800 (one week)",
         ),
         (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30 (larger numbers overflow"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
@@ -1289,7 +1289,7 @@ def test_a_secret_in_the_environment_of_a_site_is_refused_and_not_shown(name: st
 
 def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Secrets in a study's own YAML file are hidden like secrets in the user's file."""
-    monkeypatch.setattr(registry, "_added", {})  # the other tests use only shipped studies
+    monkeypatch.setattr(registry, "_added", {})  # restored later, because other tests expect only shipped studies
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "secretive.py").write_text((TEMPLATE / "waves.py").read_text())
     (tmp_path / "waves_data.py").write_text((TEMPLATE / "waves_data.py").read_text())
@@ -1307,7 +1307,7 @@ def test_secrets_of_a_studys_own_datasets_are_hidden(tmp_path: Path, monkeypatch
 def test_an_error_in_an_external_study_is_reported_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_added", {})  # the other tests use only shipped studies
+    monkeypatch.setattr(registry, "_added", {})  # restored later, because other tests expect only shipped studies
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("waves", "waves_data"):
         (tmp_path / f"{name.replace('waves', 'ripples')}.py").write_text(
@@ -1328,7 +1328,7 @@ def test_paths_are_relative_to_the_file_that_contains_them(
 ) -> None:
     """Paths are relative to the file that contains them: the user's file or the study's own YAML file.
 
-    This rule holds for the path of a study and for paths in datasets. Web addresses are unchanged.
+    This includes paths of studies and paths in datasets. Web addresses are unchanged.
     """
     monkeypatch.setattr(registry, "_added", {})
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -177,7 +177,7 @@ def test_a_small_perturbation_is_the_growing_mode() -> None:
     delta = smooth_field(grid, size, 0.01)
     channels = {name: v for _, name, v in simulator.evolve(delta, size)}
     density = (channels["dm_density"] - 1).ravel()
-    # cloud-in-cell differences point upwind and are half a cell off
+    # less than 1, because cloud-in-cell implies one-sided differences, which are half a cell off
     assert np.corrcoef(density, delta.ravel())[0, 1] > 0.95
     assert np.dot(density, delta.ravel()) / np.dot(delta.ravel(), delta.ravel()) == pytest.approx(1, abs=0.05)
     scale = 1 / (1 + simulator.REDSHIFT)
@@ -260,5 +260,5 @@ def test_same_arguments_same_bytes_and_other_arguments_another_box(tmp_path: Pat
     for path in paths[1:]:
         with h5py.File(path) as file:
             densities.append(np.log(file["Hydro"][0]).ravel())
-    # Correlations of 24³ independent cells scatter by 1 %; common large modes increase the scatter to a few per cent.
+    # Correlations of 24³ independent cells scatter by 0.01; common large modes increase this to a few hundredths.
     assert abs(np.corrcoef(densities) - np.eye(4)).max() < 0.15

@@ -223,8 +223,8 @@ def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
 def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     """The number of samples is read from the dataset.
 
-    The two states of a pair are 6 times apart: a file of 100 times has 94 pairs, a file of 50 has 44, a file of 5 has
-    0.
+    The two states of a pair are 6 time steps apart: a file of 100 time steps has 94 pairs, one of 50 has 44, one of 5
+    has 0.
     """
     here = work(load(tmp_path), "era5_uk.vit")
     measured(tmp_path, here, 10.0)
@@ -272,7 +272,7 @@ def test_minutes_of_the_shipped_demo(tmp_path: Path) -> None:
 
 
 def test_a_bound_by_hand(tmp_path: Path) -> None:
-    """The bound equals the bound computed by hand.
+    """The upper bound of a training's time equals the bound computed by hand.
 
     A forward pass of `cosmo_demo` takes 2 x 64 x (16^3 x 8 (4 + 2 x 5) + 8^3 x 16 (8 + 8)) FLOPs per crop of 32^3.
     """
@@ -287,7 +287,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", TINY)
 def test_an_outline_equals_the_finished_dataset(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
-    """An outline has the channels, grids, classes and rows of the files that the stages will write."""
+    """An outline (a predicted manifest) has the channels, grids, classes and rows of the dataset's later files."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
     outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
     for name, field in outline.fields.items():
@@ -348,7 +348,7 @@ def test_a_dry_run_marks_untimed_jobs(here: cost.Expected, words: str) -> None:
 
 
 def test_the_time_of_a_job_follows_from_earlier_runs(tmp_path: Path) -> None:
-    """A job's time is unknown at first. Later it is the last time, or follows from the measured rate."""
+    """A job's time is unknown at first. Later it is its last duration, or follows from the measured rate."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
     never = cost.Expected(0.0, untimed=1)
     assert cost.seconds_here("train", train, tmp_path) == never
@@ -497,7 +497,7 @@ def test_unfinished_jobs_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_download_is_not_a_scheduler_job() -> None:
-    """A download is not a scheduler job, unless the site requests a job, because compute nodes have no network."""
+    """A download is not a scheduler job, because compute nodes may lack a network, unless the site requests a job."""
     source = {"kind": "files", "train": ["https://example.org/a.h5", "b.h5"], "valid": ["c.h5"]}
     dataset = validate(dataset_type(), {"kind": "cosmo", "source": source}, "d")
     here, job = (cost.data_jobs(dataset, scheduler(acquire=where)) for where in ("here", "job"))

@@ -365,7 +365,7 @@ def test_a_formula_that_is_wrong_is_named(
 
 
 def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy's rate is not the rate of a cache, and the product's rate is at least the rate of a small product."""
+    """The copy's rate is not that of a cache; the product's rate is at least 0.8 times that of a small product."""
     found = peaks.measure_peaks("fp32", CPU)
     assert found.dtype == "fp32"
     small = torch.ones(96, 96)

@@ -1,6 +1,6 @@
 """docs/coverage.md: each row has a valid command, existing files and existing tests.
 
-The parser of its program reads each command. A row's tests check what the command does.
+Each command is read by its program's parser. A row's tests check what the command does.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_transforms_invert(transform: Transform) -> None:
 
 
 def test_merged_moments_equal_moments_of_all_values() -> None:
-    """For any division, even with empty pieces, merged moments equal the moments of all values.
+    """If values are divided into any pieces, even empty ones, merged moments equal the moments of all values.
 
     The means are far from zero, so sums of squares would cancel.
     """
@@ -98,7 +98,7 @@ def stored(path: Path, name: str) -> np.ndarray:
 
 
 def slow(fields: dict[str, np.ndarray], factor: int) -> dict[str, np.ndarray]:
-    """Return block means with the published transform, cell by cell in float64."""
+    """Return block means with SC22's transform, cell by cell in float64."""
     found = {}
     for name, values in fields.items():
         size = [edge // factor for edge in values.shape[1:]]
@@ -489,7 +489,7 @@ def test_statistics_use_only_the_training_part(tmp_path: Path, kind: str) -> Non
 
 
 def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
-    """Write a published folder; return its manifest. Training values are 10000 (year - 2000) + time on 2 x 4 points."""
+    """Write a folder in SC23's layout, on 2 x 4 points; return its manifest. Values are 10000 (year - 2000) + time."""
     root = write_years(tmp_path / "raw", {"train": years, "valid": {2009: 9}}, channels=1, shape=(2, 4))
     for year, times in years.items():
         with h5py.File(root / "train" / f"{year}.h5", "w") as file:
@@ -504,8 +504,8 @@ def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
 def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: Path, dt: int) -> None:
     """Every pair is used once per epoch, whatever the lengths of the files.
 
-    In this test, a leap year is between two other years, and one file is too short for a pair. The published loader
-    assumed that every file is as long as the first file, never used sample 0, and used sample 1 three times.
+    In this test, a leap year is between two other years, and one file is too short for a pair. SC23's loader assumed
+    that every file is as long as the first file, never used sample 0, and used sample 1 three times.
     """
     years = {2003: 1460, 2004: 1464, 2005: 1460, 2006: dt}
     pairs = Pairs(pair_folder(tmp_path, years), "train", PairSamples(kind="pairs", dt=dt), seed=0)

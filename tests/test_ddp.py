@@ -35,8 +35,8 @@ from tests.test_rungs import settings
 LAYERS = 6  #: Number of layers. A layer has 256 x 256 float32 weights, a quarter of a MiB.
 WARM_UP = 3  #: Steps after which DistributedDataParallel has the final order of its buckets.
 
-#: Settings of `parallel` and number of layers in each bucket (from the last layer on), by name. A bucket is full once
-#: it reaches its limit in MiB.
+#: Settings of `parallel` and number of layers in each bucket (the first bucket begins with the last layer), by name. A
+#: bucket is full once it reaches its limit in MiB.
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "PyTorch's own": ({}, [4, 2]),  # the first bucket has 1 MiB, later buckets 25 MiB
     "small": ({"bucket_mb": 0.5}, [2, 2, 2]),
@@ -256,8 +256,8 @@ def test_synchronised_processes_train_like_one_process(tmp_path: Path, imagenet_
 
     Without synchronisation, each process would use the statistics of its own samples.
     """
-    # The small learning rate keeps rounding at a ReLU from growing: with ten times the rate, five steps turn 1e-7 into
-    # 1e-3.
+    # The small learning rate keeps differences by rounding from growing at a ReLU: with ten times the rate, five steps
+    # turn a difference of 1e-7 into 1e-3.
     small: dict[str, Any] = {"optimizer": {"kind": "sgd", "lr": 2e-3, "momentum": 0.9, "weight_decay": 1e-4}}
     alone = configure(tmp_path / "alone", "imagenet_resnet50", 1, **small)
     assert train(alone, imagenet_data / "manifest.json") == 0
@@ -335,7 +335,7 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         ),
         ({"parallel": {"kind": "dp"}, "compile": {"mode": "default"}}, "compile.mode and parallel.kind dp"),
         ({"parallel": {"kind": "dp", "bucket_mb": 3}}, "unknown key 'bucket_mb'"),
-        ({"parallel": {"sync": False, "sync_batchnorm": True}}, "statistics would still be exchanged"),
+        ({"parallel": {"sync": False, "sync_batchnorm": True}}, "sync_batchnorm would still exchange statistics"),
         ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
         (
             {"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2},

@@ -1,4 +1,4 @@
-"""The preflight: each check on real command output and on fakes that fail or hang; all checks on this machine."""
+"""`dlscale doctor`: each check on real command output and on fakes that fail or hang; all checks on this machine."""
 
 from __future__ import annotations
 
@@ -463,12 +463,12 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(files(one, two, kind=kind).model_dump(mode="json")))
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     if kind == "prepared":
-        assert found.status == "FAIL", "a changed prepared file is a failure, because every training reads it"
+        assert found.status == "FAIL", "a missing prepared file is a failure, because every training reads it"
     else:
         assert (
             found.status == "warn"
             and f"{one}: no such file" in found.text
-            and "the dataset made from it is kept" in found.text
+            and "the dataset made from this file is kept" in found.text
         )
         assert probe.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
 
@@ -499,7 +499,9 @@ def test_quota(command: Callable[[str, str], None]) -> None:
     (found,) = probe.run_probes([("quota", probe.probe_quota)])
     assert found.status == "skip"
     command("showquota", f"cat <<END\n{SHOWQUOTA}END")
-    assert probe.probe_quota() == Finding("quota", "warn", "home 22 %, pscratch 95 %", "remove files there")
+    assert probe.probe_quota() == Finding(
+        "quota", "warn", "home 22 %, pscratch 95 %", "remove files from the full file system"
+    )
     for share, status in ((89.0, "ok"), (90.0, "warn"), (100.0, "FAIL")):
         command("showquota", f"echo '| a | {share}% |'")
         assert probe.probe_quota().status == status
@@ -611,7 +613,7 @@ def test_unmet_requirements_are_reported_with_a_remedy(monkeypatch: pytest.Monke
     assert len(lines) == 3
     assert lines[0].startswith("FAIL  run p.dali: loader.kind: needs NVIDIA DALI") and "needs: [dali]" in lines[0]
     assert lines[1].startswith("FAIL  run p.compiled: compile.mode: needs a C++ compiler") and "mode: none" in lines[1]
-    assert lines[2].startswith("FAIL  run p.graphs: cuda_graph: only GPUs have graphs")
+    assert lines[2].startswith("FAIL  run p.graphs: cuda_graph: CUDA graphs need a GPU")
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: True))
     assert doctor.probe_here(resolved, devices=1) == []

@@ -1,4 +1,4 @@
-"""The published 20 channels from a store with ARCO-ERA5's layout: names, units, order, hours and chunks."""
+"""SC23's 20 channels from a store with ARCO-ERA5's layout: names, units, order, hours and chunks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS, COLUMNS = 19, 36  # like 721 and 1440, the rows include both poles and the
 
 
 def shipped() -> dict[str, Any]:
-    """Return the settings of the dataset that the study ships."""
+    """Return the settings of the shipped dataset `era5_arco`."""
     return read_yaml(ROOT / "workflow_scripts/dlscale/extensions/era5_vit/study.yaml")["datasets"]["era5_arco"]
 
 

@@ -203,7 +203,7 @@ def truth_of(states: xr.Dataset, path: Path, form: str) -> xr.Dataset:
 def test_values_order_and_levels(tmp_path: Path, form: str, north_first: bool) -> None:
     states = atmosphere()
     stored = states if north_first else states.isel(latitude=slice(None, None, -1))
-    path = write(stored, tmp_path / "file", form)  # without a suffix, so the content decides
+    path = write(stored, tmp_path / "file", form)  # without a suffix, so that the content decides the format
     truth = truth_of(stored, path, form).sortby("latitude", ascending=False)
     channels = ["t@500", "u10", "z@200", "t2m", "t@850"]
     source = open_source(settings(channels), part(), [path])
@@ -441,7 +441,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["strictly monotonic"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["number (2)", "xarray's `isel`"]),
-    "forecast": (changed(lambda s: s.assign_coords(step=6)), {}, ["of a forecast `valid_time`"]),
+    "forecast": (changed(lambda s: s.assign_coords(step=6)), {}, ["a forecast needs `valid_time`"]),
     "gap": (changed(without(5)), {}, ["breaks the step of 6 h at 2020-02-28 06:00 (1 such times; in no file)"]),
     "finer step": (changed(SAME), {"step_hours": 3}, ["breaks the step of 3 h at 2020-02-27 03:00"]),
     "nothing left": (changed(SAME), {"step_hours": 2400}, ["at multiples of step_hours (2400)"]),

@@ -1,4 +1,4 @@
-"""This project's Slurm executor, which extends the plugin: which jobs stay active when Slurm's replies change."""
+"""dlscale's Slurm executor, which extends Snakemake's: which jobs stay active or end when Slurm's replies change."""
 
 from __future__ import annotations
 

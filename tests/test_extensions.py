@@ -7,13 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from dlscale.core import registry
+from dlscale.core.errors import UserError
+from dlscale.core.stages import STAGES, stage_of
 from tests.conftest import ROOT
 
-NAMES = [*registry.extensions()]
+EXTENSIONS = registry.extensions()
+NAMES = [*EXTENSIONS]
 COMMANDS = {name: [*getattr(module, "COMMANDS", [])] for name, module in registry.extensions().items()}
 #: Extensions to remove: all of them, or a single one.
 REMOVED = [pytest.param(NAMES, id="all"), *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in NAMES)]
@@ -69,9 +73,32 @@ def test_plans_run_without_an_extension(repository: Path, removed: list[str]) ->
 def test_the_core_alone_trains_measures_and_reports(repository: Path, removed: list[str]) -> None:
     """Without extensions, the smallest study and an external study run up to their pages."""
     new = [sys.executable, "-m", "dlscale", "new-study", "waves"]
-    assert subprocess.run(new, cwd=repository).returncode == 0  # from this checkout: it is an extension
+    assert subprocess.run(new, cwd=repository).returncode == 0  # this checkout has the command's extension
     for words in (["starter_demo"], ["waves_ladder", "--configfile", "waves/waves_run.yaml"]):
         done = called(repository, "-m", "dlscale", "run", *words)
         assert done.returncode == 0, done.stderr
         page = done.stderr.splitlines()[-1].removeprefix("Report: ")
         assert "samples/s" in Path(page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("table", "name"), [("STAGES", "train"), ("LOADERS", "torch"), ("COMMANDS", "explain")])
+def test_an_extension_cannot_take_a_name_that_exists(monkeypatch: pytest.MonkeyPatch, table: str, name: str) -> None:
+    """A row with the name of a core stage, a core loader, or another extension's command is refused."""
+    module = ModuleType("mine.extension")
+    setattr(module, table, {name: object()})
+    monkeypatch.setattr(registry, "extensions", lambda: {**EXTENSIONS, "mine": module})
+    tables = {
+        "STAGES": lambda: registry.stages(STAGES),
+        "LOADERS": registry.loader_settings,
+        "COMMANDS": registry.commands,
+    }
+    with pytest.raises(UserError, match=f"extension mine: {table}: '{name}' exists already; rename it"):
+        tables[table]()
+
+
+def test_the_stage_of_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules of the core may have a stage's name and a suffix; a stage's name may contain underscores."""
+    monkeypatch.setitem(STAGES, "weights_summary", STAGES["train"])
+    assert [stage_of(rule) for rule in ("train", "report_plan", "fetch", "weights_summary")] == [
+        *("train", "report", "acquire", "weights_summary")
+    ]

@@ -537,7 +537,7 @@ def test_a_damaged_image_is_one_message_from_dali(tmp_path: Path, folders: dict[
 
 
 def test_the_published_loader_restated_makes_such_samples(tmp_path: Path, folders: dict[str, str]) -> None:
-    """The published loader, with which the benchmark compares ours, delivers bytes [B, C, H, W] and labels."""
+    """The benchmark's restatement of Apex's loader delivers bytes [B, C, H, W] and labels."""
     (Path(folders["train"]) / ".hidden").rmdir()
     torch.manual_seed(0)
     loader = published.image_loader(Path(folders["train"]), 24, 5, 0)
@@ -626,7 +626,7 @@ def test_metrics_are_fractions_of_correct_answers(tmp_path: Path) -> None:
 def test_top5_of_answers_in_any_order_in_memory(contiguous: bool) -> None:
     """Top-5 accuracy equals the result of sorting, for any memory layout.
 
-    The published program fails on logits that are not contiguous.
+    The ImageNet tutorial's program fails on logits that are not contiguous.
     """
     metrics = ImagenetMetrics.__new__(ImagenetMetrics)
     metrics.most, metrics.frequent = {"top1": 1, "top5": 5}, torch.arange(5)

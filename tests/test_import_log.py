@@ -50,7 +50,7 @@ def as_tensor(tag: str, value: float) -> Summary.Value:
 
 
 def unet(path: Path, **more: Any) -> Path:
-    """Write a log of 3 epochs of 8 steps, like the published U-Net's program."""
+    """Write a log of 3 epochs of 8 steps, like the program of SC22's U-Net."""
     rows: list[tuple[int, float, Values]] = [(0, 0.0, {"Loss/train": 0.5, "Loss/valid": 0.5})]
     for epoch in (1, 2, 3):
         rows.append((8 * epoch, 10.0 * epoch, {"Loss/train": 0.4 / epoch, "Learning Rate": 1e-3}))
@@ -94,7 +94,7 @@ def test_numbers_as_tensors_and_files_in_turn(results: Path, tmp_path: Path) -> 
     write(folder / "events.out.tfevents.2.a", [(n, 90 + n, {"Loss/valid": 0.5}) for n in (24, 32)])
     assert bring(folder) == 0
     found = Reference.read(results / "references/theirs/reference.json")
-    # Without a step 0, time counts from the beginning of the first file, 30 s before its first point.
+    # Without a step 0, time counts from the beginning of the first file, 30 s before `START`.
     assert found.curves == {"loss/valid": [(8, 38, 1.0), (16, 46, 1.0), (24, 144, 0.5), (32, 152, 0.5)]}
 
 
@@ -286,7 +286,7 @@ def test_abandoned_points_equal_tensorboards(
     assert f"loss/valid: {void} points left out, of an abandoned try" in printed
     seen = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert sorted((step, value) for _, step, value in seen) == expected
-    # TensorBoard treats a folder inside the log as another run. `_rows` keeps abandoned steps, which the pace includes.
+    # TensorBoard treats a folder inside the log as another run. `_rows` keeps abandoned steps, which count for speed.
     add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
     both = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
     assert len(both) == len(expected) + 3
@@ -404,7 +404,7 @@ def test_a_tensor_larger_than_memory_is_not_made(results: Path, tmp_path: Path) 
     [
         (["--as", "../theirs"], "name: got '../theirs'; expected 1 to 64 letters"),
         (["--study", "cosmo_unit"], "--study: no study is called 'cosmo_unit' (did you mean 'cosmo_unet'?)"),
-        (["--study", "mnist_cnn"], "does not declare the tags of a published program"),
+        (["--study", "mnist_cnn"], "does not declare the tags of a log"),
         (["--batch-size", 0], "batch_size: got 0; expected greater than or equal to 1"),
         (["--tag", "Loss"], "--tag: Loss: expected THEIRS=OURS"),
         (
@@ -435,7 +435,7 @@ def points(reference: Reference, quantity: str, over: Over) -> list[tuple[float,
 
 @pytest.mark.slow
 def test_the_page_draws_an_imported_log_next_to_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page draws a reference and a run on one scale, over steps, samples and seconds."""
+    """The page draws an imported log and a run on one scale, over steps, samples and seconds."""
     monkeypatch.chdir(tmp_path)
     made = Results(tmp_path / "results")
     made.run("p", "a", triplet=None, epochs=3)
@@ -465,7 +465,7 @@ def test_the_page_draws_an_imported_log_next_to_ours(tmp_path: Path, monkeypatch
 
 @pytest.fixture
 def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[str], Path]) -> Path:
-    """Return a results folder with a run and the imported log of the published U-Net."""
+    """Return a results folder with a run and the imported log of SC22's U-Net."""
     folder = results / "plans" / "p" / "r"
     make_run(folder, "cosmo_unet", COSMO_RUN, COSMO)
     assert train(folder, cosmo_data / "manifest.json") == 0
@@ -475,7 +475,7 @@ def beside(results: Path, tmp_path: Path, cosmo_data: Path, shared: Callable[[st
 
 @pytest.mark.slow
 def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
-    """TensorBoard shows the published log and a run under the same tags, over iterations from step 0."""
+    """TensorBoard shows SC22's log and a run under the same tags, over iterations from step 0."""
     board = EventMultiplexer()
     board.AddRunsFromDirectory(str(beside)).Reload()
     ours, theirs = "plans/p/r/tensorboard", "references/sc22_base"
@@ -485,7 +485,7 @@ def test_the_published_log_and_ours_share_their_tags(beside: Path) -> None:
     for tag in ("Loss/train", "Loss/valid"):
         assert board.Scalars(ours, tag)[0].step == board.Scalars(theirs, tag)[0].step == 0
     found = Reference.read(beside / "references/sc22_base/reference.json")
-    # 10 epochs of 65,536 crops took about two hours; the published loss is 4.84e-3.
+    # 10 epochs of 65,536 crops took about two hours; the last validation loss is 4.84e-3.
     assert [x for x, _ in points(found, "loss/valid", "samples")] == [65536 * epoch for epoch in range(11)]
     assert points(found, "loss/valid", "step")[-1] == (10240, pytest.approx(4.84e-3, abs=1e-4))
     assert 1.5 < points(found, "loss/valid", "time")[-1][0] / 3600 < 2.5

@@ -58,7 +58,7 @@ class Jobs(NamedTuple):
 
 
 def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, Any] | None = None) -> Jobs:
-    """Return the objects for a call with a plan of two runs."""
+    """Return the objects that the rules of a call use, for a plan of two runs."""
     plan = {
         "study": "starter_cnn",
         "settings": {"dataset": "d", **(settings or {})},
@@ -87,7 +87,7 @@ def jobs(results: Path, settings: dict[str, Any] | None = None, site: dict[str, 
 
 
 def make_jobs(context: Context) -> Jobs:
-    """Return the objects for a call."""
+    """Return the objects that the rules of a call use."""
     commands = Commands(context)
     datasets, programs = Datasets(context, commands), ProgramJobs(context, commands)
     return Jobs(context, commands, datasets, programs, Runs(context, commands, datasets, programs), Plans(context))
@@ -128,7 +128,7 @@ def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:
 
 
 def test_an_inaccessible_file_is_no_input(tmp_path: Path) -> None:
-    """If a call keeps going, a file in an unreadable folder is left out of the inputs.
+    """With `--keep-going`, a file in an unreadable folder is left out of the inputs.
 
     The check runs in a child process that is not root.
     """
@@ -265,7 +265,7 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
 
 
 def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
-    """The first run is timed with a copy of itself if timing takes ten seconds or more; other runs with the first."""
+    """From ten seconds on, the first run has paired timing with its copy; other runs always have it with the first."""
     other = SimpleNamespace(plan="p", run="b")
     for seconds, copied in ((9.9, False), (10, True)):
         found = jobs(tmp_path, {"throughput": {"beside": seconds}})
@@ -428,7 +428,7 @@ once = functools.cache(run)
 def test_settings_of_learning_do_not_repeat_timing(over: dict[str, Any]) -> None:
     """Settings of learning do not change the measured speed and repeat only the training.
 
-    A change of samples or trials also repeats other stages.
+    `AGAIN` has the exceptions, such as samples and trials.
     """
     plain, other = once(), run(**over)
     assert compute_digest(other.model_dump(mode="json")) == compute_digest(plain.model_dump(mode="json"))
@@ -461,7 +461,7 @@ def test_the_digest_of_a_slice_equals_the_digest_of_the_run() -> None:
 
 @pytest.mark.parametrize("fault", ["empty", "missing"])
 def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path: Path, fault: str) -> None:
-    """If the call keeps going, a broken dataset fails only in its own jobs. Otherwise no job runs."""
+    """With `--keep-going`, a broken dataset fails only in its own jobs. Otherwise no job runs."""
     for split, name in itertools.product(("train", "valid"), ("a", "b")):
         (tmp_path / split / name).mkdir(parents=True)
         (tmp_path / split / name / "0.jpg").write_bytes(b"image")

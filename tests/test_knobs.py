@@ -115,7 +115,7 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
 ) -> None:
     """The best weights survive an interruption, and a worse epoch after the interruption.
 
-    The guide's program forgot the best loss on resume and replaced the best model by a worse one.
+    The multi-GPU tutorial's program forgot the best loss on resume and replaced the best model by a worse one.
     """
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
     settings = {"epochs": 5}
@@ -587,7 +587,7 @@ def test_an_unreachable_mlflow_server_is_reported(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{SECRET}@127.0.0.1:{deaf.getsockname()[1]}")
         era5(status=2, training={"epochs": 1, "trackers": ["mlflow"]})
     told = error_line(capfd)
-    assert "training.trackers: mlflow: " in told and "Otherwise remove mlflow" in told and SECRET not in told
+    assert "training.trackers: mlflow: " in told and "or remove mlflow" in told and SECRET not in told
 
 
 @pytest.mark.slow

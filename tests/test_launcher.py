@@ -1,4 +1,4 @@
-"""Commands that start a stage's processes: every engine with every starter, compared word by word."""
+"""Commands that start a stage's processes, for every container engine and every starter, such as torchrun or srun."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_variable_is_unset_inside(engine: str) -> None:
-    """`env -u` follows the image, so it also removes variables that the image or a site's module sets."""
+    """`env -u` runs inside the container, so it also removes variables that the image or Shifter's modules set."""
     found = launch(site(engine=engine, environment={"A": "b", "NCCL_CROSS_NIC": None}), HERE, ONE)
     place = found.index("NCCL_CROSS_NIC")
     assert found[place - 1] == "-u" and "env" in found[:place] and found[-3:] == PYTHON_HERE[1:]
@@ -112,10 +112,7 @@ def test_variables_of_the_site_win_over_shifters_modules(monkeypatch: pytest.Mon
 
 
 def test_packages_are_found_last(tmp_path: Path) -> None:
-    """Additional packages are found last, by a stage's process and by the processes that it spawns.
-
-    Additional packages do not hide installed packages. Importing dlscale does not change the search path.
-    """
+    """Additional packages are last in the search path of a stage and its children. Importing dlscale keeps the path."""
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong one')\n")
     (tmp_path / "only_here.py").write_text("place = __file__\n")
     found = launch(site(engine="none", packages=str(tmp_path)), HERE, ONE)
@@ -162,7 +159,7 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
     form = dict.fromkeys(("none", "apptainer", "shifter"), "CUDA_VISIBLE_DEVICES=3,2,0,1")
     assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], (
-        "the option must appear once, without the caller's value"
+        "CUDA_VISIBLE_DEVICES must be set exactly once, to the site's order"
     )
     assert ("--gpu-bind=none" in found) == (starter == "srun")
 
@@ -191,10 +188,7 @@ def test_without_a_site_order_the_scheduler_assigns_gpus(geometry: Geometry | No
 
 @pytest.mark.slow
 def test_nothing_is_imported_from_the_working_folder(tmp_path: Path) -> None:
-    """No module is imported from the working folder.
-
-    This rule holds for stages, starters, processes that stages start, and the doctor in Snakemake's process.
-    """
+    """No module is imported from the working folder: by stages, their children, torchrun, mpirun or the doctor."""
     for name in ("argparse", "h5py", "numpy", "platform", "psutil", "pynvml", "torch", "yaml"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import h5py'], check=True)"
@@ -288,11 +282,11 @@ def test_shifter_by_its_documented_rules() -> None:
         ONE,
     )
     assert found[0] == "shifter" and "DLSCALE_LIFELINE=1" not in " ".join(found), (
-        "shifter itself passes signals and exit status on"
+        "shifter passes signals and the exit status on without DLSCALE_LIFELINE"
     )
     expected = {
         "--image": ["registry/dlscale:1"],
-        "--module": ["gpu,nccl-plugin"],  # one option, because only the last of several options would count
+        "--module": ["gpu,nccl-plugin"],  # in one option, because shifter uses only the last
         "--volume": ["/cfs/x:/data"],
         "--workdir": ["/scratch/my work"],
     }
@@ -306,7 +300,7 @@ def test_apptainer() -> None:
     assert found[4:7] == ["apptainer", "exec", "--cleanenv"]
     assert found[-5:] == ["/cfs/dlscale.sif", "python", "-P", "-m", "dlscale"]
     pairs = list(itertools.pairwise(found))
-    # in order, because a later mount hides an earlier one
+    # a mount hides earlier mounts below the same path
     binds = [word for option, word in pairs if option == "--bind"]
     assert binds.index("/cfs/a b:/cfs/a b:ro") < binds.index("/scratch/my work:/scratch/my work")
     assert ("--pwd", "/scratch/my work") in pairs
@@ -316,7 +310,7 @@ def test_apptainer() -> None:
 
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
 def test_arguments_survive_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
-    """Every word passes a shell unchanged, even a hostile name, because the rules put quoted words into a shell."""
+    """A shell leaves each quoted word unchanged, even a hostile name; Snakemake's rules run commands in a shell."""
     hostile = tmp_path / "a 'b' $(touch pwned) `touch pwned` \"c\" ; touch pwned"
     hostile.mkdir()
     place = ContainerMounts(str(hostile), f"{hostile}/src", uid=1, gid=1)
@@ -355,7 +349,6 @@ def fake(folder: Path, *names: str) -> Path:
 def test_auto_selects_an_available_engine_and_reports_why(
     tmp_path: Path, there: list[str], name: str, taken: str
 ) -> None:
-    """`auto` selects an available engine that can run the image, and reports the reason."""
     chosen, reasons = resolve(site(engine="auto", image=name), fake(tmp_path, *there))
     assert chosen.engine == taken
     assert reasons[0].startswith(f"engine: {taken}, since ")
@@ -378,7 +371,7 @@ def test_docker_without_a_daemon_is_unavailable(tmp_path: Path, monkeypatch: pyt
             ({"mounts": {"/data": target}}, "does not allow mounts at")
             for target in ("/etc", "/etc/x", "/var/lib", "/opt", "/", "/opt/")
         ),
-        # Values that an engine cannot pass on are refused.
+        # Values that an engine would reject or misread are refused.
         ({"image": "--privileged"}, r"site\.image"),
         ({"image": "x; touch pwned"}, r"site\.image"),
         ({"mounts": {"/a:/b": "/c"}}, r"site\.mounts"),
@@ -439,7 +432,7 @@ def test_the_request_of_a_run_on_nodes(perlmutter: slurm.Scheduler) -> None:
 def test_the_request_of_one_gpu_on_each_of_two_nodes(perlmutter: slurm.Scheduler, gres: str, gpus: str) -> None:
     """One GPU on each of two nodes is requested by --gpus-per-node instead of `gres`.
 
-    With `gres`, the executor multiplies tasks by GPUs, and it refuses one task per node.
+    With `gres`, Snakemake's Slurm plugin multiplies tasks by GPUs, and it refuses one task per node.
     """
     nodes = perlmutter.gpu_nodes.model_copy(update={"gres": gres})
     assert slurm.request(perlmutter.model_copy(update={"gpu_nodes": nodes}), "train", Geometry(nodes=2)) == {
@@ -457,9 +450,9 @@ def test_the_request_of_one_process_with_four_gpus(perlmutter: slurm.Scheduler) 
 
 
 def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
-    """A run may set its CPUs and memory, as the job of the MNIST workshop does.
+    """A run may set its CPUs and memory, as the MNIST workshop's job script does.
 
-    CPUs beyond the GPU's fraction of a node cost extra.
+    The job is charged for its fraction of the node's GPUs or CPUs, whichever is larger.
     """
     nodes = perlmutter.gpu_nodes.model_copy(update={"fixed_share": False})
     perlmutter = perlmutter.model_copy(update={"gpu_nodes": nodes})
@@ -483,14 +476,14 @@ def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
 def test_the_request_of_data_jobs(perlmutter: slurm.Scheduler) -> None:
     found = slurm.request(perlmutter, "data", None)
     assert found["constraint"] == "cpu" and found["slurm_account"] == "m1234" and "gres" not in found
-    # a project with GPU hours only: data jobs take a GPU with its fixed number of CPUs, and its account
+    # For a project without CPU hours, `cpu_nodes` are GPU nodes: data jobs use one GPU, its CPUs and the GPU account.
     data = slurm.request(perlmutter.model_copy(update={"cpu_nodes": perlmutter.gpu_nodes}), "data", None)
     assert (data["gres"], data["cpus_per_task"], data["slurm_account"]) == ("gpu:1", 32, "m1234_g")
 
 
 def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
     debug = perlmutter.model_copy(update={"whole_qos": "debug"})
-    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "the runtime must be in minutes"
+    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "QOS debug must limit the runtime to 30 minutes"
     with pytest.raises(UserError, match="9 is more than the 8 that QOS debug allows"):
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4))
     with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"):
@@ -572,9 +565,9 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
 def test_the_shown_options_equal_those_given_to_sbatch(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
-    """The shown options equal the options that the executor gives to sbatch.
+    """The options that dlscale shows equal those that Snakemake's Slurm plugin passes to sbatch.
 
-    The executor itself adds account, partition and its defaults for one process.
+    Account, partition and defaults for one process are not compared, because the plugin adds them.
     """
     nodes = perlmutter.gpu_nodes.model_copy(update={"memory_mb": 256_000, "constraint": "gpu&hbm80g"})
     scheduler = perlmutter.model_copy(update={"gpu_nodes": nodes})
@@ -591,7 +584,7 @@ def test_the_shown_options_equal_those_given_to_sbatch(perlmutter: slurm.Schedul
 
 
 def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
-    """A reservation is requested with the executor's own option."""
+    """A reservation is requested with the option of Snakemake's Slurm plugin."""
     job = SimpleNamespace(resources=Resources(slurm.request(perlmutter, "train", ONE)), threads=1)
     more = dict.fromkeys(("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir"), "")
     asked = get_submit_command(job, more, ExecutorSettings(reservation="sc22_tutorial"))
@@ -599,7 +592,6 @@ def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_auto_without_an_image_selects_no_engine(tmp_path: Path) -> None:
-    """Without an image `auto` selects no engine, even if an engine is available, because engines need an image."""
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
     assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
 
@@ -624,10 +616,7 @@ def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failed_query_does_not_mean_an_empty_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If squeue fails, the call waits for an answer.
-
-    Otherwise jobs that still run would be submitted twice.
-    """
+    """If squeue fails, the call waits for its answer; otherwise it could submit running jobs a second time."""
     program(tmp_path, monkeypatch, "squeue", "exit 1")
     assert slurm.left_running("/here") is None
     answers = f"cd {tmp_path}; echo x >>asked; case $(wc -l <asked) in 1) exit 1;; 2) printf '{QUEUE}';; esac"
@@ -662,10 +651,7 @@ def test_versions_of_the_images_are_the_projects() -> None:
 
 
 def test_a_chain_of_links_is_followed(tmp_path: Path) -> None:
-    """Every folder on a chain of links is mounted once.
-
-    The container follows links to links, relative links and links to folders.
-    """
+    """Each folder on a chain of links (to links, relative, to folders) is mounted once; so containers can follow it."""
     work, far = tmp_path / "work", tmp_path / "far"
     (far / "v2").mkdir(parents=True)
     work.mkdir()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def volumes(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return all cells of a split's boxes, float64, model units: inputs [4, V, N, N, N] and targets [5, V, N, N, N]."""
+    """Return a split's V boxes of N^3 cells, float64, model units: inputs [4, V, N, N, N], targets [5, V, N, N, N]."""
     boxes = []
     manifest = Manifest.read(folder / "manifest.json")
     for part in manifest.files(split):
@@ -65,7 +65,7 @@ def test_a_unet_learns_the_gas_from_neighbouring_cells(tmp_path: Path) -> None:
     linear = np.abs(truth - (with_one(x_) @ fit).T).mean(axis=1)
 
     def error(model: torch.nn.Module) -> np.ndarray:
-        """Return the mean absolute error by channel over the validation box, crop by crop."""
+        """Return the mean absolute error of each channel over the validation box; the model predicts crop by crop."""
         crops = [slice(start, start + 16) for start in range(0, 64, 16)]
         total = np.zeros(5)
         for z, row, column in np.ndindex(4, 4, 4):
@@ -114,8 +114,8 @@ def test_a_vit_learns_the_next_state(tmp_path: Path) -> None:
         persistence = np.sqrt((square * weights).sum() / weights.sum())
         assert final[f"persistence_rmse/{name}"] == pytest.approx(persistence, rel=1e-4)
         assert final[f"rmse/{name}"] < 0.98 * persistence, name
-    # Leave out the regression, because it uses yesterday's states and this model uses one state; and `naive`, which
-    # repeats the best baseline.
+    # Leave out `regression`, which uses yesterday's states, while this model uses one state. `naive` repeats the best
+    # baseline.
     rivals = [name for name in final if name.endswith("_rmse/u10") and not name.startswith(("naive", "regression"))]
     assert len(rivals) == 5 and final["rmse/u10"] < 0.9 * min(final[name] for name in rivals)
 

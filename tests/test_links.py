@@ -60,14 +60,14 @@ def test_a_schedule_pairs_all_ranks_in_few_rounds(size: int, per_node: int) -> N
     assert len(set(pairs)) == len(pairs), "no pair may measure twice"
     assert len(rounds) <= max(7, (per_node - 1).bit_length()) + max(7, (size // per_node - 1).bit_length())
     if size <= selftest.ALL and per_node in (1, size):
-        assert len(pairs) == size * (size - 1) // 2, "if there are few ranks, each pair must be measured"
+        assert len(pairs) == size * (size - 1) // 2, "few ranks, on one node or one per node, must measure each pair"
 
 
 def test_nodes_are_seen_by_their_hosts() -> None:
     per_node = selftest.per_node
     assert [per_node(hosts) for hosts in ("a", "aaaa", "aabb", "abcd", "aaabbb")] == [1, 4, 2, 1, 3]
     assert [per_node(hosts) for hosts in ("aabbb", "aab", "abab", "aabbaa")] == [5, 3, 4, 6], (
-        "other orders of hosts must count as one node"
+        "ranks must count as one node if hosts have unequal numbers of ranks, or ranks that are not consecutive"
     )
 
 
@@ -83,7 +83,7 @@ def test_links_are_grouped_by_the_shared_level() -> None:
     node, network = selftest.levels(links, hosts)
     assert (node.name, node.size, node.links, node.alpha, node.beta) == ("node", 2, 2, 3e-6, 3e-12)
     assert (network.name, network.size, network.links, network.alpha) == ("network", 8, 3, 2e-5), (
-        "the level must have the median of its links"
+        "the level's latency must be the median of its links"
     )
 
 
@@ -146,7 +146,7 @@ class Case:
 
     ranks: int
     culprit: int = -1
-    function: str = "all_reduce"  #: Function of `torch.distributed` that the process with the fault replaces.
+    function: str = "all_reduce"  #: Function of `torch.distributed` that the faulty process replaces.
     make: Any = None  #: Function that makes the replacement from the original.
     per_node: int = 2  #: Processes of each simulated node.
     geometry: dict[str, int] = field(default_factory=dict)
@@ -196,7 +196,7 @@ def seen_by(world: World, case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """Return a function from a case to the findings of all processes.
+    """Return a function that maps a case's name to the findings of all processes.
 
     Cases with the same number of processes share the same processes.
     """
@@ -341,7 +341,7 @@ def test_a_process_that_hangs_in_the_self_test_is_named(tmp_path: Path, era5_dat
 
 @pytest.mark.slow
 def test_the_self_test_is_recorded_and_does_not_change_the_training(tmp_path: Path, era5_data: Path) -> None:
-    """The self-test is recorded. A training with the self-test is bitwise equal to a training without."""
+    """The self-test is recorded, and the trained weights are bitwise equal with and without the self-test."""
     for name, parallel in (("tested", {}), ("untested", {"selftest": False})):
         train_by(2, configure(tmp_path / name, "era5_vit", 2, parallel=parallel), era5_data)
     one, other = (Provenance.read(tmp_path / name / "provenance.json") for name in ("tested", "untested"))

@@ -1,4 +1,4 @@
-"""Output of a running call: the call's progress, and the records of Snakemake's log."""
+"""Output of a running call of Snakemake: progress, and records of Snakemake's log."""
 
 from __future__ import annotations
 
@@ -71,25 +71,20 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     assert progress.left(now + 6).seconds == pytest.approx(14 + 10), "the job's own estimate must be used"
     says(whole[0], left=1.0, part=True, time=now + 6)
     progress.look(now + 6)
-    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "other parts may follow"
-    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "a tenth of the job's time so far"
+    assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "a part's end must not be the job's end"
+    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "overdue: a tenth of the time so far"
     end(whole[0], 20)
     progress.look(now + 6)
-    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "a slow machine must scale the estimate"
+    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "the expected 26 s took 36 s"
     end(whole[1])
     progress.look(now + 20)
     assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1
     alone = [work(tmp_path, "alone", 100, 0.1), work(tmp_path, "beside it", 10, 0.1)]
-    assert live.CallProgress(now, alone).left(now).seconds == 100, (
-        "jobs that fit side by side must take as long as the longest job"
-    )
+    assert live.CallProgress(now, alone).left(now).seconds == 100, "parallel jobs must take as long as the longest job"
 
 
 def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Path) -> None:
-    """With jobs that were never timed, the bar counts jobs and never falls.
-
-    The time left is then a lower bound.
-    """
+    """With jobs that were never timed, the bar counts finished jobs, and the time left is a lower bound."""
     now = time.time()
     jobs = [work(tmp_path, "p.a", 10), *(replace(work(tmp_path, f"p.{n}", 0), timed=False) for n in "bc")]
     progress = live.CallProgress(now, jobs)
@@ -114,10 +109,7 @@ def test_results_of_an_earlier_call_do_not_count_as_done(tmp_path: Path) -> None
 
 
 def test_a_line(tmp_path: Path) -> None:
-    """The line names a running job with its progress and speed.
-
-    A job counts as running if it has a status file.
-    """
+    """The line of progress names a running job, which has a status file, with its progress and speed."""
     now = time.time()
     jobs = [work(tmp_path, "p.a"), work(tmp_path, "p.b")]
     says(jobs[0], time=now)
@@ -146,7 +138,7 @@ def test_the_display_has_one_bar_and_a_line_per_running_job(tmp_path: Path) -> N
     assert re.split("  +", lines[0])[:3] == ["p.0", "train", "30 of 120 steps (25 %)"]
     assert lines[0].rstrip().endswith("1,234 samples/s  1 min 30 s left") and "starting" in lines[1]
     assert len(lines) == 14 and max(map(len, map(str.rstrip, [first, *lines[1:]]))) <= 80, (
-        "lines must fit a terminal's width"
+        "lines must fit into 80 columns"
     )
 
 
@@ -190,7 +182,7 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Clear the flag of an interrupt before and after each test."""
+    """Reset `interrupt.seen`, the flag of Ctrl-C, before and after each test."""
     interrupt.seen = False
     yield
     interrupt.seen = False
@@ -222,7 +214,7 @@ def say_all(call: Call) -> None:
 def test_warnings_and_messages_of_the_rules_are_shown(
     capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, settings: dict[str, Any], shown: list[str]
 ) -> None:
-    """A dry run also prints the number of jobs, to standard output, as Snakemake does."""
+    """A dry run prints Snakemake's warnings and the number of jobs to standard output, as Snakemake does."""
     say_all(Call(request.node.name, **settings))
     out, err = capsys.readouterr()
     assert err.splitlines() == shown
@@ -277,7 +269,7 @@ def test_messages_of_the_rules_are_shown_after_ctrl_c(
 def test_a_retried_job_does_not_count_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Progress is printed in lines, because there is no terminal."""
+    """A restarted job is no longer listed as failed. Without a terminal, progress is printed in lines."""
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LINE_EVERY", 0.0)
     monkeypatch.setattr("snakemake_logger_plugin_dlscale.LOOK_EVERY", 0.05)
     call = Call(request.node.name)

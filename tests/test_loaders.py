@@ -1,4 +1,4 @@
-"""Every loader yields the same sample stream, from every layout and with any workers, ranks and resume points."""
+"""Every loader yields the same samples for every file layout, any number of workers and ranks, and any resume point."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 EDGES = [(13, 11, 12), (9, 17, 10)]
 TIMES = [7, 9]
 
-#: Layouts of a field, as arguments of `store.create`, by name. The first layout is the published one.
+#: Layouts of a field, as arguments of `store.create`, by name. The tutorials' files have the layout "published".
 VOLUMES: dict[str, dict[str, Any]] = {
     "published": {},
     "chunks": {"chunk": 5},
@@ -77,7 +77,7 @@ SPLIT: dict[str, Any] = {"chunks": (2, 5, 5, 5)}
 
 
 def write_field(path: Path, field: Field, seed: int, layout: dict[str, Any]) -> None:
-    """Write one field through `store`, or through h5py if the layout is foreign."""
+    """Write one field with `store`, or with h5py if `store` cannot write the layout."""
     values = np.random.default_rng(seed).normal(size=field.shape).astype(np.float32)
     values[(0,) * 4] = -0.0
     with h5py.File(path, "a") as file:
@@ -194,7 +194,7 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 
 
 def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
-    """Return a test's parameters, first the loader; DALI's are slow, because its processes take seconds to start."""
+    """Return a test's parameters, first the loader's name. DALI is marked slow: its processes need seconds to start."""
     return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
@@ -204,7 +204,7 @@ def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray
 
 
 def expected(samples: Samples, share: Share, epoch: int, start: int = 0) -> Iterator[list[np.ndarray]]:
-    """Yield the expected batches; each sample comes from `read`."""
+    """Yield the expected batches; each sample comes from `samples.read`."""
     for step in range(start, share.steps(samples.size)):
         read = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
         yield [
@@ -242,10 +242,7 @@ DALI_CASES = (
     ],
 )
 def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any, layout: dict[str, Any]) -> None:
-    """Every loader yields the same samples bit by bit, from every layout.
-
-    The test reads two epochs; their last batch is smaller.
-    """
+    """All loaders yield bitwise equal samples from all layouts, in two epochs with a smaller last batch."""
     samples, share = make(tmp_path, layout), Share(4)
     assert samples.size % 4
     with closing(LOADERS[name](samples, share, 0 if name == "torch" else 2)) as loader:
@@ -257,7 +254,7 @@ def test_every_loader_yields_the_one_stream(tmp_path: Path, name: str, make: Any
 @pytest.mark.parametrize("symmetry", ["none", "rotations", "published", "published_dali"])
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS])
 def test_every_loader_applies_all_symmetries(tmp_path: Path, name: str, symmetry: str) -> None:
-    """Loaders transpose, reverse, exchange channels and change signs exactly, even while they copy."""
+    """Loaders apply symmetries exactly: they transpose and reverse axes, exchange channels and change signs."""
     samples = crops(tmp_path, VOLUMES["half"], symmetry=symmetry)
     with closing(LOADERS[name](samples, Share(8), 0 if name == "torch" else 2)) as loader:
         check(batches(loader, 1), expected(samples, Share(8), 1))
@@ -267,7 +264,7 @@ def test_every_loader_applies_all_symmetries(tmp_path: Path, name: str, symmetry
 @pytest.mark.parametrize("name", [marked(name) for name in LOADERS if name != "dali, numpy"])
 def test_every_loader_adds_history_and_time(tmp_path: Path, name: str, split: str) -> None:
     """The first histories of the validation file come from the training file before it."""
-    layout = {"dtype": "float16"}  # samples that are joined from two files become float32
+    layout = {"dtype": "float16"}  # dlscale joins rows of two files in float32
     samples = informed(tmp_path, layout, split)
     assert (samples.size, samples.input_spec.shape) == ({"train": 3, "valid": 8}[split], (6 * 3 + 4, 4, 8))
     for rank in range(2):
@@ -389,7 +386,7 @@ def test_halves_are_decoded_exactly() -> None:
     np.testing.assert_array_equal(np.signbit(found.reshape(-1)[numbers]), np.signbit(wanted[numbers]))
 
 
-# rows with and without complete cache lines
+# rows of 32 float32 values fill two cache lines, rows of 31 do not
 @pytest.mark.parametrize(("channels", "width"), [(4, 32), (6, 32), (6, 31)])
 @pytest.mark.parametrize("step", [(200, 40, 1), (1, -200, 40), (-40, 1, -200)], ids=["rows", "turned", "across"])
 @pytest.mark.parametrize("form", ["wide", "half", "single"])
@@ -406,8 +403,8 @@ def test_compiled_loops_equal_the_formula(form: str, step: tuple[int, int, int],
     words = {"single": stored, "half": stored.view(np.uint16)}.get(form)
     if words is None:
         words = np.lib.stride_tricks.as_strided(stored[:4].view(np.uint64), (len(stored) - 3,), (2,), writeable=False)
-    shape, base = (channels, 3, 37, width), 50_000  # more rows than are fetched at once
-    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # `out` begins with a cache line
+    shape, base = (channels, 3, 37, width), 50_000  # 37 rows do not fit into one block of 1,024 words
+    wanted, out = np.empty(shape, np.float32), torch.full(shape, torch.nan).numpy()  # `out` is aligned to a cache line
     shift, factor, offset = numbers
     for c, i, j, k in np.ndindex(shape):
         value = np.float32(stored[base + channel[c] + int(np.dot(step, (i, j, k)))])
@@ -464,7 +461,7 @@ def large(folder: Path, edge: int) -> Crops:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """The process's own memory hardly grows if the data grow by a factor of 37.
+    """If the data grow by a factor of 37, the process's own memory grows by less than 10 % of the added bytes.
 
     Mapped pages of the page cache do not count, because the system can free them.
     """
@@ -476,7 +473,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         found.append(int(done.stdout) * 1024)
     data = (160**3 - 48**3) * 9 * 2
-    assert found[1] - found[0] < 0.1 * data, f"{found} bytes, for {data} bytes more"
+    assert found[1] - found[0] < 0.1 * data, f"own memory: {found} bytes; added data: {data} bytes"
 
 
 @pytest.mark.slow
@@ -539,12 +536,12 @@ def test_processes_of_dali_do_not_outlive_a_killed_training(tmp_path: Path) -> N
 
 @pytest.fixture
 def whole_file(tmp_path: Path) -> Crops:
-    """Return the samples of a single volume, because the published program reads only one."""
+    """Return the samples of a single volume, because the tutorial's program reads only one volume."""
     return crops(tmp_path, VOLUMES["published"], files=1)
 
 
 def published_mirror(field: Any, path: Path) -> np.ndarray:
-    """Write a mirror as the published converter does: all values, with transposed axes; return the values."""
+    """Write a mirror, a `.npy` copy with the channels last, like the tutorial's converter; return its values."""
     with h5py.File(field.readers[0].path) as file:
         values = np.transpose(file[field.readers[0].name], [1, 2, 3, 0])
     np.save(path, values)
@@ -552,7 +549,7 @@ def published_mirror(field: Any, path: Path) -> np.ndarray:
 
 
 def test_mirrors_next_to_a_file_are_read_and_kept(whole_file: Crops, tmp_path: Path) -> None:
-    """Mirrors with the published names next to a file are read and left unchanged; no other mirrors are written."""
+    """Mirrors next to a file, named as in the tutorial, are read and left unchanged; no other mirrors are written."""
     fields = {"data": whole_file.input, "label": whole_file.target}
     for name, field in fields.items():
         published_mirror(field, tmp_path / f"0_{name}.npy")
@@ -563,7 +560,7 @@ def test_mirrors_next_to_a_file_are_read_and_kept(whole_file: Crops, tmp_path: P
         assert (found.path, found.first.tolist()) == (tmp_path / f"0_{name}.npy", [0])
         assert stamp(found.path) == before
     assert not [*tmp_path.glob("mirrors/*.npy")]
-    (tmp_path / "0_label.npy").unlink()  # without the label's mirror, the input's mirror is not enough
+    (tmp_path / "0_label.npy").unlink()  # dlscale now writes its own mirror of the label
     prepare.make_mirror(whole_file.target)
     assert mirrors.mirror(whole_file.target).own
 
@@ -575,9 +572,9 @@ def test_mirrors_next_to_a_file_are_read_and_kept(whole_file: Crops, tmp_path: P
         (lambda x: x.astype(np.float64), r"\(13, 11, 12, 4\) of float64"),
         (np.asfortranarray, "Fortran order"),
         (lambda x: x + np.float32(1), r"other values in cell"),
-        (lambda x: None, "no such values"),
-        (None, r"no such values \(.*EOF"),
-        ("pipe", r"no such values \(not a file\)"),
+        (lambda x: None, "no array of values"),
+        (None, r"no array of values \(.*EOF"),
+        ("pipe", r"no array of values \(not a file\)"),
     ],
     ids=["rows", "type", "order", "values", "no array", "torn header", "pipe"],
 )
@@ -593,7 +590,7 @@ def test_invalid_mirrors_are_refused(whole_file: Crops, tmp_path: Path, wrong: A
         path.write_bytes(b"\x93NUMPY\x01\x00\x76\x00{" + b"(" * 200)
     with pytest.raises(
         UserError,
-        match=rf"0.h5: a file next to this one is not a mirror of Nbody: .*0_data.npy has {said}.*loader.reader h5py",
+        match=rf"0.h5: a file next to it .* is not a mirror of Nbody: .*0_data.npy has {said}.*loader.reader to h5py",
     ):
         prepare.make_mirror(whole_file.input)
 
@@ -621,7 +618,7 @@ def test_a_damaged_mirror_is_made_again(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_damaged_mirror_next_to_a_file_is_refused(whole_file: Crops, tmp_path: Path) -> None:
-    """A mirror next to its file with a few wrong values is refused, even if sampled cells do not reveal them."""
+    """A mirror next to its file is refused if a few values are wrong, even if a test of sampled cells misses them."""
     path = tmp_path / "0_data.npy"
     published_mirror(whole_file.input, path)
     prepare.make_mirror(whole_file.input)
@@ -668,7 +665,7 @@ def test_a_mirror_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as full:
         full.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(
-            UserError, match=r"needs 71.8 kB, but only 1.00 kB are free on the disk. .* use loader.reader h5py"
+            UserError, match=r"needs 71.8 kB, but only 1.00 kB are free on the disk. .* set loader.reader to h5py"
         ):
             prepare.make_mirror(samples.input)
     monkeypatch.setattr(type(samples.input), "copy", lambda *args: 1 / 0)
@@ -694,12 +691,12 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
     """Mirrors exist only for volumes; series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
-    with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .* Pairs. Use h5py"):
+    with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .* Pairs. Set it to h5py"):
         dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 
 
 class LateDevice:
-    """Device that works some time after it receives work, or when the host waits."""
+    """Simulated device that runs its work late, at the latest when the host waits."""
 
     def __init__(self) -> None:
         self.memory: dict[int, str] = {}

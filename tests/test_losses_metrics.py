@@ -1,4 +1,4 @@
-"""Losses and validation metrics equal plain numpy, in physical units if a metric has them."""
+"""Losses and validation metrics equal plain numpy computations, in the metrics' physical units."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_l1_equals_the_formula(weight: float) -> None:
 
 
 def test_without_a_weight_the_exponential_is_not_computed() -> None:
-    """Without a weight, neither the loss nor its gradient computes the exponential.
+    """Without a weight for the density's error, neither the loss nor its gradient computes the exponential.
 
     exp(14e4) is infinite, and 0 x infinity would be NaN.
     """
@@ -57,9 +57,9 @@ def test_without_a_weight_the_exponential_is_not_computed() -> None:
 
 
 def test_relative_l2_is_the_flattened_one_bit_by_bit() -> None:
-    """The relative L2 loss equals the published loss on flattened tensors bit by bit.
+    """The relative L2 loss equals the tutorial's loss, which flattens the tensors, bit by bit.
 
-    For channels-last tensors, which flattening copies, only the order of the sum differs.
+    For channels-last tensors, values are summed in another order, so the losses differ by rounding.
     """
     p, t = (f32(random(4, 6, 24, 40, seed=seed)) for seed in (0, 1))
     flat, plain, last = (p.clone().requires_grad_() for _ in range(3))
@@ -83,7 +83,7 @@ def test_relative_l2_is_each_samples_ratio() -> None:
     assert relative_l2(0 * tensors[1], tensors[1]).tolist() == pytest.approx([1] * 4)
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------
+# --- parts of metrics -------------------------------------------------------------------------------------------------
 
 
 def test_latitude_weights_are_cosines_with_mean_one() -> None:
@@ -134,7 +134,7 @@ def summary(metrics: Any, x: torch.Tensor, y: torch.Tensor, p: torch.Tensor, bat
     naive = MetricSum()
     naive.add(metrics.naive(range(len(x))))
     found: dict[str, float] = metrics.summarise(naive.means() | total.means())
-    assert sorted(found) == sorted(metric.name for metric in metrics.described), "every number must be described"
+    assert sorted(found) == sorted(metric.name for metric in metrics.described), "every metric must be described"
     assert all(metric.naive is None or metric.naive in found for metric in metrics.described)
     return found
 
@@ -144,7 +144,7 @@ def units_of(metrics: Metrics) -> dict[str, str]:
 
 
 def naive_answers(data: Path, states: np.ndarray, dt: int, w: np.ndarray) -> dict[str, np.ndarray]:
-    """Return baselines without learning [pairs, C, H, W] for the pairs of a validation file.
+    """Return the predictions of baselines without learning [pairs, C, H, W] for the pairs of a validation file.
 
     The file begins at midnight and has a state every 6 hours.
     """
@@ -260,10 +260,7 @@ def test_baselines_without_data_are_left_out(era5_data: Path) -> None:
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
-    """Yesterday's state may be in the previous file.
-
-    With two periods of one series, yesterday's states for the first pairs are in the training file.
-    """
+    """`yesterday` also finds states in the previous file: the day before the first validation pair is training data."""
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels[:1]
     settings = {
         "kind": "era5",
@@ -287,7 +284,7 @@ def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -
 
 
 def physical(y: np.ndarray) -> np.ndarray:
-    """Undo the published transforms by hand.
+    """Undo the transforms of the tutorial's data by hand.
 
     Densities are exp(14 x), velocities are 1000 x, and the temperature is 10^(5 + 3 x).
     """
@@ -307,7 +304,7 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples in batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    # Least squares over all cells of the training boxes. The stage reads blocks; here a block is a complete box.
+    # Least squares over all cells of the training boxes. The data stage adds block by block; here a block is a box.
     points = [key for key in boxes if key[0] == "train"]
     terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
     answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T

@@ -103,7 +103,7 @@ def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[st
         "the difference may only be step counters"
     )
     assert found.gradients == own + masters
-    # The gradients of the first of two micro-batches are included. The ViT's are not compared.
+    # With two micro-batches, the second forward pass holds the first one's gradients. This case of the ViT is skipped.
     if case is UNET or over != {"accumulation_steps": 2}:
         parts = own if "accumulation_steps" in over else 0
         assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
@@ -112,7 +112,7 @@ def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[st
 
 
 def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
-    """The predicted activations equal the distinct memory, except parameters, that autograd saves."""
+    """The predicted activations equal the bytes that autograd saves, without parameters, each storage counted once."""
     step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
     saved: dict[int, torch.UntypedStorage] = {}
@@ -303,7 +303,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
     """A killed loader worker is reported as lack of memory, not as a defect of dlscale."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})
     session = open_session(run, cosmo_data / "manifest.json", World(), 1)
-    expected = r"a process of the loader was killed, .*fewer `loader.workers`, .*--mem of a Slurm job"
+    expected = r"a worker process of the loader was killed, .*lower loader.workers, .*--mem of a Slurm job"
     with (
         pytest.raises(UserError, match=expected),
         around.translate_memory_errors(run, cosmo_data / "manifest.json", World()),
@@ -315,7 +315,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
 
 
 def test_a_worker_that_was_killed_with_a_lock_does_not_hang_the_end(tmp_path: Path, cosmo_data: Path) -> None:
-    """A worker takes the lock of an `Event` before each batch; PyTorch's own shutdown waits for the lock forever."""
+    """`close` ends even if a killed worker holds an `Event`'s lock, for which PyTorch's shutdown would wait forever."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 2}, samples={"train": 400})
     loader = open_session(run, cosmo_data / "manifest.json", World(), 1).loader("train")
     next(iter(loader.epoch(0)))
@@ -428,5 +428,5 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
     assert advice, line
     if stage == "train":
         done = run(accumulation_steps=int(advice[1]))
-        # Ignore the status: the limit is on address space, and the last picture's libraries need more than training.
+        # Ignore the exit status: the libraries of the last figure need more address space than training.
         assert "epoch 2 of 2" in done.stderr, done.stderr

@@ -49,7 +49,7 @@ from tests.waiting import PATIENCE
 #: no sample.
 BATCH, SAMPLES = 8, 19
 STEPS = 3
-#: Patches of a field: 32 tokens divide evenly on all meshes. 35 tokens divide on no mesh and are padded to 36 or 40.
+#: Rows and columns of patches: 32 tokens divide evenly on all meshes. 35 divide on no mesh and are padded to 36 or 40.
 GRIDS = {"even": (4, 8), "uneven": (5, 7)}
 HEADS = 8
 
@@ -94,7 +94,7 @@ class Case:
             static=torch.ones(1, 2 * rows, 3 * columns),
             checkpointing=bool(self.over.get("activation_checkpointing")),
         )
-        with torch.no_grad():  # all parameters get random values, so a missing parameter is noticed
+        with torch.no_grad():  # all parameters get random values, so the comparison notices a missing parameter
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape))
         return model
@@ -150,7 +150,7 @@ STRATEGIES: dict[str, Case] = {
     "2 tp, master weights": Case(2, {"tp": 2}, over={"precision": "bf16_master"}, tolerance=0.05),
     "2 tp, scaled loss": Case(2, {"tp": 2}, over={"precision": "fp16"}, tolerance=0.01),
     "2 fsdp, scaled loss": Case(2, parallel=FSDP, over={"precision": "fp16"}, tolerance=0.01),
-    # error with PyTorch 2.11: 0.061
+    # largest relative error with PyTorch 2.11: 0.061
     "2 fsdp, pure": Case(2, parallel=FSDP, over={"precision": "bf16_pure"}, tolerance=0.08),
     # Cases for four processes.
     "4 ddp": Case(4),
@@ -275,7 +275,7 @@ def whole(state: Tensors) -> Tensors:
 
 def _learn_all(rank: int, ranks: int, port: int, folder: str, names: list[str]) -> None:
     as_rank(rank, port, ranks)
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that wait for each other print where they wait
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)  # ranks that hang print their stacks and exit
     with join(Geometry(gpus_per_node=ranks), "cpu") as joined:
         for name in names:
             case = {**STRATEGIES, **COMPILED}[name]
@@ -297,7 +297,7 @@ def of_ranks(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from a case to the results of all ranks; cases with equally many ranks run together."""
+    """Return a function from a case's name to the results of all ranks; cases with equally many ranks run together."""
     folders: dict[int, Path] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
@@ -336,7 +336,7 @@ def compare(case: Case, found: list[dict[str, Any]]) -> None:
             for name, weights in updates.items():
                 moved = [each[f"weights {number}"][name] - each["start"][name] for each in (rank, alone)]
                 greatest = float(weights.abs().max())
-                # spacing of bf16 numbers
+                # bf16 weights may differ by one spacing of bf16 numbers
                 spacing = 2**-7 * greatest if case.over.get("precision") == "bf16_pure" else 0.0
                 near(*moved, 2 * tolerance, f"update {number} of {name}", 0.01 * greatest, spacing)
 
@@ -382,7 +382,7 @@ def test_exchanged_bytes_equal_the_formula(learnt: Any, name: str) -> None:
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
-    """`World.sum` adds one value per model: that of its first rank, even if the model's other ranks differ."""
+    """`World.sum` adds one value per copy of the model, its first rank's, even if the copy's other ranks differ."""
     ranks = arrangement(STRATEGIES[name].run().geometry)
     assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
 
@@ -453,7 +453,7 @@ def test_neighbours_share_the_weights(order: str, tp: int, groups: list[list[int
     ],
 )
 def test_a_study_with_hidden_drop_out_is_refused(layer: nn.Module, name: str | None) -> None:
-    """Hidden drop-out is refused, because devices that share a model would draw equal numbers for different tokens."""
+    """Undeclared drop-out is refused: devices that share a model would draw equal numbers for different tokens."""
 
     def model() -> nn.Module:
         made = Case(2).model()
@@ -617,7 +617,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
                     return ViT((8, 24), (2, 3), 4, 3, 8 * HEADS, 2, HEADS, checkpointing=again, dropout=0.5)
 
                 step = build_step(run, make, relative_l2, world, VIT.sharding, draws=True)
-                torch.manual_seed(world.data_rank)  # as a session seeds it
+                torch.manual_seed(world.data_rank)  # a training session seeds alike
                 drawn: dict[str, list[torch.Tensor]] = {"position": [], "hidden": []}
                 model = step.model
 
@@ -646,7 +646,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
     ],
 )
 def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
-    """Devices of a model drop equal values in replicated parts, but different values of own tokens and hidden units."""
+    """Devices that share a model drop equal values in replicated layers, but differ for own tokens and hidden units."""
     spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), ranks)
     for number, _ in enumerate(meshes):
         found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]

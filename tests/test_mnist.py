@@ -1,4 +1,4 @@
-"""Digits: published IDX files, simulated IDX files, and the network that classifies digits."""
+"""Handwritten digits (MNIST): IDX files, damaged IDX files, and the network that classifies digits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_run_uses_only_the_assigned_cpus(tmp_path: Path, tiny_data: Callable[[
 
 
 def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
-    """A run that names its CPUs runs without other jobs, because such runs would all use the same first CPUs."""
+    """A run with `geometry.cpus` never runs next to another job, because such runs would all use the first CPUs."""
     run = resolve.load({"targets": ["mnist_demo"]}).plans["mnist_demo"]["published"].run
     own = run.model_copy(update={"geometry": run.geometry.model_copy(update={"cpus": 1})})
     assert [cost.threads("train", each, on_gpus=False) for each in (run, own)] == [1, None]
@@ -101,7 +101,7 @@ def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
 def test_processes_of_a_node_have_cpus_of_their_own(
     monkeypatch: pytest.MonkeyPatch, cpus: int, rank: int, processes: int, own: set[int]
 ) -> None:
-    """A process takes its part of the node's CPUs. A Slurm task has only its own CPUs, and the process takes all."""
+    """A process takes its part of the node's CPUs. In a Slurm task, which has only its own CPUs, it takes these."""
     found = list[set[int]]()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, given: found.append(set(given)))
@@ -127,7 +127,7 @@ def test_bad_files_are_one_message(
 
 
 def test_the_network_is_the_published_one() -> None:
-    """The number of parameters is the published one; logits and gradients equal a computation layer by layer."""
+    """The network has as many parameters as PyTorch's MNIST example; logits and gradients are right layer by layer."""
     torch.manual_seed(0)
     model = MnistCNN().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882
@@ -154,7 +154,7 @@ def test_the_published_plan_has_the_settings_of_the_script() -> None:
     assert [resolved.run.loader.workers for resolved in ladder.values()] == [0, 1, 2, 4, 8]
     shares = [each.value for each in resolve.study_files()["mnist_cnn"].published if each.label == "train()"]
     assert sum(share for share in shares[1:] if share) == pytest.approx(99.9), (
-        "the lines must account for the complete time"
+        "the percentages of all lines must add up to the complete time"
     )
 
 
@@ -166,7 +166,7 @@ def test_the_published_plan_has_the_settings_of_the_script() -> None:
     ],
 )
 def test_damaged_idx_files_are_refused(tmp_path: Path, damage: str, zipped: bool) -> None:
-    """A wrong gzip checksum is detected, and also a file that does not end with its last row."""
+    """A file is refused if its gzip checksum is wrong, or if it does not end with its last row."""
     plain = bytearray(struct.pack(">4I", 0x803, 50, 6, 6) + bytes(range(200)) * 9)
     if damage == "more":
         plain += b"more"
@@ -186,7 +186,7 @@ def test_damaged_idx_files_are_refused(tmp_path: Path, damage: str, zipped: bool
 
 @pytest.mark.slow
 def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
-    """The accuracy equals a count. The record also has the accuracy of the most frequent training digit as answer."""
+    """The accuracy equals a count of correct answers; the baseline always answers the most frequent training digit."""
     dataset = {"kind": "mnist", "source": {"kind": "simulated", "train": 300, "valid": 100}}
     folder = make_dataset(tmp_path / "data", dataset)
     config = make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": 3}, "loader": {"workers": 0}}, dataset)
@@ -206,7 +206,7 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int) -> None:
-    """Training on 8,000 real digits gives 96 % accuracy on 2,000 others after one epoch, and 98 % after 14 epochs."""
+    """Training on 8,000 real digits classifies 96 % of 2,000 others correctly after one epoch, 98 % after 14 epochs."""
     shipped = yaml.safe_load((registry.studies()["mnist_cnn"].yaml).read_text())["datasets"]["mnist_t10k"]
     pair = shipped["source"]["all"]
     shipped["source"]["all"] = {key: str(shared(path.replace("data/", "data/mnist/"))) for key, path in pair.items()}

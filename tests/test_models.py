@@ -1,4 +1,4 @@
-"""The models: compared with explicit formulas, with their published sizes, and evaluated without drop-out."""
+"""Models equal explicit formulas, have the published numbers of parameters, and evaluate without drop-out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unet(**settings: object) -> UNet3D:
 
 
 def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Add random numbers to every parameter, also biases, norms and positions, so a missing one is noticed."""
+    """Add random numbers to every parameter, so that a formula without a bias, norm or position gives other values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -46,7 +46,7 @@ def roughened(model: nn.Module, seed: int = 1) -> nn.Module:
     return model
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------
+# --- numbers of parameters --------------------------------------------------------------------------------------
 
 
 def test_the_published_unet_has_the_published_number_of_parameters() -> None:
@@ -165,7 +165,7 @@ def test_unet_equals_an_explicit_implementation(widths: tuple[int, ...], grid: t
         y = np.concatenate([y, skips[levels - 1 - level]])
     expected = np.tanh(conv_up(y, *parameters("last")))
     np.testing.assert_allclose(model(x)[0].detach().numpy(), expected, rtol=0, atol=1e-12)
-    assert expected.std() > 0.1, "the expected values must not be trivial"
+    assert expected.std() > 0.1, "the expected values must not be almost constant"
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
@@ -183,7 +183,7 @@ def test_unet_equals_an_explicit_implementation(widths: tuple[int, ...], grid: t
 def test_unet_on_blocks_is_the_plain_one(
     settings: dict[str, Any], grid: tuple[int, ...], layout: torch.memory_format
 ) -> None:
-    """Prediction and all gradients agree in float64, and each implementation loads weights that the other one saved."""
+    """With `space_to_depth`, the U-Net loads the plain U-Net's weights and has its predictions and gradients."""
     torch.manual_seed(0)
     plain = roughened(unet(**settings).double())
     blocks = unet(space_to_depth=True, **settings).double()
@@ -302,7 +302,7 @@ def test_static_fields_are_further_inputs() -> None:
     torch.testing.assert_close(model(x), wide(torch.cat([x, fixed.expand(2, -1, -1, -1)], dim=1)))
 
 
-# --- compiled ----------------------------------------------------------------------------------------------------
+# --- compiled steps ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Number, names, order and shapes are torchvision's; the mean and std of images are not in the state dict."""
+    """Names, order and shapes in the state dict are torchvision's; it has no mean and std of images."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]
@@ -479,7 +479,7 @@ def test_patches_in_bf16_are_the_products_that_they_are() -> None:
     exact, rounded = nn.Conv2d(20, 48, 8, 8).double(), x.bfloat16()
     exact.load_state_dict({name: value.bfloat16().double() for name, value in layer.state_dict().items()})
     assert torch.equal(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, stride=8)), (
-        "in float32 the layer must be a convolution"
+        "in float32 the layer must equal PyTorch's convolution"
     )
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(rounded)
@@ -507,7 +507,7 @@ def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch:
 
 
 def test_a_gradient_that_the_processor_computes_wrong_in_channels_last_is_refused() -> None:
-    """The check reads only shapes: oneDNN writes outside its memory for strided 1×1 convolutions of few channels."""
+    """The check only reads shapes: oneDNN writes outside its memory for strided 1×1 convolutions of few channels."""
     fine = [nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(16, 8, 1, stride=2), nn.Conv2d(4, 8, 2, 2)]
     check_channels_last(nn.Sequential(*fine))
     for wrong in (

@@ -1,4 +1,4 @@
-"""Each row of DEFECTS.md has a mutation or a reason in `mutate_defects.py`. Mutations fit the code and the row."""
+"""`mutate_defects.py` has a mutation for each row of DEFECTS.md, or the reason why not; mutations fit the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mutate_defects import DEFECTS, mutations, rows
 
 
 def test_each_row_has_a_defect_or_a_reason() -> None:
-    """Each row has a mutation, or a reason for its lack. Each key of `DEFECTS` begins one row."""
+    """Each row has a mutation, or the reason why not. Each key of `DEFECTS` is the beginning of exactly one row."""
     found = rows()
     assert len(found) == len(DEFECTS) >= 52
     for beginning in DEFECTS:

@@ -1,4 +1,4 @@
-"""Small files for every reader, damaged in many ways: a reader accepts a file or refuses it with one message.
+"""Each function that reads a file format accepts a randomly damaged file, or refuses it with one message.
 
 A reader must not raise another exception, crash or hang. `make test-mutations` damages the files of each reader 250
 times.
@@ -74,7 +74,7 @@ def _dataset(raw: dict[str, Any], folder: Path) -> Any:
 
 
 def prepared(settings: Callable[[Path], dict[str, Any]]) -> Read:
-    """Return a function that describes the prepared files in a folder and then reads samples."""
+    """Return a function that writes a manifest of the prepared files in a folder, and then reads samples."""
 
     def read(folder: Path) -> None:
         dataset, out = _dataset(settings(folder), folder), folder.parent / "out"
@@ -95,7 +95,7 @@ def prepared(settings: Callable[[Path], dict[str, Any]]) -> Read:
 
 
 def described(folder: Path) -> None:
-    """Read a described dataset as a training and its metrics do."""
+    """Read a dataset through its manifest, as training and its metrics do."""
     manifest = Manifest.read(folder / "data" / "manifest.json")
     manifest.check_files()
     verify(manifest, ("train", "valid"), World())
@@ -104,7 +104,7 @@ def described(folder: Path) -> None:
 
 
 def images(folder: Path) -> None:
-    """Pack the images of class folders, once unchanged and once decoded."""
+    """Pack the images of class folders into one file, once unchanged and once decoded."""
     for form in ("encoded", "decoded"):
         write_pack(
             folder.parent / "pack.h5", pictures(folder, ["a", "b"])[0], ["a", "b"], form, lambda done, whole: None

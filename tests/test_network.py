@@ -38,7 +38,7 @@ def test_the_log_names_the_network(name: str) -> None:
 
 def test_nccl_writes_a_log_unless_the_user_sets_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that the variable is restored
+        monkeypatch.setenv(name, "")  # pytest then restores the variable after the test
         monkeypatch.delenv(name)
     with nccl_log() as log:
         assert log and (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")

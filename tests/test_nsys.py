@@ -36,8 +36,8 @@ def configure(folder: Path, processes: int = 1, **profile: Any) -> Path:
 
 # ---- a simulated nsys that fails ---------------------------------------------------------------------
 
-#: Script that appends each `profile` call to the file `calls`. Line n of the file `behaviour` has the word for call n;
-#: the last line applies to all later calls.
+#: Simulated nsys. It appends each `profile` call to the file `calls`. Line n of the file `behaviour` selects the
+#: behaviour of call n; the last line applies to all later calls.
 PRETENDED = """#!/bin/sh
 here=$(dirname "$0")
 case "$1 $2" in
@@ -154,7 +154,7 @@ def found(folder: Path) -> tuple[ProfiledTool, list[TopEntry]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_child_of_a_killed_stage_ends(tmp_path: Path, pretended: Any, number: signal.Signals) -> None:
-    """After SIGTERM, the stage leaves no file. After SIGKILL, the child ends, because its standard input ends."""
+    """After SIGTERM, the stage leaves no file. After SIGKILL, its child process ends, because its input is closed."""
     folder = pretended("sleeps")
     configure(tmp_path)
     process = subprocess.Popen(stage_words(tmp_path, "manifest.json"), env=variables(), cwd=tmp_path)
@@ -271,7 +271,7 @@ def test_a_mistake_in_one_of_two_processes_ends_both(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """The message of the process with the mistake is reported. The other process does not wait for it."""
+    """Without a manifest, both profiled processes end, and the error message is reported."""
     configure(tmp_path, 2, ranks=[0, 1])
     starter = ("-m", "dlscale.launch.ranks", "--nproc-per-node=2")
     run(tmp_path, tmp_path / "nosuch", real_nsys, *starter)

@@ -1,4 +1,4 @@
-"""Databases of Nsight Systems: figures compared with a count of every nanosecond; versions; damaged files."""
+"""Figures from Nsight Systems databases of all versions equal a count per nanosecond; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     """The figures agree with figures from a hand-drawn timeline."""
     tool, top = summarize(TWO_STEPS.write(tmp_path / "nsys.sqlite", version), 3)
     ns = 1e-9
-    # the steps last from 1000 to 1100 and from 1100 to 1205
+    # the steps last from 1000 to 1100 ns and from 1100 to 1205 ns
     assert tool.steps == 2 and tool.seconds_per_step == pytest.approx(102.5 * ns)
     assert {name: round(one.seconds / ns) for name, one in tool.ranges.items()} == {
         **{"step": 100, "data": 10, "copy": 4, "forward": 25, "backward": 40, "optimizer": 15, "comm": 5}
@@ -71,8 +71,8 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     }
     seen = tool.activity
     assert (seen.launches, seen.syncs, seen.items) == (5, 0.5, None)
-    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps, without the wait after the last step
-    # busy at 10-20, 25-55 and 60-105 ns of each step; both steps last from 1000 to 1205 ns
+    assert seen.sync_seconds == pytest.approx(4 * ns)  # 8 ns in one of two steps; later waits do not count
+    # the device is busy at 10-20, 25-55 and 60-105 ns of each step; both steps together last from 1000 to 1205 ns
     assert seen.device_busy == pytest.approx(2 * (10 + 30 + 45) / 205)
     assert (seen.copy_bytes, seen.pageable_bytes) == (4096, 2048)
     assert seen.copy_seconds == pytest.approx(10 * ns) and seen.copy_overlap == 0
@@ -88,8 +88,8 @@ def test_a_step_as_drawn(version: str, tmp_path: Path) -> None:
     assert set(copies) == {"Host-to-Device (pageable to device)", "Host-to-Device (pinned to device)"}
     assert copies["Host-to-Device (pinned to device)"].calls == 0.5
     idle = {row.name: row.seconds / ns for row in top if row.kind == "gap"}
-    # The first step is idle at 1000-1010. Both steps are idle at 1020-1025 and 1055-1060. After the first step, the
-    # device is busy until 1105.
+    # The device is idle at 0-10 ns of the first step, and at 20-25 and 55-60 ns of both steps. The second step begins
+    # at 1100 ns; until 1105 ns, the device still computes the first step.
     assert idle == pytest.approx(
         {"step": (2 + 0) / 2, "data": (4 + 1) / 2, "copy": (4 + 4) / 2, "forward": 5, "backward": 5}
     )
@@ -166,7 +166,7 @@ def recordings(draw: st.DrawFn) -> Recording:
         (start, end, thread, number, "cudaLaunchKernel")
         for number, (start, end, thread) in enumerate(spans(8, st.sampled_from([0, 5, 7])), 1)
     ]
-    number = st.integers(0, 8)  # number of a call; 0: no call
+    number = st.integers(0, 8)  # number of the call that launched the work; 0: no call
     recording.kernels = spans(8, number, st.sampled_from(["a", "b", "ncclDevKernel_AllReduce"]))
     kinds = st.tuples(st.integers(1, 1000), st.sampled_from([1, 2, 8]), st.sampled_from([0, 1, 2]), st.just(2))
     recording.copies = [(start, end, call, *kind) for start, end, call, kind in spans(5, number, kinds)]

@@ -132,7 +132,7 @@ def outcome(printed: list[tuple[float, float]]) -> running.Outcome:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> None:
-    """Of three folds with separate optimisers and speeds, the longest counts. The validations are not recorded."""
+    """Of three cross-validation folds with separate optimisers and speeds, the longest fold gives the pace."""
     printed = list[tuple[float, float]]()
     for rank in range(ranks):
         clock = Clock(tmp_path, rank)
@@ -202,7 +202,7 @@ def test_the_limit_for_a_pause_applies_per_step() -> None:
 def test_waits_in_bursts_count_by_the_clock(
     workers: int, wait: float, count: int, every: int, validation: float
 ) -> None:
-    """A slow batch is followed by fast batches from other workers; the validation after every 50 steps is excluded."""
+    """If fast batches of other workers follow a slow batch, the pace equals the clock's, without validations."""
     when, points, printed, trained = 1.7e9, list[tuple[float, float]](), list[tuple[float, float]](), [0.0]
     for step in range(1, count + 1):
         seconds = wait if workers > 1 and step % workers == 0 else 0.02
@@ -216,7 +216,7 @@ def test_waits_in_bursts_count_by_the_clock(
         speed, clock = interval(pace.rates)[0], 8 * (count - warm_up) / (trained[-1] - trained[warm_up])
         if warm_up == every or not (validation and wait > 1 and workers > 1):
             assert speed == pytest.approx(clock, rel=0.1)
-        else:  # a wait is nearly as long as a validation, so both may count
+        else:  # a validation (7 s) hardly exceeds the limit of four waits (6 s), so it may count and lower the rate
             assert speed < 1.1 * clock
         assert pace.training > 0.9 or validation
 
@@ -237,7 +237,7 @@ def test_few_points_and_one_long_wait_count_by_the_clock(seconds: float) -> None
 def test_a_stated_batch_size_is_held_against_the_loaders(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], stated: int, of_run: bool, counts: int | None
 ) -> None:
-    """The loader delivers 4 × 16 samples per step, which replace a smaller `batch_size` but not `--batch-size`."""
+    """The loader's 4 × 16 samples per step replace a run's smaller `batch_size`, but not the option `--batch-size`."""
     clock = Clock(tmp_path)
     for _ in range(20):
         for _ in range(4):
@@ -316,7 +316,7 @@ def test_a_validation_of_one_batch_and_a_step_that_did_not_end_are_no_samples(tm
 
 
 def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
-    """A smaller last batch counts for the rate but not for the batch size."""
+    """A smaller last batch counts for the rate, but for the batch size only if smaller batches are frequent."""
     clock = Clock(tmp_path)
     for _ in range(4):
         clock.iterator += 1
@@ -342,7 +342,7 @@ def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:
 
 
 def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
-    """A JSON or TensorBoard log with every tenth step (50 ms) and validations every 100 steps gives the steps' pace."""
+    """A JSON or TensorBoard log of every tenth step gives the pace of the steps, without validations."""
     time, rows = 1.7e9, []
     for step in range(0, 1000, 10):
         rows.append({"step": step, "time": time, "loss": 1.0})
@@ -374,7 +374,7 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
 def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None:
-    """The reader never waits for a pipe and never reads an endless device."""
+    """A pipe, device or link is refused as a log; reading it could take forever."""
     path = tmp_path / "log"
     if kind == "device":
         path = Path("/dev/zero")
@@ -491,7 +491,7 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
 def test_times_since_the_start_are_not_those_since_the_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: float, uptime: float, seconds: float
 ) -> None:
-    """Times since the start and since the boot are distinguished, although some of the 100 s of steps fit both."""
+    """Times since the program's start and times since the machine's boot are distinguished, even if some fit both."""
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: BEGIN + 100, perf_counter=lambda: uptime))
     count = int(99.9 / seconds)
     log = write_log(tmp_path / "log.jsonl", [number * seconds / unit for number in range(count)])
@@ -567,7 +567,7 @@ def test_steps_of_earlier_runs_do_not_count(tmp_path: Path, in_india: None, form
 
 
 def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
-    """Cross-validation writes several trainings to one log. Two processes that log the same steps are one training."""
+    """A cross-validation's trainings in one log are separated; two processes that log the same steps are one."""
     log, when = tmp_path / "log.jsonl", BEGIN
     with log.open("w") as file:
         for count, seconds in ((30, 0.1), (40, 0.05), (30, 0.2)):
@@ -649,7 +649,7 @@ PRINTED = [
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
     (r"avg (\S+)", "avg 84.05 min 80 max 90", ("", 84.05)),
     (r"avg (\S+) samples/sec", "Time taken for epoch 2 is 48.7 sec, avg 84.055 samples/sec", ("", 84.055)),
-    # A time is a rate only if it has a unit and is the time of a single step.
+    # A time gives a rate only if it has a unit and is the time of a single step.
     (r"time (\S+)", "step time 101.00 ms", (PER_STEP, 1 / 0.101)),
     (r"time (\S+)ms", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
     (r"time (\S+),", "iter 10: loss 2.1234, time 101.00ms, mfu 3.21%", None),
@@ -746,7 +746,7 @@ def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Load the hook as in a measured program."""
+    """Load dlscale's `sitecustomize`, the hook that records steps, as in a measured program."""
     monkeypatch.setenv(timed.FOLDER, str(folder))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     spec = importlib.util.spec_from_file_location("hook", HOOK / "sitecustomize.py")
@@ -757,7 +757,7 @@ def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 1 has no global optimiser hook. A step of a class that inherits `step` counts once."""
+    """Steps are seen without PyTorch 2's global optimiser hook. A step of a class that inherits `step` counts once."""
 
     class Optimizer:
         def __init__(self, rate: float) -> None:
@@ -777,7 +777,7 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
     optimizer.step()  # this step also writes the steps noted before
-    assert len(steps.Tail(file).process.steps) == 6, "a step of each of two optimisers must count once"
+    assert len(steps.Tail(file).process.steps) == 6, "consecutive steps of two optimisers must count as one"
 
 
 # ---- programs ----------------------------------------------------------------------------------------
@@ -846,7 +846,7 @@ def test_all_ways_agree_with_the_programs_own_clock(tmp_path: Path) -> None:
     verdict = judge_run(read_run(tmp_path / "results/plans" / PLAN / "train"))
     assert verdict.bound and verdict.bound.what == "data loading"
     causes = {finding.cause for finding in verdict.findings}
-    assert causes & {"storage", "neighbour"}, "the loader sleeps, and other programs may slow the loader"
+    assert causes & {"storage", "neighbour"}, "the sleeping loader must look like slow storage or other programs' load"
     assert (tmp_path / "results/plans" / PLAN / "report.html").stat().st_size > 10_000
 
 
@@ -920,7 +920,7 @@ def test_grandchildren_of_a_program_are_ended(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(ended.stdout))
 
 
-#: Program that abandons its children and starts one in a new session; both ignore SIGTERM.
+#: Program that leaves 30 orphans, which end at once, and a child in a new session. Program and child ignore SIGTERM.
 STUBBORN = """
     import os, signal, sys, time
     signal.signal(15, signal.SIG_IGN)
@@ -983,7 +983,7 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
 
 # ---- programs of all kinds, and bad input ------------------------------------------------------------
 
-#: Unusual training loops. Each loop runs in a separate process, which prints its name and its number of steps.
+#: Unusual training loops. Each loop runs in a child process; the program prints its name, process ID and exit status.
 LOOPS = """
 import builtins, io, itertools, multiprocessing, os, queue, sys, threading, time, torch, warnings
 warnings.simplefilter("ignore")
@@ -1243,7 +1243,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
 def test_loops_of_all_kinds(
     loops: dict[str, tuple[str, Path | None]], name: str, batch: int | None, count: int, tmp_path: Path
 ) -> None:
-    """Each step counts once, samples count only if certain, and each loop ends as without dlscale."""
+    """Each step counts once, samples count only if the batch size is certain, and loops end as without dlscale."""
     status, file = loops[name]
     assert status == "0" and file
     (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -1316,7 +1316,7 @@ FOUR = (
 
 @pytest.mark.slow
 def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
-    """Four ways that measure the same run agree with each other and with the program's own clock."""
+    """Seen steps, timed steps, a log and printed rates of one run agree with the program's own clock."""
     path = program(tmp_path, FOUR, "dlscale.timed")
     ended = hooked(tmp_path, path, 0.002, PYTHONPATH=f"{HOOK}:{ROOT / 'workflow_scripts'}")
     own = [float(line.split()[1]) for line in ended.stdout.splitlines()]
@@ -1447,7 +1447,7 @@ def test_a_page_has_the_unit_of_the_terminal(
 
 
 def test_words_that_are_not_utf_8_and_junk_among_the_steps(measure_here: Measured) -> None:
-    """Other files, a pipe, a folder, a link, invalid bytes and impossible times are ignored, but valid steps count."""
+    """Next to valid files of steps, other files, pipes, folders, links, invalid bytes and invalid times are ignored."""
     times = ["begin 1e307 1.0 0", "begin 1 1 0\ns nan 0 0", "begin 1 1 0\ns 1 0", f"s 1{'0' * 400} 0 0"]
     status, folder = measure_here(
         "assert os.fsencode(sys.argv[1]) == b'caf\\xe9'\n"
@@ -1495,7 +1495,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
 
 
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
-    """Lines before the damage count. Invalid sample counts, which another version may write, are unknown (0)."""
+    """Only lines before a damaged line are used. Invalid sample counts, as of another version, become 0 (unknown)."""
     clock = Clock(tmp_path)
     for samples in ("8.0", "None", "-5", "1" + "0" * 400):
         clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
@@ -1519,7 +1519,7 @@ def test_a_record_that_cannot_be_written_costs_neither_the_rest_nor_the_status(
 
 
 def test_others_runs_cost_no_page(measure_here: Measured, capfd: pytest.CaptureFixture[str]) -> None:
-    """Damaged runs are skipped and named. Temporary folders of killed or running calls are ignored."""
+    """The page omits damaged runs, which a message names, and temporary folders of killed or running calls."""
     plan = Path("results/plans") / PLAN
     for name in ("other", ".train.host.1.abc.part", "folder/throughput.json"):
         (plan / name).mkdir(parents=True)
@@ -1571,14 +1571,14 @@ LOOP = "import dlscale, time\nfor _ in dlscale.timed(range(40)): time.sleep(0.02
 def test_steps_count_where_the_named_way_finds_none(tmp_path: Path, option: list[str], message: str) -> None:
     ended = measure(tmp_path, *option, "--", sys.executable, program(tmp_path, LOOP))
     assert ended.returncode == 0 and message in ended.stderr
-    assert ". The steps that were timed by the program count instead\n" in ended.stderr
+    assert ". The rate uses the steps that were timed by the program instead\n" in ended.stderr
     record = found(tmp_path)
     assert record.outside and record.outside.way == "timed" and record.full and 10 < record.full.mean < 50
 
 
 @pytest.mark.slow
 def test_a_fifo_is_no_log(tmp_path: Path) -> None:
-    """A FIFO is refused before the program starts. If the program itself creates a pipe, its result is kept."""
+    """A FIFO as log is refused before the program starts. If the program creates the FIFO, its result is kept."""
     os.mkfifo(tmp_path / "log")
     ended = measure(tmp_path, "--steps", "log", "--", "touch", "started")
     assert ended.returncode == 2 and "log: a link, pipe or device" in ended.stderr
@@ -1593,7 +1593,7 @@ def test_a_fifo_is_no_log(tmp_path: Path) -> None:
 def test_a_program_without_a_step_is_warned_of_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The warning names the options for the detected framework; the test maps a file in a folder called `jaxlib`."""
+    """The warning names the remedy for the framework, here JAX, detected by a mapped file in a folder `jaxlib`."""
     monkeypatch.setattr(running, "UNSEEN_SECONDS", 1.0)
     (tmp_path / "jaxlib").mkdir()
     (tmp_path / "jaxlib/xla.so").write_bytes(bytes(4096))
@@ -1664,13 +1664,13 @@ def test_rates_between_nonsense(tmp_path: Path) -> None:
         assert min(record.full.trial_throughput) > 9.9 and 10 < record.full.mean < 100
         assert max(record.full.trial_throughput) < 100.01
         causes = [each.cause for each in judge_run(read_run(tmp_path / "results/plans" / PLAN / name)).findings]
-        assert set(causes) <= {"neighbour", "idle"}, "the program sleeps between rates, and its step time is unknown"
+        assert set(causes) <= {"neighbour", "idle"}, "only an idle device or other programs may be reported"
     plan = (tmp_path / "results/plans" / PLAN / "plan.yaml").read_text()
     assert all(f"name: {name}\n" in plan for name in names)
 
 
 def test_a_program_has_its_own_environment_and_modules(tmp_path: Path) -> None:
-    """A program has its own environment, modules, signals and `sitecustomize`; the hook is valid Python 3.8."""
+    """A program keeps its environment, modules, signals and `sitecustomize`; dlscale's hook is valid Python 3.8."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import sys; sys.own = True")
     (tmp_path / "module_of_its_own.py").touch()
@@ -1780,7 +1780,7 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_log_counts_the_steps_of_the_training(counted: str, counts: str | None) -> None:
-    """The key `step` of a log may count epochs or samples, which would give a wrong rate."""
+    """dlscale detects that `step` in a log counts epochs or samples, which would give a wrong rate."""
     made = [float(number) for number in range(1, 201)]  # a step per second, of two batches of 16 samples
     batches = [(second - part, "0", 0.0, 16) for second in made for part in (0.9, 0.4)]
     one = (1.0, 200.0)

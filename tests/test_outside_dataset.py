@@ -1,4 +1,4 @@
-"""External studies with their own kinds of dataset: images, labels and scalars, made in memory."""
+"""Users' studies outside dlscale, with their own kinds of dataset: images, labels and scalars, made in memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_arrays_that_do_not_go_together(arguments: dict[str, Any], words: str) -
 def test_a_kind_that_acquires_is_asked_for_a_url_too(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kind's `acquire` also gets URLs, because it may do more than fetch the file."""
+    """A dataset kind's `acquire` also gets URLs, because it may do more than fetch the file."""
     kind, raw = registry.kind("marks"), RawFile("a.bin", "http://127.0.0.1:9/a.zip")
     every = [Part(split, "all", (raw,)) for split in ("train", "valid")]
     monkeypatch.setattr(type(kind), "parts", lambda self, dataset: every)
@@ -253,7 +253,7 @@ OWN = """folder = tempfile.mkdtemp(dir=HERE)
 
 
 def preprocessed(folder: Path, **code: str) -> int:
-    """Preprocess a part with a kind that reads files; return the exit status."""
+    """Preprocess a part with a study whose module contains `code`; return the exit status."""
     np.save(folder / "y.npy", np.arange(6.0))
     np.save(folder / "other.npy", np.arange(6.0))
     np.arange(6.0).tofile(folder / "other.raw")
@@ -299,7 +299,7 @@ def test_a_file_that_parts_do_not_name_is_refused(
 def test_a_source_may_read_named_own_and_package_files(tmp_path: Path, place: str, code: str) -> None:
     assert preprocessed(tmp_path, **{place: code}) == 0
     np.testing.assert_array_equal(h5py.File(tmp_path / "piece.h5")["y"], np.arange(6))
-    np.load(tmp_path / "other.npy")  # the check must be off after the stage
+    np.load(tmp_path / "other.npy")  # after the stage, opened files must no longer be checked
     h5py.File(tmp_path / "other.h5").close()
 
 
@@ -307,7 +307,7 @@ def test_a_source_may_read_named_own_and_package_files(tmp_path: Path, place: st
 def test_acquiring_and_describing_read_named_files_only(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """Acquiring may read the raw file's origin, and describing the dataset's own folder; other files are refused."""
+    """`acquire` may read the raw file's origin, `complete` may read the dataset's folder; other files are refused."""
     (tmp_path / "other.txt").write_text("1")
     (tmp_path / "y.txt").write_text("2")
     kind, code, raw = registry.kind("marks"), registry.load(module), RawFile("a.txt", str(tmp_path / "y.txt"))
@@ -395,7 +395,7 @@ def test_a_folder_with_relative_imports(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("my-study", STUDY.format(kind="k"), "expected a Python identifier .*, got 'my-study'; rename it"),
+        ("my-study", STUDY.format(kind="k"), "expected a Python identifier .*, got 'my-study'; rename the file"),
         ("nothing", "", "expected `STUDY = MyStudy\\(\\)` at its end.* without dataset, Model, Loss"),
         (
             "lacking",

@@ -1,4 +1,4 @@
-"""A profiler's overhead, compared with figures by hand and with simulated machines of known overhead."""
+"""A profiler's overhead, compared with figures computed by hand and with simulations of known overhead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlscale.measure.profilers import Overhead, overhead
 
 
 def test_an_even_drift_falls_out() -> None:
-    """A steady drift has no effect: steps take 100, later 120 ms without the profiler, and 1.5 × 110 ms with it."""
+    """A steady drift has no effect: steps take 100 ms before profiling, 120 ms after it, and 1.5 × 110 ms during it."""
     found = overhead([0.1] * 4, [0.165] * 4, [0.12] * 4)
     assert found.ratio == pytest.approx(1.5)
     assert found.noise == pytest.approx(1.5 * 0.01 / 0.11), (
@@ -20,7 +20,7 @@ def test_an_even_drift_falls_out() -> None:
 
 
 def test_the_noise_is_the_steps_scatter() -> None:
-    """The plain steps take 1 s ± 0.1 (std 0.1155). A median has pi / 2 times the variance of a mean."""
+    """Steps without a profiler take 1 s ± 0.1 (std 0.1155). A median has pi / 2 times the variance of a mean."""
     plain = [0.9, 1.1, 0.9, 1.1]
     found = overhead(plain, [2.0] * 4, plain)
     error = 0.1155 * (3.1416 / 2) ** 0.5 / 2  # error of the median of four steps
@@ -40,7 +40,7 @@ def test_the_text_of_an_overhead() -> None:
 
 
 def share(cost: float, machine: Callable[[random.Random], Callable[[], float]], trials: int = 400) -> float:
-    """Return the fraction of trials in which a profiler with the given cost has a significant overhead."""
+    """Return the fraction of trials that find an overhead, if the profiler multiplies step times by `cost`."""
     certain = 0
     for seed in range(trials):
         pace = machine(random.Random(seed))
@@ -72,5 +72,5 @@ def test_nothing_is_seldom_called_a_cost(machine: Callable[[random.Random], Call
 
 @pytest.mark.parametrize(("machine", "least"), [(quiet, 0.99), (drifting, 0.2), (disturbed, 0.05)])
 def test_a_cost_is_found(machine: Callable[[random.Random], Callable[[], float]], least: float) -> None:
-    """A cost of 20 % is usually found on a quiet machine. Drift or disturbances mostly hide the cost."""
+    """An overhead of 20 % is found in over 99 % of trials on a quiet machine, 20 % with drift, 5 % if disturbed."""
     assert share(1.2, machine) > least

@@ -1,4 +1,4 @@
-"""Installation of dlscale: version ranges, the lock, an environment that keeps its PyTorch, and CI's files."""
+"""Installation of dlscale: version ranges, the lock file, environments with their own PyTorch, images and wheels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_cuda_12_is_the_default() -> None:
 
 
 def test_the_version_is_copied_to_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make version` writes the version to all other files, and `make release-check` compares the files."""
+    """All files have the version of pyproject.toml. `make release-check` names files with another version."""
     spec = spec_from_file_location("release", ROOT / ".ci/release.py")
     release = module_from_spec(spec)
     spec.loader.exec_module(release)
@@ -100,7 +100,7 @@ def test_the_source_distribution_contains_all_tracked_files() -> None:
 
 
 def test_the_two_images_have_tags_of_their_own() -> None:
-    """The prefix of `type=sha` replaces the flavour's prefix; without a prefix both images would have the same tag."""
+    """The tag `type=sha` has a prefix with the image's name; without it, both images would have the same tag."""
     (step,) = [
         step
         for job in read_yaml(ROOT / ".github/workflows/images.yml")["jobs"].values()
@@ -121,7 +121,7 @@ def test_an_environments_own_pytorch_stays(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "workflow_scripts/dlscale/core", tmp_path / "workflow_scripts/dlscale")
     words = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages"]  # the system has pip
     subprocess.run([*words, tmp_path / ".venv"], check=True)
-    # The environment has this environment's packages, but an older pre-release of PyTorch.
+    # The new environment has the packages of the tests' environment, but an older pre-release of PyTorch.
     theirs = tmp_path / "theirs/torch-2.12.0a0+site.dist-info"
     theirs.mkdir(parents=True)
     metadata = str(distribution("torch").read_text("METADATA"))
@@ -190,7 +190,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made.place], check=True)
-    (made.packages / "site.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # without the editable dlscale
+    (made.packages / "site.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # omits the editable dlscale
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
     words = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", base, source]
     subprocess.run([*pip, "wheel", *words], check=True)

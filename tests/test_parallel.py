@@ -1,4 +1,4 @@
-"""Several processes train like one process: same samples, gradients and numbers; only the first process writes."""
+"""Several processes train like one process: same samples, losses, metrics and weights; only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def train_by(ranks: int, folder: Path, data: Path) -> None:
 
 
 def _stage(rank: int, ranks: int, meet: str, words: list[str]) -> None:
-    """Run one process of a stage on a single node."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ[MEET] = f"{meet}/meet"
     assert cli.main(words) == 0, Path(words[-1]).read_text()
@@ -94,7 +93,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            # Each process has the base batch size, so the global batch is twice as large.
+            # Each of the two processes has the base batch size, so linear scaling doubles the learning rate.
             *("era5_vit", 2, {"schedule": {"kind": "constant", "scaling": "linear", "base_batch_size": 2}}),
             id="scaled rate",
             marks=pytest.mark.slow,
@@ -122,7 +121,7 @@ def close(one: Path, other: Path, tolerance: float) -> None:
 def test_several_train_as_one_does(
     tmp_path: Path, cosmo_data: Path, era5_data: Path, study: str, ranks: int, changes: dict[str, Any]
 ) -> None:
-    """Losses, metrics and weights equal one process's with the same global batch, up to the order of sums."""
+    """Losses, metrics and weights equal those of one process with the same global batch, except for rounding."""
     data = cosmo_data if study == "cosmo_unet" else era5_data
     alone = configure(tmp_path / "alone", study, 1, **changes)
     assert train(alone, data / "manifest.json") == 0
@@ -130,7 +129,7 @@ def test_several_train_as_one_does(
     train_by(ranks, together, data)
     close(alone, together, 2e-5)
     first = records(together)[0]
-    assert first["untrained"]["train_loss"] > 0, "`close` must compare values before the first step"
+    assert first["untrained"]["train_loss"] > 0, "the losses before the first step must be recorded"
     if "schedule" in changes:
         assert first["learning_rate"] == 2 * ERA5_RUN["optimizer"]["lr"]
     made_with = json.loads((together / "provenance.json").read_text())
@@ -140,7 +139,7 @@ def test_several_train_as_one_does(
         *(f"train.rank{rank}.log" for rank in range(1, ranks)),
     ]
     assert len(list((together / "tensorboard").iterdir())) == 2, (
-        "only one process may write: a file for epochs and a file for the end"
+        "only one process may write TensorBoard files: one for epochs and one for the end"
     )
 
 
@@ -177,7 +176,7 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
     assert found["nranks"] == 2 and found["batch_size"] == 4
     for mode in ("IO", "SYNTHETIC", "FULL"):
         for rate, seconds in zip(found[mode]["trial_throughput"], found[mode]["trial_time"], strict=True):
-            assert rate * seconds == pytest.approx(2 * 4)  # global batch size: two processes with four samples each
+            assert rate * seconds == pytest.approx(2 * 4)  # a trial has two steps of the global batch size, 4
         assert found[mode]["usage"]["cpu_seconds"] >= 0
     # One process per node records telemetry, for all processes of the node.
     assert sorted(path.name for path in (folder / "telemetry").iterdir()) == ["throughput.csv", "throughput.json"]
@@ -188,7 +187,6 @@ def test_throughput_counts_all_processes(tmp_path: Path, era5_data: Path) -> Non
 
 @pytest.mark.slow
 def test_an_error_in_one_process_ends_all_with_one_message(tmp_path: Path, era5_data: Path) -> None:
-    """An error in one process ends all processes; no process waits forever."""
     folder = configure(tmp_path, "era5_vit", 2, optimizer={"lr": 1e30}, precision="fp32")
     arguments = [
         *("--config", folder / "config.yaml", "--manifest", era5_data / "manifest.json", "--threads", 2),
@@ -201,7 +199,7 @@ def test_an_error_in_one_process_ends_all_with_one_message(tmp_path: Path, era5_
 
 
 def test_one_device_runs_without_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on one device works alone, even with Slurm's variables, because the run may be a task of a larger job."""
+    """A run on one device ignores Slurm's variables, because the run may be one task of a larger job."""
     for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"}.items():
         monkeypatch.setenv(name, value)
     with join(Geometry(), "cpu") as alone:

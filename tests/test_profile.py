@@ -1,4 +1,4 @@
-"""The profile stage: files of each profiler with one and several processes; failures; no effect on trainings."""
+"""The profile stage writes files of each profiler and process, reports failures, and has no effect on training."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_noise_is_that_of_two_means() -> None:
 
 
 def test_other_batches_are_compared_by_the_sample() -> None:
-    """Times and noise are per sample: 8 s for 4 samples and 10 s for 10 samples give 2 s and 1 s."""
+    """If batch sizes differ, times and noise are per sample: 8 s for 4 samples are 2 s, 10 s for 10 samples are 1 s."""
     before, after = summary(row("mm", 8, 0.4), batch=4), summary(row("mm", 10, 0.5), batch=10)
     (one,) = compared(before, after).values()
     assert (one.before, one.after, one.per, one.certain) == (2, 1, "sample", True)
@@ -167,7 +167,7 @@ def replaced(entry: TopEntry, calls: float) -> TopEntry:
 
 @pytest.mark.skipif(
     not (shutil.which(os.environ.get("NSYS") or "nsys") and os.environ.get("SC22_PROFILES")),
-    reason="needs nsys, and the published program's folder sample_nsys_profiles in SC22_PROFILES",
+    reason="needs nsys, and SC22_PROFILES set to the folder sample_nsys_profiles of the SC22 tutorial",
 )
 def test_published_reports_show_fewer_collectives(capsys: pytest.CaptureFixture[str]) -> None:
     """With larger buckets, a step has 5 NCCL calls instead of 8, as in the tutorial."""
@@ -206,7 +206,7 @@ def test_a_report_of_a_later_nsys(
 
 
 def published(folder: Path, forward: int, version: str = "2022") -> Path:
-    """Write a report like the published programs' reports: 3 steps with the programs' range names, times in ms."""
+    """Write a report with the range names of the tutorials' programs: 3 steps, with a forward pass of `forward` ms."""
     ms, recording = 1_000_000, Recording()
     for number in range(3):
         at = 100 * number * ms
@@ -258,7 +258,6 @@ def test_an_invalid_report_gives_one_message(
 def test_a_report_is_exported_by_a_real_nsys(
     real_nsys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real nsys exports a report of a program without dlscale."""
     program = tmp_path / "theirs.py"
     program.write_text(
         "import time, nvtx\n"

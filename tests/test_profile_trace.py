@@ -1,4 +1,4 @@
-"""Summaries of a profiler's trace: intervals compared with sets of integers, traces by hand, and PyTorch's own sums."""
+"""Summaries of a profiler's trace equal sets of integers, figures computed by hand, and PyTorch's own sums."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def gpu_trace() -> list[dict[str, Any]]:
             event("nccl:all_reduce", "user_annotation", t + 60, t + 64, ENGINE),
             *launch(n + 1, t + 3, LOADER, [copy("HtoD (Pageable -> Device)", t + 5, t + 15, 1000)], "cudaMemcpyAsync"),
             *launch(n + 2, t + 5, LOADER, [copy("HtoD (Pinned -> Device)", t + 15, t + 25, 3000)], "cudaMemcpyAsync"),
-            # The loader's thread launches work outside its range while the model computes. This work does not belong to
-            # the model.
+            # The loader's thread launches work outside its range `copy`, while the model computes. This work does not
+            # belong to the model.
             *launch(n + 3, t + 20, LOADER, [kernel("decode", t + 25, t + 30, 13)]),
             *launch(n + 4, t + 14, MAIN, [kernel("gemm", t + 20, t + 50)]),
             *launch(n + 5, t + 46, ENGINE, [kernel("gemm", t + 50, t + 90)]),
@@ -138,7 +138,7 @@ def test_ranges_of_a_gpu() -> None:
         {"step": 100, "data": 10, "copy": 6, "forward": 30, "backward": 40, "optimizer": 20, "comm": 4}
     )
     assert {name: (time.device_seconds or 0) / US for name, time in ranges.items()} == pytest.approx(
-        # Work launched in each range: `data` has two copies of 10 µs; `forward` has the first product; `backward` has
+        # Work launched in each range: `copy` has two copies of 10 µs; `forward` has the first product; `backward` has
         # the second product and the all-reduce.
         {"step": 129, "data": 0, "copy": 20, "forward": 30, "backward": 70, "optimizer": 4, "comm": 30}
     )
@@ -232,7 +232,7 @@ def random_traces(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[dict[str,
 
 @given(random_traces())
 def test_overlaps_are_those_of_every_microsecond(found: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
-    """Overlaps and busy time equal those of sets of microseconds."""
+    """Overlaps and busy time equal counts of microseconds."""
     trace, device = found
     activity = summarise(read(trace), "torch")[0].activity
 
@@ -276,7 +276,7 @@ def test_operators_are_those_that_pytorch_counts(profiled: tuple[TorchProfiler, 
     for name, row in mine.items():
         assert row.calls * 3 == pytest.approx(counted[name].count), name
         assert row.seconds * 3 == pytest.approx(counted[name].self_cpu_time_total * US, abs=2 * US), name
-    assert found.activity.items == 1, "reading the loss must count once"
+    assert found.activity.items == 1, "reading the loss must count once per step"
     assert (found.steps, found.seconds_per_step) == (3, 0.2)
 
 

@@ -54,7 +54,7 @@ STARTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
 def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
-    """Each process of a launcher has its own container; the program's command follows, in the program's folder."""
+    """With srun, mpirun, several nodes or its own image, a program has its own containers; else the stage has one."""
     site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
         for changes in ({}, {"image": "theirs:2"}, {"start": "itself"}):
@@ -111,7 +111,7 @@ def test_an_srun_task_gets_the_variables_of_torchrun(given: dict[str, str], told
 
 
 def test_the_programs_variables_do_not_reach_the_starter(tmp_path: Path) -> None:
-    """The program's PATH or PYTHONPATH would hide dlscale and the engine from the starter."""
+    """Only the program gets its variables; its PATH or PYTHONPATH would hide dlscale and the engine from srun."""
     program = Program(command=["train"], folder=str(tmp_path), environment={"PYTHONPATH": "mine", "A": "b c"})
     run = SimpleNamespace(program=program, study="program", batch_size=8)
     found = run_program.RunProgram(run, json.dumps(["env", "--chdir={folder}"]), tmp_path / "out", tmp_path / "steps")
@@ -178,7 +178,7 @@ def test_a_retry_continues_a_program(tmp_path: Path, status: int) -> None:
     until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process)
-    assert code == 75 and "as a signal requested" in said and "Run it again: the program resumes from" in said
+    assert code == 75 and "as a signal requested" in said and "Run the stage again: the program resumes from" in said
     assert not (tmp_path / "program.json").exists() and not (tmp_path / "program.jsonl").exists()
     assert ended(start(tmp_path)) == (0, "")
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
@@ -241,7 +241,7 @@ def test_steps_of_a_log_that_counts_epochs() -> None:
 
 
 def test_a_metric_comes_from_the_validation_at_the_same_step() -> None:
-    """A metric that this validation did not log is missing; an earlier value does not replace it."""
+    """A metric that was not logged at an epoch's validation is missing, not taken from an earlier epoch."""
     found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
     valid = [(10.0, 4, 0.5), (20.0, 8, 0.4), (30.0, 12, 0.3)]
     curves = {"loss/valid": valid, "valid/late": [(20.0, 8, 0.9)], "valid/epochs": [(10.0, 1, 0.1), (20.0, 2, 0.2)]}
@@ -254,8 +254,8 @@ def test_a_metric_comes_from_the_validation_at_the_same_step() -> None:
     [
         (True, 8, [], (32, 64.0, 0.5)),
         (False, None, [], (None, None, 0.0625)),  # 4 steps at 64 steps/s
-        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # the program prints only samples/s
-        (True, None, [], (None, 64.0, 4.0)),  # the time of the validation is unknown
+        (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # only samples/s are known
+        (True, None, [], (None, 64.0, 4.0)),  # without times of steps, the validation is included
     ],
 )
 def test_samples_of_a_program_are_known_or_missing(
@@ -352,25 +352,25 @@ def test_invalid_words_are_refused(program: dict[str, Any], message: str) -> Non
 
 
 def test_words_of_values() -> None:
-    """Each number of a list becomes a separate word, and placeholders in values are replaced."""
+    """Each number of a list becomes a separate word of the command, and placeholders in values are replaced."""
     found = words(command=["a", "{optimizer.betas}", "{x}"], values={"x": "w={workers}"})
     assert found == ["a", "0.9", "0.999", "w=0"]
 
 
 def named_files(results: Path, run: Any) -> list[str]:
-    """Return the files that the command of a run's program contains."""
+    """Return the files that the command of a run's program names."""
     context: Any = SimpleNamespace(paths=Results(results))
     return ProgramJobs(context, commands=Any).named_files(run)
 
 
 def test_long_words_are_accepted(tmp_path: Path) -> None:
-    """A word may be longer than a file name can be, such as a script after `-c`."""
+    """A word of the command, such as a script after `-c`, may be longer than any file name."""
     run = SimpleNamespace(program=Program(command=["python", "-c", "pass;" * 100]))
     assert named_files(tmp_path, run) == []
 
 
 def test_an_executable_script_belongs_to_the_sources(tmp_path: Path) -> None:
-    """A run's sources, whose change reruns it, include its scripts but not its interpreter, in any folder."""
+    """Scripts that a command names, but not interpreters, are sources of the run, and a change reruns it."""
     (tmp_path / "python").symlink_to(sys.executable)
     for name in ("train.sh", "train.py"):
         (tmp_path / name).touch()
@@ -383,7 +383,7 @@ def test_an_executable_script_belongs_to_the_sources(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log reports steps too late for paired timing, so its first steps cause an error without a long wait."""
+    """A program whose steps are only in its log is refused at once, because a log is too late for paired timing."""
     monkeypatch.setattr(turns, "PATIENCE", 60.0)
     write = """
         import json, sys, time
@@ -403,7 +403,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
-    """A killed stage had paused the program and its child for another run. The next stage removes its folder."""
+    """If a stage is killed while its program is paused, all processes end; the next stage removes its folder."""
     write_program(tmp_path / "theirs")
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
@@ -481,7 +481,7 @@ def test_a_revision_is_fetched(
         started(tmp_path, first, folder=str(folder))
     (tmp_path / "there/README").write_text("one")
     assert (started(tmp_path, first, **mine) / "README").read_text() == "one", (
-        "the copy that the controller made must be used"
+        "without git, the copy that was fetched earlier must be used"
     )
     with pytest.raises(UserError, match=r"program\.repository.*: git is missing on this machine"):
         fetch(folder, first, tmp_path / "another")
@@ -552,10 +552,7 @@ def test_names_of_files_are_any_bytes(published: tuple[Path, list[str]], tmp_pat
 
 
 def test_a_folder_within_a_revision(published: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """A subfolder of a revision also works in a linked work tree.
-
-    A command must not name a file by a path in the work tree.
-    """
+    """A program may be in a subfolder of a linked work tree, but its command must not name files in the work tree."""
     folder, (first, _) = published
     git(folder, "worktree", "add", "--quiet", str(tmp_path / "linked"), "HEAD")
     assert started(tmp_path, first, folder=str(tmp_path / "linked/torch")) == tmp_path / "checkout/torch"

@@ -42,7 +42,7 @@ def fit(folder: Path, study: str, run: dict[str, Any], dataset: dict[str, Any], 
 
 
 def smooth(edge: int, seed: int) -> dict[str, np.ndarray]:
-    """Return fields of a published volume in which the gas follows the dark matter."""
+    """Return a volume's fields in the tutorial's layout, in which the gas follows the dark matter."""
     fields = published(volume((edge, edge, edge), seed))
     for name in fields:
         for axis in (1, 2, 3):
@@ -74,7 +74,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
         np.testing.assert_allclose(info.std, values.std(axis=(1, 2, 3)), rtol=1e-9)
         np.testing.assert_allclose(np.load(data / "stats" / f"{name}_stds.npy").ravel(), info.std, rtol=1e-6)
 
-    # The model gets the stored values, because the published files are already transformed.
+    # The model gets the stored values, because the tutorial's files are already transformed.
     crops = Crops(manifest, "valid", CropSamples(kind="crops", crop=8, valid=8, train=1), seed=0)
     for index in range(crops.size):
         z, y, x = crops.boxes(0).input[index]
@@ -93,7 +93,7 @@ def test_the_published_volumes_train_the_unet(tmp_path: Path) -> None:
 
 @pytest.fixture
 def years(tmp_path: Path) -> Path:
-    """Return a folder of published years: 6-hourly fields, including the south-pole row that training omits."""
+    """Return a folder in the tutorial's layout: years of 6-hourly fields, with the unused south-pole row."""
     root = write_years(tmp_path / "raw", TIMES, CHANNELS, (HEIGHT + 1, WIDTH))
     climatology = root / "stats" / "time_means.npy"
     np.save(climatology, np.load(climatology)[:, :, :HEIGHT])
@@ -113,7 +113,7 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
     assert [[file.rows for file in files] for files in manifest.splits.values()] == [[12, 14], [9], []]
     assert extra.step_hours == 6.0
     assert manifest.path(extra.climatology or "") == years / "stats" / "time_means.npy"
-    # Coordinates begin at the north pole, in steps of the published grid.
+    # Coordinates begin at the north pole, in the grid steps of the tutorial's data.
     np.testing.assert_allclose(extra.latitude, 90 - 360 / WIDTH * np.arange(HEIGHT))
     np.testing.assert_allclose(extra.longitude, 360 / WIDTH * np.arange(WIDTH))
     assert not list(data.rglob("*.h5"))
@@ -126,7 +126,7 @@ def test_the_published_years_train_the_vit(tmp_path: Path, years: Path) -> None:
 
 @pytest.mark.slow
 def test_fields_are_standardised_with_the_published_statistics(tmp_path: Path, years: Path) -> None:
-    """Fields are (x - mean) / std with the numbers of the statistics files, from the north row on, in all columns."""
+    """Fields are (x - mean) / std with the values of the statistics files; only the southernmost row is left out."""
     means, stds = np.linspace(-3, 50, CHANNELS), np.geomspace(0.1, 1e5, CHANNELS)
     for name, values in (("means", means), ("stds", stds)):
         np.save(years / "stats" / f"global_{name}.npy", values.reshape(1, -1, 1, 1).astype(np.float32))
@@ -174,7 +174,7 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
     ids=["hourly", "gap", "backwards", "nan", "short", "text", "even", "integers"],
 )
 def test_files_with_other_time_steps_are_refused(tmp_path: Path, times: np.ndarray, message: str | None) -> None:
-    """Files with other time steps are refused; lead times, clocks and hourly means would be wrong without an error."""
+    """Files with other time steps are refused, because lead times, clocks and hourly means would be wrong."""
     raw = write_years(tmp_path / "raw", TIMES, 3)
     path = raw / "valid" / "2003.h5"
     with h5py.File(path, "a") as file:
@@ -191,7 +191,7 @@ def test_files_with_other_time_steps_are_refused(tmp_path: Path, times: np.ndarr
 
 @pytest.mark.slow
 def test_a_preprocessed_folder_is_read_as_prepared_data(tmp_path: Path, era5_data: Path) -> None:
-    """Samples of both folders agree up to the rounding of the statistics; names and units agree exactly."""
+    """A folder that dlscale wrote is also valid as `prepared` data: names, units and, up to rounding, samples agree."""
     again = make_dataset(tmp_path / "again", era5(era5_data))
     ours, theirs = (Manifest.read(folder / "manifest.json") for folder in (era5_data, again))
     assert [theirs.path(file) for file in theirs.files("train")] == [
@@ -205,7 +205,7 @@ def test_a_preprocessed_folder_is_read_as_prepared_data(tmp_path: Path, era5_dat
     assert other.step_hours == mine.step_hours
     for key in ("offset", "scale"):
         numbers = [[getattr(t, key) for t in info.transforms] for info in (a, b)]
-        np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)  # .npy files contain float32, as published
+        np.testing.assert_allclose(numbers[1], numbers[0], rtol=1e-6)  # the .npy files contain float32
     one, two = (Pairs(m, "train", PairSamples(kind="pairs"), seed=4) for m in (ours, theirs))
     for index in range(one.size):
         for x, y in zip(one.read(1, index), two.read(1, index), strict=True):

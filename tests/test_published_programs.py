@@ -1,4 +1,4 @@
-"""The published programs paired with dlscale's studies: their command lines, and stand-ins measured unchanged."""
+"""Plans that pair the tutorials' programs with dlscale's studies: their commands, and measurements of stand-ins."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runs(plan: str, settings: dict[str, Any] | None = None, program: dict[str, A
 # ---- commands and outputs in the documents -----------------------------------------------------------
 
 APEX = "python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20"
-#: Published command line (OUT: the run's output folder), and the run with the same settings, by plan.
+#: The tutorial's command (OUT: the run's output folder), and the run of dlscale with the same settings, by plan.
 COMMANDS = {
     "cosmo_published_program": ("python train.py --config=short --num_epochs 4", "cosmo_published.short"),
     "era5_published_program": ("python train.py --config=short", "era5_published.short"),
@@ -81,7 +81,7 @@ def test_a_plan_pairs_the_documents_command_with_a_run_of_equal_settings(plan: s
 
 
 def test_rates_are_read_from_the_documents_output() -> None:
-    """The pattern `nersc` reads the samples/s of a line that the program prints."""
+    """The rate pattern `nersc` reads the samples/s from a line that the tutorials' programs print."""
     line = (
         "2022-11-09 15:34:28,412 - root - INFO - Time taken for epoch 2 is 48.7 sec, avg 84.05503431279347 samples/sec"
     )
@@ -125,7 +125,7 @@ class Measured:
 
 @dataclass
 class Checkout:
-    """A folder like a published repository; its program is a stand-in."""
+    """A folder like a tutorial's repository, in which stand-ins replace the programs."""
 
     path: Path
     files: dict[str, str]  #: Names of the stand-ins by their file names in the repository.
@@ -168,7 +168,7 @@ def at_scale(checkout: Callable[..., Checkout], tmp_path: Path, name: str, confi
 
 @pytest.mark.slow
 def test_sc22(checkout: Callable[..., Checkout], tmp_path: Path) -> None:
-    """The rate comes from PyTorch's steps or is the printed rate. The log of an earlier try is ignored."""
+    """The rate comes from PyTorch's steps, or from printed lines. Events of other processes are ignored."""
     place = at_scale(checkout, tmp_path, "sc22-dl-tutorial", "config/UNet.yaml")
     program: dict[str, Any] = {"folder": str(place.path), "values": {"logs": str(tmp_path / "logs")}}
     found = place.run(runs("cosmo_published_program", {"batch_size": 16}, program)["program"])
@@ -260,7 +260,7 @@ def starter(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> None:
-    """Slurm's and MPI's variables are translated to PyTorch's, as in the documents' export_DDP_vars.sh."""
+    """dlscale translates the variables of srun and mpirun to PyTorch's, like the tutorial's export_DDP_vars.sh."""
     place = checkout("nersc-dl-multigpu", {"train_multi_gpu.py": "starter.py"})
     program = {"folder": str(place.path), "values": {"script": "train_multi_gpu.py"}}
     run = runs("starter_published_program", {"geometry": {"gpus_per_node": 2}}, program)["program"]
@@ -273,7 +273,7 @@ def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> 
 
 @pytest.mark.slow
 def test_in_turns_on_one_page(tmp_path: Path) -> None:
-    """The complete workflow runs. Before the folder exists, a message names the folder and the remedy."""
+    """The complete workflow runs a tutorial's program. If its folder is missing, a message says what to get."""
     tree = tmp_path / "a repository"
     copy_tree(tree)
     plan = {

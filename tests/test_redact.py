@@ -1,4 +1,4 @@
-"""Secrets of programs: which values are redacted, and which values are unchanged."""
+"""Secrets in commands and settings of external programs are redacted; all other values are unchanged."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def gas_values(shrink: float) -> dict[str, float]:
 
 
 def of_channels(units: dict[str, str], kind: str, title: str, **more: Any) -> list[Metric]:
-    """Return one metric per channel. `naive` is the kind of its baseline without learning."""
+    """Return one metric per channel; `naive` begins the name of its baseline without learning, as `kind` its own."""
     naive = more.pop("naive", None)
     return [
         Metric(name=f"{kind}/{name}", title=title, unit=unit, naive=f"{naive}/{name}" if naive else None, **more)
@@ -423,7 +423,7 @@ def test_runs_left_out_are_listed_once_with_the_reason(ladder: Results) -> None:
 
 
 def test_the_card_warns_of_a_neighbour(results: Results) -> None:
-    """The card reports other programs, which used 1.2 and 0.9 of the two cores during two runs, even if rates agree."""
+    """The plan's card warns of other programs, which used 1.2 and 0.9 of the two cores while two runs were measured."""
     for name, others in (("a", 12.0), ("b", 9.0), ("quiet", 0.2)):
         folder = results.run("p", name, precision=name)
         measured = Throughput.read(folder / "throughput.json")
@@ -447,7 +447,7 @@ def test_the_card_warns_of_a_neighbour(results: Results) -> None:
 
 
 def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> None:
-    """Run b is 4 times as fast as a in both plans; in plan `busy`, another program used 60 % of the cores during b."""
+    """Plan `busy` has no speed-up, because another program used 60 % of the cores while run b was measured."""
     for plan, others in (("quiet", 0.0), ("busy", 12.0)):
         for name, triplet in (("a", (200.0, 60.0, 50.0)), ("b", (900.0, 220.0, 200.0))):
             folder = results.run(plan, name, precision=name, triplet=triplet)
@@ -513,7 +513,7 @@ def test_a_jobs_efficiency_is_the_trainings_in_whatever_order_stages_are_named(r
 
 @pytest.mark.slow
 def test_trainings_with_other_seeds_are_one_run(results: Results) -> None:
-    """Tables have mean and deviation of the last epochs, figures a band; other values are from the first run."""
+    """Tables have the seeds' mean and standard deviation, charts a band; speeds are those of the first seed."""
     finals = {"a": 0.8, "a-seed1": 0.7, "a-seed2": 0.6, "b": 0.9, "b-seed1": 0.9}
     for seed, (name, final) in enumerate(finals.items()):
         triplet = None if "-" in name else (200.0, 25.0, 22.0)
@@ -582,7 +582,7 @@ def test_summary_has_the_runs_in_order_and_their_numbers(ladder: Results) -> Non
         "steps": "40",
         "samples": "640",
     }
-    # Values of the last of five epochs: its error is exactly 0.7 of persistence.
+    # Values of the last of five epochs, in which each error is exactly 0.7 times the error of persistence.
     expected = {
         **{"train_loss": 0.31 * 0.7, "valid_loss": 0.30 * 0.7 + 0.01, "rmse/t2m": 0.7 * 2.67, "skill/u10": 0.3},
         # Epochs 2 to 5 run at 50 × (1.04, 1.09, 1.16, 1.25) samples/s. The first epoch has half the speed and does not
@@ -716,8 +716,8 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # one after the other: 50
-        ((1000.0, 200.0, 120.0), "computation", "compete for"),  # strictly one after the other: 167
+        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50
+        ((1000.0, 200.0, 120.0), "computation", "compete for"),  # 167 if loading and computing take turns
         ((100.0, 50.0, 38.0), "computation", "only partly"),
         ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
     ],
@@ -733,7 +733,7 @@ def test_the_limit_of_a_run(rates: tuple[float, float, float], what: str, why: s
         ((242.0, 3.5), 12.0, 3, True),  # 4.30 standard errors of 7.2 samples/s are 31 samples/s
         ((172.0, 3.5), 12.0, 3, False),
         ((172.0, 3.5), 2.0, 3, True),  # the noise is 10 samples/s, a tenth of the rate is 14
-        ((155.0, 0.1), 0.1, 3, False),  # within a tenth, although the noise is small
+        ((155.0, 0.1), 0.1, 3, False),  # 8 % too high: 10 % counts as noise
         ((242.0, 3.5), 12.0, 2, False),  # two trials are too few for a judgement
         ((242.0, 0.0), 0.0, 1, False),
     ],
@@ -905,7 +905,7 @@ def test_a_published_figure_of_another_size_is_only_in_the_table(ladder: Results
 
 
 def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
-    """The bars show the printed ratios, because rates may have been measured at different times."""
+    """The bars have the lengths of the printed ratios; the rates may have been measured at different times."""
     plan = read_plan(ladder.plans[0])
     shown = sections.speed(plan)
     ratios = [1.0, 110 / 24, 180 / 24]
@@ -915,7 +915,7 @@ def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
 
 
 def test_a_software_difference_to_the_first_run_is_reported(results: Results) -> None:
-    """A software difference is reported once for all runs. Commits are not, because relevant changes rerun runs."""
+    """A software difference is reported once for all runs. Commits may differ, as relevant changes rerun runs."""
     for name, driver in {"a": "570.1", "b": "580.2", "c": "570.1", "d": "580.2"}.items():
         file = results.run("p", name) / "telemetry/throughput.json"
         file.parent.mkdir(exist_ok=True)
@@ -939,7 +939,7 @@ def test_results_worse_than_the_baseline_are_red_and_to_the_left(results: Result
 
 
 def test_the_suggestion_is_a_block_to_copy(ladder: Results, tmp_path: Path) -> None:
-    """The block is a valid plan in YAML with two runs; the second run applies the suggested change."""
+    """The suggestion is a valid plan in YAML with two runs; the second run applies the suggested change."""
     call = "snakemake --configfile 'my plans.yaml'"
     plan = read_plan(ladder.plans[0])
     (block,) = re.findall(r'<div class="copy"><pre tabindex="0">(.*?)</pre>', ladder.report(), re.S)
@@ -967,7 +967,7 @@ def test_a_live_page_shows_available_results(ladder: Results, monkeypatch: pytes
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
-    half = ladder.root / "data/half"  # described, but not yet with a preview
+    half = ladder.root / "data/half"  # this dataset has a manifest, but no preview yet
     shutil.copytree(ladder.datasets[-1], half)
     (half / "preview.png").unlink()
     out, live = ladder.root / "report" / "index.html", ladder.root / "report" / "index.live.html"
@@ -1327,7 +1327,7 @@ def test_operators_and_modules_are_below_the_roof(explained: Results) -> None:
     corners = [(row["intensity"], row["rate"]) for row in rows if row.get("roof")]
     assert corners == [(0.125, 25.0), (10.0, 2000.0), (80.0, 2000.0)]
     assert [row["name"] for row in modules.rows if "name" in row] == ["a.<b> (Linear)", "c (Linear)"] * 2
-    # 3 ms for 6 GFLOP, 2 ms for 0.4 GB
+    # at the peaks: 3 ms for 6 GFLOP, 2 ms for 0.4 GB
     assert "a step would take 5.00 instead of 87.5 ms (first); 5.00 instead of 17.5 ms (second)." in operators.about
     plan.runs[1] = replace(plan.runs[1], throughput=None)
     assert {row["run"] for row in profile_section.rooflines(plan)[0].rows} == {"first"}
@@ -1345,7 +1345,7 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
 
 
 def test_a_step_on_a_device_consists_of_work_and_idle_time() -> None:
-    """Overlapping work of 120 ms, 6 ms of it in no named range, is scaled to the 80 ms of a busy device."""
+    """Overlapping work of 120 ms, 6 ms of it in no range, is scaled to the 80 ms in which the device is busy."""
     parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
     work = {"step": 0.12, "copy": 0.03, "forward": 0.036, "backward": 0.048}
@@ -1451,7 +1451,7 @@ def test_a_published_metric_is_followed(results: Results) -> None:
     plan = read_plan(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
     metric, section = curves.followed(plan), curves.training(plan)
     assert metric and metric.name == "rmse_normalised/u10", (
-        "follow the published metric instead of the first metric, rmse/u10"
+        "the chart must show the published metric instead of the first metric, rmse/u10"
     )
     chart = section.charts[1]
     assert chart.spec["layer"][1]["data"]["values"] == [{"level": 0.13, "words": "published: 0.13"}]
@@ -1595,7 +1595,7 @@ def test_the_table_of_plans_fits_the_window(ladder: Results, tmp_path: Path, wid
 
 
 def test_every_bar_is_visible() -> None:
-    """The axis is logarithmic if the greatest ratio exceeds 50, for example 2,700,000 to 700 samples/s."""
+    """The axis is logarithmic if the greatest rate exceeds 50 times the smallest, as 2,700,000 and 700 samples/s."""
     for rates, scale in (((2.7e6, 700.0), "log"), ((8000.0, 400.0), None)):
         rows = [
             {"run": "a", "mode": mode, "from": 0.0, "to": rate, "low": 0.9 * rate, "high": 1.1 * rate}
@@ -1625,7 +1625,7 @@ def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
 
 
 def test_a_tuned_plan_shows_the_winner(results: Results) -> None:
-    """The page shows the winner (two workers, 1.5 times as fast) or, without a significant gain, the old settings."""
+    """The page shows the tuned settings (two workers, 1.5 times as fast) or, if the gain may be noise, the old ones."""
     results.run("p", "a", triplet=None, epochs=0)
     plan = read_plan(results.plan("p", {"a": "a"}, measure=()))
     tried = [Tried(changes={}, rates=[[100.0]]), Tried(changes={"loader.workers": 2}, rates=[[150.0]])]

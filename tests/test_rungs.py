@@ -1,4 +1,4 @@
-"""Every rung of the single-device ladder trains like the plain float32 step, within its number format's rounding."""
+"""Each optimisation (rung) of the single-device ladder trains like the plain float32 step, except for rounding."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def gradients(step: Step, x: torch.Tensor, y: torch.Tensor) -> Tensors:
 
 @dataclass
 class Rung:
-    """Settings of a rung, and the allowed errors relative to the root mean square in the plain step."""
+    """Settings of a rung, and the allowed errors relative to the values of the plain step."""
 
     over: dict[str, Any]
     value: float = 2e-6  # allowed error of prediction and loss
@@ -164,7 +164,7 @@ RUNGS = {
     "channels_last": Rung({"memory_format": "channels_last"}),
     "space_to_depth": Rung({"model": {"space_to_depth": True}}, studies=UNET),
     "flash": Rung({"attention": "flash"}, studies=VIT),
-    "math": Rung({"attention": "math"}, studies=VIT, gradient=4e-5),  # error with PyTorch 2.11: 3.1e-5
+    "math": Rung({"attention": "math"}, studies=VIT, gradient=4e-5),  # relative error with PyTorch 2.11: 3.1e-5
     "auto": Rung({"attention": "auto"}, studies=VIT),
     "accumulation 2": Rung({"accumulation_steps": 2}),
     "accumulation 3": Rung({"accumulation_steps": 3}),
@@ -241,10 +241,10 @@ def test_each_rung_trains_like_the_plain_step(study: str, name: str) -> None:
         weights = step.weights.state_dict()
         for key, value in plain.weights.state_dict().items():
             assert weights[key].dtype == torch.float32
-            if "pure" in name:  # the weights themselves are rounded, and by more than the updates
+            if "pure" in name:  # weights are rounded by more than the updates
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
-                rounding = torch.finfo(torch.float32).eps * value.norm()  # a weight of 1 changes by only 1e-4
+                rounding = torch.finfo(torch.float32).eps * value.norm()  # of a weight of 1, which changes by 1e-4
                 assert (weights[key] - value).norm() <= rung.gradient * (value - start[key]).norm() + rounding, key
         step.load(plain.shards(), step.scaler.state_dict())  # both steps continue with the same weights
 
@@ -262,7 +262,7 @@ def test_a_step_keeps_no_memory_of_the_batch(study: str, name: str) -> None:
 
 
 def test_checkpointing_repeats_the_same_drop_out() -> None:
-    """The recomputed pass drops the same values as the first pass, and the random state after the step is unchanged."""
+    """Checkpointing drops the same values in the recomputed pass, and ends with the random state of a plain step."""
     found = []
     for checkpointing in (False, True):
         step = make_step("era5_vit", activation_checkpointing=checkpointing, model={"dropout": 0.3, "depth": 3})
@@ -353,7 +353,7 @@ def test_a_weight_without_part_in_the_loss_stays_as_it_is(precision: str) -> Non
 @pytest.mark.parametrize("optimizer", [SGD, {"kind": "adamw", "lr": 1e-3}])
 def test_a_training_with_an_empty_shard_continues(optimizer: dict[str, Any]) -> None:
     one, other, x = without_part(optimizer=optimizer), without_part(optimizer=optimizer), torch.ones(1, 1)
-    one.load(one.shards(), one.scaler.state_dict())  # the state was saved before the optimiser's first step
+    one.load(one.shards(), one.scaler.state_dict())  # as if saved before the optimiser's first step
     one(x, x)
     make_state(other.optimizer)
     assert other.shards().keys() == one.shards().keys()
@@ -389,7 +389,7 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
 
 
 def test_a_scaled_gradient_is_clipped_after_unscaling() -> None:
-    """The gradient is clipped after unscaling; the scaled norm is thousands of times greater."""
+    """The gradient is clipped after unscaling; the norm of the scaled gradient is thousands of times greater."""
     moved = []
     for precision in ("fp32", "fp16"):
         step = make_step("era5_vit", precision=precision, optimizer={"clip_norm": 0.01})
@@ -432,7 +432,7 @@ def test_a_restored_step_continues_bit_by_bit(study: str, precision: str, fused:
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> None:
-    """On blocks, layers have 32 input or 40 output channels and kernels of 2; tensors are copied once, in bf16."""
+    """On blocks of 2^3 cells, 4 input channels become 32, 5 output channels become 40; copies are in bf16."""
     step = make_step("cosmo_unet", model={"space_to_depth": True}, memory_format=layout, precision="bf16")
     kernels: list[tuple[int, ...]] = []
     copies: list[torch.dtype] = []
@@ -455,8 +455,8 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
     with Watch():
         step(x, y)
     assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
-    # Copies by each of both convolutions: forward, pad into blocks and crop out of blocks; backward, pad into blocks.
-    # The input needs no gradient.
+    # Each of both convolutions on blocks copies three times: padded input and cropped output in the forward pass, and
+    # padded gradient in the backward pass. The network's input needs no gradient.
     assert copies == [torch.bfloat16] * 6
 
 
@@ -651,7 +651,7 @@ def test_graphs_are_chosen_by_shape_and_rare_shapes_have_none() -> None:
 
 
 class Tape(Recorder):
-    """Simulation of a CUDA graph on the CPU: it records operations with their memory, and repeats the operations on it.
+    """Simulation of a CUDA graph on the CPU: it records operations, and repeats them on the same memory.
 
     Decisions in Python, and all numbers passed from Python, stay as recorded.
     """
@@ -772,7 +772,7 @@ SHARED = 14  #: Number of full batches, each followed by a batch in which one ra
 
 
 def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
-    """Two processes, sometimes with unequal sample counts, run the same sequence and train like one process."""
+    """Two processes, even with unequal numbers of samples, record and replay at the same steps, and train like one."""
     spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), 2)
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
@@ -822,7 +822,7 @@ def test_a_cuda_graph_trains_like_the_eager_step(study: str, over: dict[str, Any
         x.fill_(math.nan)
     a, b = (step.weights.state_dict() for step in steps)
     # Gradients are summed in any order, and Adam turns a gradient near zero into a full step of either sign: see
-    # `graph_equals_eager` in bench/gpu_checks.py. A stale batch or learning rate would give 0.1.
+    # `graph_equals_eager` in bench/gpu_checks.py. A stale batch or learning rate would give a relative error of 0.1.
     assert all(distance(b[key], a[key]) < 2e-2 for key in a if not key.endswith("attention.k.bias"))
 
 

@@ -192,7 +192,7 @@ def test_words_one_by_one_are_those_in_bulk() -> None:
 
 
 def test_words_never_change() -> None:
-    """The words never change, because all published results depend on them."""
+    """Random words never change, because repeating an earlier result needs the same samples."""
     assert [hex(word) for word in sampling.words(1, 2, "crops", 1).ravel().tolist()] == [
         "0xc3001e3880c0b47d",
         "0xc3babb2f0d62ff4c",
@@ -260,7 +260,7 @@ def test_the_symmetries_are_the_group_of_the_cube() -> None:
 
 @pytest.mark.parametrize("number", range(48))
 def test_apply_is_the_index_loop(number: int) -> None:
-    """Rotations and flips are both applied; the published loader discarded its rotations."""
+    """Rotations and flips are both applied; the tutorial's loader discards its rotations."""
     x = np.random.default_rng(0).normal(size=(9, 3, 3, 3)).astype(np.float32)
     components = [(1, 2, 3), (8, 6, 7)]  # the components of the second vector are not in order
     before = x.copy()
@@ -314,7 +314,7 @@ def test_input_and_target_are_the_same_cells(volumes: Manifest, epoch: int) -> N
 
 
 def test_every_offset_of_every_volume_is_equally_likely(volumes: Manifest) -> None:
-    """Offsets are equally likely, also the last, which the published range omitted; larger volumes occur more often."""
+    """Every crop offset is equally likely, even the last, which the tutorial omits; larger volumes occur more often."""
     samples = crops(volumes, train=40_000)
     offsets = [[edge - 4 + 1 for edge in edges] for _, edges in VOLUMES["train"]]
     table = samples.table(0)
@@ -358,7 +358,7 @@ def test_validation_crops_are_fixed_disjoint_and_not_turned(volumes: Manifest) -
 
 
 def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
-    """The fit works although the manifest's grid, from the first volume, is larger than other volumes."""
+    """The linear fit works although the manifest's grid, which is the first volume's, is larger than other volumes."""
     splits = {**volumes.splits, "train": volumes.splits["train"][::-1]}
     fields = {name: info.model_copy(update={"grid": [9, 9, 10]}) for name, info in volumes.fields.items()}
     fitted = line(volumes.model_copy(update={"splits": splits, "fields": fields}))
@@ -366,7 +366,7 @@ def test_the_line_is_fitted_to_volumes_of_any_size(volumes: Manifest) -> None:
 
 
 def test_training_and_validation_do_not_share_their_choices(volumes: Manifest) -> None:
-    """Random choices differ even for the same volumes; the published loader used one seed for both splits."""
+    """Training and validation choose different crops even of the same volumes; the tutorial has one seed for both."""
     same = Manifest(**{**vars(volumes), "splits": {split: volumes.splits["train"] for split in ("train", "valid")}})
     train, valid = crops(same, "train"), crops(same, "valid")
     first, second = (samples.boxes(0) for samples in (train, valid))
@@ -394,7 +394,7 @@ def test_pairs_differ_by_dt_within_a_file_and_are_standardised(series: Manifest,
 
 
 def test_the_first_pairs_are_the_same_in_each_epoch(series: Manifest) -> None:
-    """As with the published `limit_nsamples`, epochs have the first 10 of 8 + 13 + 1 pairs, shuffled in training."""
+    """As with the tutorial's `limit_nsamples`, epochs have the first 10 of 8 + 13 + 1 pairs, shuffled in training."""
     samples = pairs(series, dt=1, train=10, subset="first")
     expected = [(0, row, 0, 0) for row in range(8)] + [(1, row, 0, 0) for row in range(2)]
     epochs = [found(samples.boxes(epoch)) for epoch in range(4)]
@@ -575,7 +575,7 @@ def test_slices_of_ranks_cover_every_batch_evenly() -> None:
 @pytest.mark.parametrize("input", FIELDS)
 @pytest.mark.parametrize(("workers", "resident"), [(0, "auto"), (2, "auto"), (0, "always"), (2, "always")])
 def test_direct_delivers_rows_bit_for_bit(table: Manifest, input: str, workers: int, resident: Any) -> None:
-    """Rows are equal bit by bit from mapped or compressed files, decoded or raw, on any rank, and from mid-epoch."""
+    """The direct loader's rows equal the torch loader's bit by bit, for all files and ranks, and after a resume."""
     samples = rows(table, input=input, train=13)
     settings = DirectLoader(kind="direct", workers=workers, resident=resident)
     for rank, start in ((0, 0), (1, 1)):

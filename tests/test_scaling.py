@@ -56,7 +56,7 @@ def test_weak_scaling_keeps_each_devices_batch() -> None:
 
 
 def test_an_explicit_twin_is_recognised() -> None:
-    """A twin run, without gradient averaging, is recognised even if `--config` passes "false" as a string."""
+    """A run with `sync: "false"`, a string from `--config`, is also recognised as the run without averaging."""
     variants = {"ddp": {}, "no_sync": {"parallel": {"sync": "false"}}}
     runs = load({**WEAK, "scaling": {"devices": [1, 2], "batch_sizes": [64], "variants": variants}})
     assert list(runs) == ["b64_ddp_1", "b64_ddp_2", "b64_no_sync_2"] and not runs["b64_no_sync_2"].run.averages
@@ -125,7 +125,7 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"scaling": {**SCALING, "variants": {"a": {"batch_size": 3}}}},
             "scaling.variants",
-            "a: batch_size is decided by the other keys of this block; leave it out",
+            "a: this block sets batch_size from its other keys; remove it",
         ),
         (
             {"scaling": {**SCALING, "variants": {"a": {"geometry": {"nodes": 3}}}}},
@@ -288,7 +288,7 @@ def test_the_table_shows_measured_and_ideal_values(weak: PlanResult) -> None:
         ("Run", "devices"): ("8", "2 nodes"),
         ("Run", "samples per step"): ("128", ""),
         ("FULL", "samples/s"): ("576 (standard deviation 0)", "ideal 720"),
-        ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 5 % of 0.8, by which two processes may differ
+        ("FULL", "efficiency"): ("80 %", "± 4 %"),  # 5 % of 80 %: equal runs may differ by 5 %
         ("SYNTHETIC", "communication"): ("25 %", "± 4 %"),
         ("FULL", "communication"): ("20 %", "± 4 %"),
         ("IO", "communication"): ("1 %", "± 5 %"),  # loading does not communicate, so this is noise
@@ -297,7 +297,7 @@ def test_the_table_shows_measured_and_ideal_values(weak: PlanResult) -> None:
     }
     assert {key: row[key] for key in expected} == expected
     assert cells(view.tables[0], 0)["FULL", "efficiency"] == ("100 %", "")
-    assert len(view.tables[0].rows) == 3  # twin runs have no rows
+    assert len(view.tables[0].rows) == 3  # runs without averaging have no rows
     said = scaling.glance(weak)
     assert said and said.replace("\u00a0", " ") == (
         "efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step"
@@ -305,7 +305,7 @@ def test_the_table_shows_measured_and_ideal_values(weak: PlanResult) -> None:
 
 
 def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> None:
-    """Two GPUs use 100 W each during the trials, and 1000 W outside the trials. A kWh emits 400 g CO₂."""
+    """Only energy during the trials counts: each GPU uses 100 W then, and 1000 W otherwise. A kWh emits 400 g CO₂."""
     for devices, rate in ((1, 100.0), (2, 160.0)):
         full = trials(rate).model_copy(
             update={"usage": Usage(begin=1.7e9 + 10, seconds=4.0, cores=1, cpu_seconds=1.0, cores_cpu_seconds=1.0)}
@@ -332,7 +332,7 @@ def test_energy_of_a_sample_is_that_of_the_trials_alone(results: Results) -> Non
 
 
 def test_noise_grows_with_the_spread_of_the_trials(results: Results) -> None:
-    """The noise combines 5 % with the 95 % intervals of both means of four trials."""
+    """The noise combines 5 %, by which equal runs may differ, with the 95 % intervals of both means."""
     for devices, rate, std in ((1, 100.0, 20.0), (2, 160.0, 48.0)):
         measured(results, f"d{devices}", devices, 8 * devices, (trials(500.0), trials(500.0), trials(rate, std)))
     plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
@@ -399,7 +399,7 @@ def test_the_charts_show_measured_and_ideal_values(weak: PlanResult) -> None:
 
 
 def test_the_first_view_of_weak_scaling_shows_the_efficiency(weak: PlanResult) -> None:
-    """The efficiency on 8 devices is 80 %. A twin run without gradient averaging shows 20 % communication."""
+    """The efficiency on 8 devices is 80 %. Communication is 20 %, by comparison with a run without averaging."""
     assert sections.line(weak).replace("\u00a0", " ") == (
         "plan: efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step, "
         "576 samples/s"
@@ -411,7 +411,7 @@ def test_the_first_view_of_weak_scaling_shows_the_efficiency(weak: PlanResult) -
 
 @pytest.mark.parametrize("rate", [576.0, 560.0])
 def test_communication_within_noise_has_no_fraction(results: Results, rate: float) -> None:
-    """Communication is reported as noise if the twin run without gradient averaging is equally fast or slower."""
+    """Communication is reported as noise if the run without gradient averaging is equally fast or slower."""
     runs = {}
     for name, devices, sync, full in (("one", 1, True, 90.0), ("all", 8, True, 576.0), ("twin", 8, False, rate)):
         measured(results, name, devices, 16 * devices, (trials(5000.0), trials(600.0), trials(full)), sync)
@@ -455,7 +455,7 @@ def test_published_efficiency_is_shown_next_to_the_run(weak: PlanResult) -> None
     figures = [
         figure,
         figure.model_copy(update={"metric": "communication", "value": 25.0}),
-        Published(runs=figure.runs, samples_per_second=100),  # must not appear next to any ratio
+        Published(runs=figure.runs, samples_per_second=100),  # a rate, not to be shown next to ratios
     ]
     view = scaling.section(PlanResult(weak.record.model_copy(update={"published": figures}), weak.runs))
     row = cells(view.tables[0], 2)
@@ -523,7 +523,7 @@ def test_the_cost_of_a_target_is_the_mean_over_seeds(results: Results) -> None:
     assert (last["Training", "learning rate"], last[heading, "time"]) == (("0.00400", "linear"), ("–", ""))
     plan.runs[0].settings["training"]["target"]["value"] = 0.1
     other = scaling.convergence(PlanResult(plan.record, plan.runs))
-    assert other and "the lowest value that all trainings reach" in other.about, "two different targets"
+    assert other and "the lowest value that all trainings reach" in other.about, "two runs have different targets"
 
 
 def test_a_diverged_training_is_reported_and_drawn_until_divergence(results: Results) -> None:

@@ -1,4 +1,4 @@
-"""The scaling model, compared with simulations: single messages, buckets on a clock, and random device speeds."""
+"""The model of `dlscale predict`, compared with simulated messages, gradient buckets and random device speeds."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def double_tree(ranks: int, pieces: int) -> int:
     slots = 0
     while waiting:
         sending, receiving, left, made = set[int](), set[int](), [], []
-        for message in sorted(waiting):  # send broadcasts before reductions, then by piece
+        for message in sorted(waiting):  # broadcasts before reductions, each in the order of pieces
             up, piece, tree, source, target = message
             if source in sending or target in receiving:
                 left.append(message)
@@ -117,7 +117,7 @@ def double_tree(ranks: int, pieces: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_the_time_of_a_ring_equals_simulated_messages(ranks: int) -> None:
-    """Rings take the time of their messages, which are so large that a ring is faster than a tree."""
+    """The model's ring takes as long as simulated messages, here so large that a ring is faster than a tree."""
     machine = Machine((Level("links", 2**31, 1e-6, 1e-9),))
     assert machine.all_reduce(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=2))
     assert machine.all_gather(1e9, ranks) == pytest.approx(ring(ranks, 1e9, 1e-6, 1e-9, sweeps=1))
@@ -125,7 +125,7 @@ def test_the_time_of_a_ring_equals_simulated_messages(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8, 16, 64])
 def test_the_time_of_a_tree_equals_simulated_messages(ranks: int) -> None:
-    """Trees take the time of their messages: with many ranks and small messages a tree is faster than a ring."""
+    """The model's tree takes as long as simulated messages, here so small that a tree is faster than a ring."""
     latencies = Machine((Level("links", 2**31, 1e-5, 1e-15),)).all_reduce(1.0, ranks)
     tree = 2 * (ranks.bit_length() - 1)  # up and down the tree; the number of ranks is a power of two
     assert latencies == pytest.approx(tree * 1e-5) and latencies <= ring(ranks, 1.0, 1e-5, 1e-15, sweeps=2)
@@ -136,7 +136,7 @@ def test_the_time_of_a_tree_equals_simulated_messages(ranks: int) -> None:
 
 @pytest.mark.parametrize("bandwidth", [20e9, 400e9])
 def test_levels_work_at_once(bandwidth: float) -> None:
-    """Pieces pass through reduce-scatter, network and all-gather; the first and last step share the node's links."""
+    """Pieces of an all-reduce are pipelined: while some use the network, others use the node's links."""
     nodes, size, count = 8, 1e9, 400
     network = replace(NETWORK, seconds_per_byte=1 / bandwidth)
     inside = size / count * 3 / 4 * NODE.seconds_per_byte
@@ -153,7 +153,7 @@ def test_levels_work_at_once(bandwidth: float) -> None:
         node_free = max(node_free, arrived) + inside
     bare = Machine((replace(NODE, latency=0), replace(network, latency=0))).all_reduce(size, 4 * nodes)
     assert bare == pytest.approx(node_free, rel=0.02)
-    # The bound is a ring of nodes; a tree has lower latency but sends more bytes.
+    # The upper bound is a ring of nodes; a tree has lower latency but sends more bytes.
     latencies = 2 * 3 * NODE.latency + 2 * (nodes - 1) * NETWORK.latency
     assert bare < Machine((NODE, network)).all_reduce(size, 4 * nodes) <= bare + latencies * 1.0001
 
@@ -199,7 +199,7 @@ def test_buckets_on_a_clock(found: list[tuple[int, int]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb, published", [(25, 8), (100, 5)])
 def test_buckets_are_pytorchs(bucket_mb: int, published: int) -> None:
-    """PyTorch's rule gives as many buckets of the published U-Net as were counted in a profile (SC22)."""
+    """Buckets of the published U-Net equal PyTorch's; their number is within 1 of that in SC22's profile."""
     with torch.device("meta"):
         unet = UNet3D(4, 5)
     tensors = list(reversed(list(unet.parameters())))
@@ -231,7 +231,7 @@ def test_all_devices_wait_for_the_slowest(shared: dict[str, int]) -> None:
 
 
 def test_a_step_by_hand() -> None:
-    """Step time by hand: one bucket on two nodes of four. Its all-reduce is fully exposed: computing is not slowed."""
+    """Step time by hand: one bucket on two nodes of four. No part of its all-reduce overlaps with computing."""
     found = step(CLUSTER, Workload(400e6, (1.0,)), COSTS, Job(8, 10))
     compute = 5e-3 + 10e-3
     sent = max(2 * 3 / 4 * 400e6 / 200e9, 2 * 1 / 2 * 100e6 / 20e9) + 6 * 3e-6 + 2 * 15e-6
@@ -267,7 +267,7 @@ def test_devices_that_share_a_model() -> None:
     # All devices wait for the slowest of all 16 devices, not for the slowest of the 4 copies.
     assert found.waiting == pytest.approx(found.compute * 0.02 * expected_maximum(16))
     assert expected_maximum(16) > 1.5 * expected_maximum(4)
-    # The twin run without gradient averaging omits the exchanges between copies, but not the exchanges within a model.
+    # The run without gradient averaging omits the exchanges between copies, but not the exchanges within a model.
     assert model.seconds(CLUSTER, VIT, COSTS, job, Measure("ALONE")) == pytest.approx(found.compute + alone)
     assert model.seconds(CLUSTER, VIT, COSTS, Job(16, 8), Measure("ALONE")) == pytest.approx(13e-3)
     assert model.memory(VIT, job) == pytest.approx(6e9 / 4 + 8 * 2e9 / 4)
@@ -276,7 +276,7 @@ def test_devices_that_share_a_model() -> None:
 
 
 def test_fsdp_against_a_clock() -> None:
-    """FSDP, by hand: units are gathered, and in the backward pass also reduced, while other units are computed."""
+    """FSDP by hand: units are gathered, and in the backward pass also reduced, while other units are computed."""
     work, job = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6)), Job(8, 64)
     each, compute = CLUSTER.all_gather(468e6 / 4, 8), 5e-3 + 64e-3
     gathered = computed = 0.0
@@ -291,7 +291,8 @@ def test_fsdp_against_a_clock() -> None:
     assert found.exposed == pytest.approx(computed - compute / 3 + sent - compute * 2 / 3)
     # Three times the weights are sent. The hidden part of the exchange slows computing.
     assert found.slowed == pytest.approx(COSTS.slowdown * (3 * 4 * each - found.exposed)) and found.slowed > 0
-    # Weights that are kept are not gathered again. Each third of the exchange has its own number format.
+    # Weights that are kept after the forward pass are not gathered again. Each of the three exchanges, two all-gathers
+    # and a reduce-scatter, may have its own number format.
     kept = step(CLUSTER, replace(work, gathered=(234e6, 0)), COSTS, job)
     half, bare = (Machine(tuple(replace(each, latency=0) for each in CLUSTER.levels)) for _ in "12")
     one = half.all_gather(468e6, 8)
@@ -308,7 +309,7 @@ VARIED = st.fixed_dictionaries({field.name: st.floats(0.3, 3.0) for field in fie
     VARIED, st.sampled_from([UNET, VIT, replace(UNET, gathered=(468e6, 234e6))]), st.integers(1, 12), st.integers(1, 64)
 )
 def test_predictions_are_monotonic(factors: dict[str, float], work: Workload, doublings: int, batch: int) -> None:
-    """More devices do less work each; a higher cost or more bytes slow a step; a larger batch is never slower."""
+    """The speed per device never rises with the number of devices, costs or bytes, and never falls with the batch."""
     costs = replace(COSTS, **{name: getattr(COSTS, name) * factor for name, factor in factors.items()})
     job = Job(2**doublings, batch)
     own, more = (rate(CLUSTER, work, costs, replace(job, devices=n * job.devices)) for n in (1, 2))
@@ -325,7 +326,7 @@ def test_predictions_are_monotonic(factors: dict[str, float], work: Workload, do
 def points(
     costs: Costs, noise: Callable[[], float] = lambda: 1.0, most: int = 8, batches: tuple[int, ...] = (16, 64)
 ) -> Iterator[Point]:
-    """Yield simulated measurements on 1 to `most` devices, a power of two."""
+    """Yield simulated measurements on 1, 2, 4, … devices, up to `most`."""
     modes: tuple[Mode, ...] = ("IO", "SYNTHETIC", "FULL")
     for devices, batch, mode in itertools.product((1, 2, 4, 8), batches, modes):
         job, of = Job(devices, batch), Measure(mode)
@@ -346,7 +347,7 @@ def test_a_fit_recovers_the_true_costs() -> None:
 
 @pytest.mark.slow
 def test_the_band_is_that_of_all_worlds_that_fit() -> None:
-    """The band equals the posterior, computed from random costs weighted by likelihood and priors."""
+    """A prediction's band equals the posterior, computed from random costs weighted by likelihood and priors."""
     seen = [Point(Job(1, 64), 900.0, Measure("SYNTHETIC")), Point(Job(8, 64), 6000.0, Measure("SYNTHETIC"))]
     unit, job = {"fixed": 64 / 900, "sample": 1 / 900, "load": 1 / 900}, Job(64, 32)
     fitted = fit(CLUSTER, UNET, seen)
@@ -418,7 +419,7 @@ def test_the_model_beats_amdahls_law(checks: list[fitting.Check]) -> None:
 
 
 def test_the_misfit_is_that_of_the_series(checks: list[fitting.Check]) -> None:
-    """MISFIT maximises the likelihood of the errors of all series."""
+    """MISFIT, the model's error for one doubling of devices, is the most likely value for all published series."""
 
     def unlikely(misfit: float) -> float:
         total = 0.0
@@ -438,13 +439,13 @@ def test_amdahls_law() -> None:
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page has the printed texts exactly, and the numbers within 5 %, because processors round differently."""
+    """docs/planning.md has the printed texts exactly, and the numbers within 5 %, as processors round differently."""
     assert stage("predict", "--validate") == 0
     printed = capsys.readouterr().out.strip().splitlines()
     page = (ROOT / "docs/planning.md").read_text().splitlines()
     shown = page[page.index(printed[0]) :][: len(printed)]
     numbers = re.compile(r"[+−]?[\d,]*\.?\d+")
-    again = "put what `dlscale predict --validate` prints into the page"
+    again = "copy the output of `dlscale predict --validate` into docs/planning.md"
     assert [numbers.sub("N", line) for line in shown] == [numbers.sub("N", line) for line in printed], again
     for ours, theirs in zip(shown, printed, strict=True):
         found, expected = (
@@ -548,7 +549,7 @@ def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureF
 
 
 def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
-    """The first epoch, a warm-up, is left out, and so are epochs of other code and validations of diverged epochs."""
+    """The fit omits the first epoch, a warm-up, epochs trained by other code, and validations of diverged epochs."""
     folder = results / "plans/cosmo_unet/one"
     lines: list[dict[str, Any]] = [
         {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
@@ -621,7 +622,7 @@ def test_a_plan_with_links_that_were_measured(results: Path, capsys: pytest.Capt
 def test_the_predicted_bytes_of_a_run_equal_the_formula(
     results: Path, parallel: dict[str, Any], gathers: int, again: bool, width: int
 ) -> None:
-    """The bytes equal a formula, tested against real exchanges, that is applied to the model's own parameters."""
+    """The bytes equal a formula of the model's parameters, which test_mesh.py compares with real exchanges."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(update={"parallel": TypeAdapter(Parallel).validate_python(parallel)})
     work = predict.workload(run, results)
@@ -649,7 +650,7 @@ def test_the_predicted_bytes_of_a_run_equal_the_formula(
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_the_predicted_bytes_of_devices_that_share_a_model(results: Path, axis: str, again: bool) -> None:
-    """The bytes equal a formula that is tested against real exchanges, except for the last layer's outputs."""
+    """Except for the last layer's outputs, bytes equal a formula, which test_mesh.py compares with real exchanges."""
     run: Any = load_run(results / "plans/era5_vit/two/config.yaml", "train")
     run = run.model_copy(
         update={"geometry": type(run.geometry)(gpus_per_node=2, **{axis: 2}), "activation_checkpointing": again}
@@ -670,7 +671,7 @@ def test_the_predicted_bytes_of_devices_that_share_a_model(results: Path, axis: 
 
 
 def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs that differ are refused, with both values. Each run must match its config.yaml and average gradients."""
+    """Runs with different settings are refused for a common fit, and so is a run without averaging of gradients."""
     config, record = (results / "plans/cosmo_unet/two" / name for name in ("config.yaml", "throughput.json"))
     settings, throughput = yaml.safe_load(config.read_text()), Throughput.read(record)
     both = ["predict", "cosmo_unet.one", "cosmo_unet.two", "--devices", 2]

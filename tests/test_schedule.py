@@ -1,4 +1,4 @@
-"""The learning rate at every step, compared with formulas in closed form."""
+"""The learning rate at every step, compared with formulas and with PyTorch's schedulers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: 
 @pytest.mark.parametrize("warmup", [0, 1, 128, 900])
 @pytest.mark.parametrize("end", [0.0, 1e-3])
 def test_the_cosine_reaches_the_end_rate(warmup: int, end: float) -> None:
-    """The cosine reaches its end. The published period ignored the warm-up, so the last rate was 4 % of the first."""
+    """The cosine ends at `end_lr`. The SC22 tutorial ignores the warm-up, so its last rate is 4 % of the greatest."""
     found = rates(1000, warmup_steps=warmup, end_lr=end)
     assert found[-1] == pytest.approx(end, abs=1e-15)
     last = 1 - math.cos(math.pi / (1000 - warmup))  # the last step is one step before the end of the cosine
@@ -98,7 +98,7 @@ def test_each_form_after_each_warm_up_is_pytorchs(settings: dict[str, Any], afte
 
 
 def test_the_schedule_of_published_image_classifiers() -> None:
-    """The rate rises for five epochs and falls by 10 at epochs 30, 60 and 80, as in PyTorch's ImageNet example."""
+    """The rate rises for five epochs and is divided by 10 at epochs 30, 60 and 80, as in PyTorch's ImageNet example."""
 
     def restated(epoch: int, step: int, of: int) -> float:
         factor = epoch // 30 + (1 if epoch >= 80 else 0)

@@ -31,7 +31,7 @@ def trials(mean: float, spread: float = 0.01) -> Trials:
 
 
 def timed(results: Results, name: str, full: float, ratios: list[float] | None, compute: str = "") -> None:
-    """Write a run with `full` samples/s alone and, from its paired timing, `ratios` to the first run."""
+    """Write a run: `full` samples/s if timed alone, `ratios` to the first run's speed in paired timing."""
     folder = results.run("p", name)
     beside = Beside(compute="first", openings=[[(100 * ratio, 100.0)] for ratio in ratios]) if ratios else None
     measured = Throughput.read(folder / "throughput.json")
@@ -52,7 +52,7 @@ def plan_of(results: Results, *names: str, kind: str = "set") -> PlanResult:
 
 
 def test_the_interval_contains_the_mean_in_95_per_cent() -> None:
-    """Of 2,000 intervals, each from 20 normal values, about 95 % contain the mean, even if a tenth are bursts."""
+    """Of 2,000 intervals, each from 20 normal values, about 95 % contain the mean, even with 10 % of outliers."""
     draw = np.random.default_rng(1)
     for burst in (0.0, 0.1):
         held = 0
@@ -85,7 +85,7 @@ def test_an_opening_counts_all_rounds_except_bursts() -> None:
 
 
 def test_paired_timing_takes_precedence_over_separate_timing(results: Results) -> None:
-    """Another program halved the second run's speed when timed alone. In paired timing, this run is 3 % faster."""
+    """Timed alone, the second run was slowed by half by another program. In paired timing, it is 3 % faster."""
     timed(results, "first", 100, noisy(1.0, seed=1))
     timed(results, "second", 50, noisy(1.03, spread=0.02, seed=2))
     plan = plan_of(results, "first", "second")
@@ -139,7 +139,7 @@ def test_a_run_that_was_disturbed_is_less_sure_than_the_others(results: Results)
 
 
 def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) -> None:
-    """A gain of 3 % over an earlier measurement is noise if openings vary by 5 %, but not if openings vary by 0.1 %."""
+    """A gain of 3 % over another run is noise if repeated timings vary by 5 %, but not if they vary by 0.1 %."""
     for spread, noise in ((0.05, True), (0.001, False)):
         timed(results, "first", 100, None)
         timed(results, "before", 100, noisy(1.10, count=4, spread=spread, seed=1))
@@ -178,7 +178,7 @@ def test_a_training_is_not_compared_with_full(results: Results) -> None:
 
 
 def test_rates_of_different_units_are_not_compared(results: Results) -> None:
-    """Steps/s and samples/s keep their units in the table, the charts and the line, but have no ratio."""
+    """Steps/s and samples/s keep their units in table, charts and the plan's line, but have no ratio."""
     for name, full in (("steps", 10.0), ("twice", 20.0), ("samples", 640.0)):
         timed(results, name, full, None)
     plan = plan_of(results, "steps", "twice", "samples")
@@ -210,7 +210,7 @@ def test_rates_of_different_units_are_not_compared(results: Results) -> None:
 
 
 def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
-    """Two runs of a plan of learning rates do the same work; one was measured at 105 and one at 46 samples/s."""
+    """Runs that differ only in the learning rate do the same work, so 46 and 105 samples/s give no speed-up."""
     for name, full in (("slow", 46.0), ("fast", 105.0)):
         timed(results, name, full, None, compute="same")
     plan = plan_of(results, "slow", "fast")
@@ -224,9 +224,9 @@ def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
 
 @pytest.mark.parametrize("several", [2, 9, 16])
 def test_many_equal_runs_give_no_headline(results: Results, several: int) -> None:
-    """In at most 5 % of 200 plans of equal runs (spread 5 %), the headline names another run than the first.
+    """In at most 5 % of 200 plans of equal runs (spread 5 %), the report calls another run faster than the first.
 
-    With intervals for single comparisons, the headline did so in 25 % of the plans of sixteen runs.
+    With intervals for single comparisons, the fraction was 25 % for plans of sixteen runs.
     """
     names = [f"run{number}" for number in range(several)]
     for name in names:

@@ -1,4 +1,4 @@
-"""Copies of a dataset on a node: the same samples, copied once per node and completely; silent damage of files."""
+"""Copies of a dataset on a node's disk or in its memory are complete and made once; silent damage is detected."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_processes_of_a_node_share_one_copy(tmp_path: Path, era5_data: Path, dis
 @pytest.mark.parametrize("what", ["nothing", "removed", "cut", "zeros"])
 @pytest.mark.parametrize("of", ["data", "stats", "manifest.json"])
 def test_a_damaged_copy_heals(era5_data: Path, disk: Path, what: str, of: str) -> None:
-    """Files that a cleaner removed or a killed copy truncated are copied again; intact files are not copied again."""
+    """Files that a clean-up removed or a killed copy truncated are copied again; intact files are not copied again."""
     with staged(era5_data / "manifest.json", "local") as manifest:
         copy = Manifest.read(manifest)
         places = {"data": copy.path(copy.files("train")[1]), "stats": copy.folder / "stats" / "hour_means.npy"}
@@ -240,7 +240,7 @@ def test_a_flipped_bit_ends_every_stage_that_reads_the_file(
 
 @pytest.mark.parametrize("change", ["rows", "latitude", "mean"])
 def test_a_number_that_was_changed_in_a_manifest_is_refused(manifest: Path, change: str) -> None:
-    """Fewer rows would give other weights under the same fingerprint, and halved latitudes would give other metrics."""
+    """An edited manifest is refused; it would give other weights or metrics under the same fingerprint."""
     values = json.loads(manifest.read_text())
     if change == "rows":
         values["splits"]["train"][0]["rows"] -= 8
@@ -265,7 +265,7 @@ def test_files_are_verified_once(manifest: Path) -> None:
     files = data.splits["train"] + data.splits["valid"]
     assert all(file.verifiable for file in files) and len(files) >= 2
 
-    assert staging.unverified(data, splits) == files, "files of a copied dataset must be unverified"
+    assert staging.unverified(data, splits) == files, "files of a copied dataset must not count as verified"
     assert staging.damaged(data, files) == []
     staging.remember(data, files)
     assert staging.unverified(data, splits) == []
@@ -296,7 +296,7 @@ def test_each_node_verifies_its_own_copy(manifest: Path, tmp_path: Path, monkeyp
 
 
 def test_files_described_on_this_machine_are_not_read_again(era5_data: Path) -> None:
-    """Files are not read again if they were described on this machine, because their digests are new."""
+    """The machine that computed the files' digests does not verify the files again."""
     data = Manifest.read(era5_data / "manifest.json")
     record = json.loads((era5_data / staging.RECORD).read_text())
     assert set(record) == {file.path for files in data.splits.values() for file in files}

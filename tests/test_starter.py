@@ -1,6 +1,6 @@
 """The smallest study, the arrays that it reads, and the studies that `dlscale new-study` derives from it.
 
-`test_starter_cnn.py`, which also becomes the tests of a new study, tests network and loss.
+`test_starter_cnn.py`, which `dlscale new-study` copies into a new study, tests network and loss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.test_training import bare_loop
 
 
 def test_the_network_is_the_published_one() -> None:
-    """The network has five convolutions, 64 channels and LeakyReLU; parameters and output are right layer by layer."""
+    """The network has five convolutions, 64 channels and LeakyReLU; its output equals a computation layer by layer."""
     model = StarterCNN()
     assert sum(p.numel() for p in model.parameters()) == 640 + 3 * 36_928 + 577
     x = y = torch.randn(2, 1, 9, 7)
@@ -70,7 +70,7 @@ def test_the_published_plan_has_the_settings_of_the_scripts() -> None:
 
 
 def test_steepness_pixel_by_pixel() -> None:
-    """The steepness is `LENGTH` times the norm of the central differences per pixel, one-sided at an edge."""
+    """The target, the steepness, is `LENGTH` times the norm of the central differences, one-sided at an edge."""
     field, target = pair([1, 2, 3], 11, "gradient")
     values = field.astype(float)
     for row in range(11):
@@ -83,7 +83,7 @@ def test_steepness_pixel_by_pixel() -> None:
 
 
 def test_no_linear_filter_explains_the_target() -> None:
-    """The best filter of 5 x 5 pixels gains less than 3 % over the mean, so a network must be non-linear."""
+    """The best linear filter of 5 x 5 pixels explains less than 3 % of the target's variance."""
     columns, answers = [], []
     for number in range(20):
         field, target = pair([7, number], 32, "gradient")
@@ -164,7 +164,7 @@ def write(path: Path, **arrays: np.ndarray) -> str:
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".h5"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int) -> None:
-    """Arrays are stored unchanged, whatever the pieces. Images get a channel axis on request; `shares` divide rows."""
+    """Arrays are stored unchanged in any number of pieces. `channel_axis: new` adds an axis; `shares` divide rows."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(10, 2, 6, 5)), rng.integers(0, 256, (10, 6, 5), dtype=np.uint8)
     files = {"input": write(tmp_path / f"x{suffix}", input=x), "target": write(tmp_path / f"y{suffix}", target=y)}
@@ -185,7 +185,7 @@ def test_arrays_are_stored_as_they_are(tmp_path: Path, suffix: str, pieces: int)
 
 
 def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
-    """One file may contain inputs and targets. Labels have no channels, and truth values are stored as bytes."""
+    """One file may contain inputs and targets. Labels have no channels, and booleans are stored as bytes."""
     x, y = np.arange(24.0).reshape(4, 6) > 7, np.array([3, 1, 0, 2])
     files = {
         split: write(tmp_path / f"{split}.h5", group__x=x + (split == "valid"), y=y) for split in ("train", "valid")
@@ -199,7 +199,7 @@ def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
 
 
 def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
-    """Byte order is converted, because PyTorch has no types of another byte order."""
+    """Big-endian integers are converted, because PyTorch has no types of another byte order."""
     x = np.arange(24, dtype=">i2").reshape(2, 1, 3, 4)
     path = Path(write(tmp_path / "x.npy", x=x))
     both = {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
@@ -291,7 +291,7 @@ def test_an_ambiguous_shape_is_refused(tmp_path: Path, stored: tuple[int, ...], 
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        ({"scale_factor": 0.01}, r"has the attribute scale_factor \(0.01\), which is not applied"),
+        ({"scale_factor": 0.01}, r"has the attribute scale_factor \(0.01\), which dlscale does not apply"),
         ({"add_offset": np.float32([5.0])}, r"add_offset \(5.0\)"),
         ({"_FillValue": np.int16([-32768])}, r"_FillValue \(-32768\)"),
         ({"missing_value": -9999.0}, r"missing_value \(-9999.0\)"),
@@ -315,7 +315,7 @@ def test_attributes_that_change_values_are_refused(
 @pytest.mark.parametrize("written", [0, 3, 4])
 @pytest.mark.parametrize("chunks", [(1, 8, 8), None])
 def test_rows_that_were_never_written_are_refused(tmp_path: Path, chunks: tuple[int, ...] | None, written: int) -> None:
-    """Rows that a crashed writer left unwritten are refused; without chunks, HDF5 knows only whether all are."""
+    """Rows that a crashed writer left unwritten are refused; without chunks, only if no row was written."""
     with h5py.File(path := tmp_path / "x.h5", "w") as file:
         values = file.create_dataset("x", (4, 8, 8), np.float32, chunks=chunks)
         values[:written] = 1.0
@@ -523,10 +523,10 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 @pytest.mark.slow
 @pytest.mark.long
 def test_noise_cannot_be_learnt(tmp_path: Path) -> None:
-    """On noise, a smaller version of the published plan keeps the error of predicting the mean."""
+    """On noise, a smaller version of the published plan learns nothing: its error is that of predicting the mean."""
     shipped = {
         **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
-        "optimizer": {"lr": 1e-2},  # the network begins at zero, but the mean is a half
+        "optimizer": {"lr": 1e-2},  # outputs start near 0, the target mean is 0.5: the default lr is too slow
     }
     metrics = plan_run(tmp_path, "starter_published", **shipped)[-1]["metrics"]
     assert metrics["rmse"] == pytest.approx(metrics["rmse_of_naive"], rel=0.05)
@@ -604,7 +604,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.
 def test_a_new_study_is_the_example_with_another_name(
     tmp_path: Path, more: list[str], words: tuple[str, str], tested: str, plan: str
 ) -> None:
-    """In a folder with special characters, code style, printed commands and configuration are valid."""
+    """Code style, printed commands and configuration of a new study are valid, here in a folder with odd characters."""
     done = dlscale("dlscale", "new-study", "steep_fields", *more, "--at", "it's FILE & all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "it's FILE & all"
@@ -633,7 +633,7 @@ def test_a_new_study_is_the_example_with_another_name(
 
 
 def test_the_guide_names_all_files_of_a_new_study(tmp_path: Path) -> None:
-    """docs/adding.md names all written files, and includes the only file without a linked original."""
+    """docs/adding.md names all files of a new study, and links the template of each file or contains the file."""
     guide = (ROOT / "docs/adding.md").read_text()
     new_study.write("waves", tmp_path, images=False)
     for path in tmp_path.iterdir():

@@ -1,4 +1,4 @@
-"""Several nodes without Slurm, and MPI: the launcher's commands start processes that meet on this machine."""
+"""torchrun on several nodes, and MPI: dlscale's commands start processes that connect, here on one machine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ STAY = (
 
 
 def test_a_run_on_one_node_listens_only_on_loopback() -> None:
-    """No store listens, and ports for gradients are on loopback, whatever address the host name has."""
+    """A run on one node opens ports for gradients on loopback only, whatever address the host name has."""
     words = launcher.launch(site(engine="none"), HERE, Geometry(gpus_per_node=2))
     command = [*words[:-3], "-c", STAY.format(nodes=1, each=2)]  # replaces -P -m dlscale
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -92,7 +92,7 @@ def test_a_run_on_one_node_listens_only_on_loopback() -> None:
         # 5737).
         ("192.0.2.1", 0, 1, UserError, r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
         ("127.0.0.1", 0, 1, PeerLost, r"not all of the run's 2 processes connected to 127\.0\.0\.1"),
-        # Rank 1 on a second node would write the files per node twice.
+        # If MPI puts rank 1 on the second node, a node's files would be written by two ranks.
         ("127.0.0.1", 1, 2, UserError, "process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"),
     ],
     ids=["taken for the first", "the others do not come", "dealt out"],
@@ -122,7 +122,7 @@ def test_torchrun_uses_the_sites_rendezvous() -> None:
     launcher.check(chosen, eight)
     alone = launcher.launch(chosen, HERE, Geometry(gpus_per_node=4))
     assert not [word for word in alone if word.startswith(("pdsh", "--rdzv", "--nnodes"))], (
-        "a single node must start without pdsh and without a meeting point"
+        "a single node must start without pdsh and without a rendezvous"
     )
 
 
@@ -256,7 +256,7 @@ def test_mpirun_gets_the_geometry_and_the_rendezvous() -> None:
     assert {name for names in VARIABLES for name in names} <= set(PASSED_ON), "containers must get all rank variables"
 
 
-#: Environment variables of each implementation, as documented; {0} is the rank, {1} the number of ranks.
+#: Environment variables of each MPI implementation, as documented; {0} is the rank, {1} the number of ranks.
 SAID = {
     "Open MPI": "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_SIZE={1} OMPI_COMM_WORLD_LOCAL_RANK={0} PMIX_RANK={0}",
     "MPICH": "PMI_RANK={0} PMI_SIZE={1} MPI_LOCALRANKID={0} MPI_LOCALNRANKS={1}",
@@ -317,7 +317,6 @@ def test_ranks_of_mpi_meet(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_pytorchs_torchrun_meet() -> None:
-    """Ranks that the user starts with torchrun meet in torchrun's store."""
     starter = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
     meets([*starter, "python", "-P", "-m", "dlscale"], environment(), 1, 2)
 

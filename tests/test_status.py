@@ -1,4 +1,4 @@
-"""Progress of runs, read from the stages' files; the progress that a stage reports; the time spent by rule."""
+"""`dlscale status`, the progress that a stage reports, logs of several tries, the time spent by rule, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def rows(results: Path) -> dict[str, status.Row]:
 
 
 def write_training_status(results: Path, run: str = "a", **values: Any) -> None:
-    """Write the progress file of a training."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     file = results / f"logs/train/p/{run}.log{SUFFIX}"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +74,7 @@ def epoch(number: int) -> str:
 
 
 def test_only_trials_that_may_train_are_expected(results: Path) -> None:
-    """The trials of later rungs are not known in advance. After the last rung, no row is waiting."""
+    """For later rungs of a sweep, only the number of trials is known. After the last rung, no row is waiting."""
     halving = {"method": "halving", "over": {"seed": [1, 2, 3]}, "reduction_factor": 3}
     plan = {"study": "starter_cnn", "kind": "sweep", "settings": {"dataset": "d", "training": {"epochs": 3}}}
     asked = configuration(results, plans={"p": {**plan, "sweep": halving}})
@@ -204,7 +203,7 @@ def test_jobs_in_the_queue(
 def test_the_queue_is_not_queried_with_each_update(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm's queue is shared: `--watch` queries it once a minute."""
+    """`--watch` queries Slurm's queue once a minute, because all users share Slurm."""
     now, queries = 0.0, 0
 
     def later(seconds: float) -> None:
@@ -231,7 +230,7 @@ def test_the_queue_is_not_queried_with_each_update(
 def test_watched_until_all_is_done(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each look prints the status again. The command ends after the last look."""
+    """`--watch` prints the status repeatedly, and ends when all runs are done."""
     states: list[status.State] = ["waiting", "running", "running", "done"]
     looks = iter([[status.Row("p.a", "train", state)] for state in states])
     monkeypatch.setattr(status, "EVERY", 0.0)
@@ -243,7 +242,7 @@ def test_watched_until_all_is_done(
 def test_watched_until_nothing_follows_a_failure(
     results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a failure, the command ends when no job has run for a minute: other jobs or a retry may follow."""
+    """After a failure, `--watch` ends when no job has run for a minute, because other jobs or a retry may follow."""
     now, looks = 100.0, 0
 
     def later(seconds: float) -> None:
@@ -266,7 +265,7 @@ def test_watched_until_nothing_follows_a_failure(
 
 
 def test_waiting_runs_are_one_line_per_plan(results: Path) -> None:
-    """Totals and the time left come first, then running rows and finished rows."""
+    """Totals and the time left come first, then running rows, then one line of waiting runs per plan."""
     write_training_status(results, "b", place="another machine", pid=1)
     asked = configuration(results)
     found = status.look(asked, ["p"])
@@ -304,7 +303,7 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
     assert "--configfile" not in str(refused.value)
     (results / "plans/mine").mkdir(parents=True)
     (results / "plans/mine/plan.yaml").touch()
-    with pytest.raises(UserError, match="made from another configuration; name its file with --configfile"):
+    with pytest.raises(UserError, match="made from another configuration; select it with --configfile"):
         status.main(args, configuration(results))
 
 
@@ -520,7 +519,6 @@ sys.exit(main())
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.9])
 @pytest.mark.parametrize("words", [["status"], ["measure", "--", "sleep", "60"], ["run"]], ids=lambda words: words[0])
 def test_ctrl_c_during_start_up_is_a_line(tmp_path: Path, words: list[str], seconds: float) -> None:
-    """Ctrl-C during any import prints a single line."""
     command = [sys.executable, "-P", "-c", STARTING, *words]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         until("its begin", (tmp_path / "ready").exists, process)

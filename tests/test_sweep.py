@@ -78,7 +78,7 @@ def test_too_many_trials_are_refused_at_once(sweep: Any, message: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 17])
 def test_few_draws_cover_their_ranges(seed: int) -> None:
-    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # integers are not rounded
+    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # as integers are not rounded
 
     def drawn(count: int) -> list[dict[str, int]]:
         return list(Sweep(method="random", over=over, trials=count, seed=seed).runs.values())
@@ -159,7 +159,7 @@ def test_cost_counts_each_rung_with_the_trials_that_it_will_have(tmp_path: Path)
     known = resolve.load({"targets": ["swept"], "plans": {"swept": plan}, "results": str(tmp_path)})
     works = [work for work in cost.works(known) if work.run]
     epochs = [work.run.training.stop_after for work in works if work.run]
-    assert epochs == [1] * 9 + [2] * 3 + [6], "a rung must resume the previous rung"
+    assert epochs == [1] * 9 + [2] * 3 + [6], "a rung must count only the epochs after the previous rung"
     for name in ("seed-5-rung0", "seed-5-rung1"):
         (tmp_path / "plans/swept" / name).mkdir(parents=True)
         (tmp_path / "plans/swept" / name / "provenance.json").touch()
@@ -208,7 +208,7 @@ def test_mistakes_are_one_message(sweep: Any, message: str) -> None:
 def test_impossible_sweeps_are_refused() -> None:
     over = {"over": {"seed": [1, 2]}}
     for more, message in (
-        ({"runs": {"a": {}}}, "runs: a sweep generates its runs; leave them out"),
+        ({"runs": {"a": {}}}, "runs: a sweep generates its runs; remove the key runs"),
         ({"kind": "set"}, "sweep: a plan of kind set .*; write kind: sweep"),
         ({"measure": ["throughput"]}, "measure: a sweep ranks trained trials, so it needs the stage train; add train"),
         (
@@ -222,7 +222,7 @@ def test_impossible_sweeps_are_refused() -> None:
         "swept": {"study": "mnist_cnn", "kind": "sweep", "sweep": {"method": "halving", **over}},
         "best": {"study": "mnist_cnn", "runs": {"again": {"use": "swept.seed-1"}}},
     }
-    with pytest.raises(UserError, match="use the key from instead"):
+    with pytest.raises(UserError, match="use the key 'from' instead"):
         resolve.load({"targets": ["best"], "plans": plans})
     plans["best"] = {"study": "mnist_cnn", "from": "swept.seed-2", "runs": {"again": {}}}
     assert resolve.load({"targets": ["best"], "plans": plans}).plans["best"]["again"].run.seed == 2
@@ -253,7 +253,7 @@ def done(folder: Path, manifest: Path, checkpoints: Path) -> tuple[list[dict[str
 def test_rungs_end_bitwise_equal_to_one_training(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """Schedule, drop-out and samples equal a single training's; a repeated rung ignores later checkpoints.
+    """A trial that trains in three rungs equals a single training; a repeated rung ignores later checkpoints.
 
     In fp16, all six steps of the first epoch overflow, with the loss scales 2**126, 2**107, … 2**31.
     """
@@ -274,7 +274,7 @@ def test_rungs_end_bitwise_equal_to_one_training(
 def test_a_diverged_training_fails_or_stops(
     tmp_path: Path, tiny_data: Callable[[str], Path], study: str, capsys: Any
 ) -> None:
-    """A diverged training fails, or stops if the run says so, in every study; the figure and the logs accept NaN."""
+    """A diverged training fails, or stops with `on_divergence: stop`, in every study; figure and logs accept NaN."""
     settings = {**TINY[study]["run"], "training": {"epochs": 3}, "optimizer": {"kind": "sgd", "lr": 1e30}}
     manifest = tiny_data(study) / "manifest.json"
     make_run(tmp_path / "fails", study, settings, TINY[study]["dataset"])
@@ -354,7 +354,7 @@ def test_the_best_trials_continue_and_the_page_shows_all(
 
 
 def test_a_trial_that_ends_early_at_a_target_is_ranked(swept: Path) -> None:
-    """A rung is the number of epochs that a trial may train, even if the trial ends early at its target."""
+    """A trial that ends a rung early, at its target, is ranked like trials with all epochs of the rung."""
     folder = swept.parent / "lr-0p3-rung0"
     first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     (folder / "metrics.jsonl").write_text(json.dumps({**first, "valid_loss": 1e-3}) + "\n")

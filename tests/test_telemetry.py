@@ -120,7 +120,7 @@ POWER = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0, 700)), min_size=1, 
 def test_energy_is_the_integral_of_power(
     states: list[tuple[float, float]], counted: bool, since: float, more: float
 ) -> None:
-    """Energy, from the GPUs' counters or power, equals a sum over 20,000 steps, for two nodes of two GPUs."""
+    """Energy, from the GPUs' counters or power, equals a sum over 20,000 moments, for two nodes of two GPUs."""
     samples, time_, joules = [], START, 0.0
     for seconds, watts in states:
         time_, joules = time_ + seconds, joules + seconds * watts
@@ -180,7 +180,7 @@ def epoch(number: int, end: float, seconds: float, speed: float) -> Epoch:
 
 
 def test_energy_per_sample() -> None:
-    """Only training after the first epoch (warm-up) counts, with 100 W. Power at all other times is 1000 W."""
+    """Energy per sample counts only training after the first epoch (warm-up), here at 100 W; otherwise 1000 W."""
     training = [(2, 4), (6, 9), (10, 14)]
     watts = [100.0 if any(begin <= second < end for begin, end in training[1:]) else 1000.0 for second in range(20)]
     samples = [Sample(START + second + 1, 1.0, 2, gpus=(gpu(watts=power),)) for second, power in enumerate(watts)]
@@ -244,7 +244,7 @@ def test_goodput_is_the_fraction_of_training_over_all_tries() -> None:
 
 
 def published_job() -> RunResult:
-    """Return a job with 53 s of CPU time in 56 s on one of 64 cores, and 1.3 GB of 8 GB; the intervals are unequal."""
+    """Return a job with 53 s of CPU time in 56 s on one of 64 cores, and 1.3 GB of 8 GB."""
     rows, time_ = [], 1000.0
     for seconds, share in ((1.0, 0.0), (15.0, 0.8), (40.0, 1.0250)):
         time_ += seconds
@@ -282,7 +282,7 @@ def test_the_page_shows_published_efficiency_next_to_the_run() -> None:
 
 @pytest.mark.slow
 def test_telemetry_shows_computing_reading_and_foreign_load(tmp_path: Path) -> None:
-    """The rows show a child that computes, a child that reads from a disk, and a foreign program."""
+    """The rows show a child that computes, this process's reading from a disk, and a foreign program."""
     size, path, file = 8 << 20, tmp_path / "telemetry/train.csv", tmp_path / "file"
     file.write_bytes(os.urandom(size))
     disk = on_disk(tmp_path)
@@ -340,7 +340,7 @@ def test_rates_are_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment variable names two of three nested processes, and a process that does not exist."""
+    """Of the processes that the environment variable names, the outermost that runs is found, also for nested calls."""
     ask = "import os; from dlscale.measure.processes import find_snakemake; print(find_snakemake(os.getpid()))"
     start = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
     name = f"os.environ[{SNAKEMAKES!r}] += f' {{os.getpid()}}'; print(os.getpid(), flush=True); "
@@ -512,7 +512,7 @@ def test_gpus_are_sampled_in_the_order_of_cuda() -> None:
     assert [sample.watts for sample in Gpus(1).sample()] == [398.5], "a run on one GPU must use CUDA's first device"
     assert Gpus(0).sample() == ()
     assert {(each.watts, each.joules) for each in Gpus(4).sample()} == {(None, None)}, (
-        "the energy of some of the GPUs cannot be assigned to the run"
+        "a run on four GPUs must not get the figures of two visible GPUs"
     )
     text = io.StringIO(telemetry.header(2) + telemetry.line(Sample(START, 1.0, 2, gpus=(first, second))))
     assert pd.read_csv(text)["gpu1_watts"].tolist() == [52.0]

@@ -57,7 +57,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path
     return measure(tmp_path_factory.mktemp("measured"), cosmo_data, throughput=TRIALS)
 
 
-# --- the record --------------------------------------------------------------------------------------------------
+# --- the stage's record ------------------------------------------------------------------------------------------
 
 
 def samples_of(batches: Iterator[int], settings: dict[str, int]) -> list[int]:
@@ -97,7 +97,7 @@ def test_the_numbers_count_the_samples_that_were_processed(measured: Path) -> No
 def test_synthetic_is_one_resident_batch_for_every_loader(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, loader: dict[str, Any]
 ) -> None:
-    """The stage runs unchanged; the test records all batches that the stage measures."""
+    """SYNTHETIC repeats one batch in memory; IO and FULL read the same samples. The test records all batches."""
     seen: dict[str, list[Batch]] = {}
 
     def noting(label: str, batches: Iterator[Batch], *rest: Any) -> Trials:
@@ -174,7 +174,7 @@ def test_trials_exclude_the_warm_up() -> None:
     found = trials(
         "FULL", batches_of(9, 9, 3, 4, 5, 6, 7), consume, Throughput(warmup=1, trials=2, batches=2, seconds=0), World()
     )
-    assert consumed == [9, 9, 3, 4, 5, 6], "one batch too many was used"
+    assert consumed == [9, 9, 3, 4, 5, 6], "each trial must use two batches"
     assert [a * b for a, b in zip(found.trial_time, found.trial_throughput, strict=True)] == pytest.approx([7, 11])
     assert all(seconds >= 0.04 for seconds in found.trial_time)
     # On any machine, the counted time must not include time before the end of the warm-up, by this test's own clock.
@@ -278,7 +278,7 @@ def state(process: psutil.Process) -> str:
 
 @pytest.mark.slow
 def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path) -> None:
-    """Rounds end early if the ratio is known. The record names the run that the ratio refers to."""
+    """Paired timing ends early if the ratio is known. The record names the run that the ratio refers to."""
     first = timed(tmp_path / "first", cosmo_data, model={"widths": [4, 8]})
     found = timed_in_turn(tmp_path / "own", cosmo_data, Path(first.config), model={"widths": [64, 128]})
     assert found.beside.compute == compute_digest(read_yaml(Path(first.config))) != found.compute

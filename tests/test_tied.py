@@ -138,7 +138,7 @@ def _together(rank: int, port: int, folder: Path) -> None:
 
 
 def test_tied_weights_learn_and_resume_like_one_process(tmp_path: Path) -> None:
-    """A training continues from one process to two, from two to two, and back to one."""
+    """A training with tied weights continues from one process to two, from two to two, and back to one."""
     torch.set_num_threads(1)
     step = step_of(World())
     train(step, World(), 0, 1)
@@ -170,7 +170,7 @@ def test_given_weights_may_have_any_of_the_names(tmp_path: Path) -> None:
         load_weights(other.weights, path)
         same(state(other), saved)
     torch.save(saved | {TIED[1]: saved[TIED[1]] + 1}, path)
-    with pytest.raises(UserError, match=r"one tensor in the model, several in the file: body\.a\.weight and body\.b"):
+    with pytest.raises(UserError, match=r"tied in the model, different in the file: body\.a\.weight and body\.b"):
         load_weights(step.weights, path)
     save(step, World(), tmp_path / "saved")
     other = step_of(World())

@@ -1,4 +1,4 @@
-"""The train stage: compared with a plain loop, repeated, interrupted, damaged, and with invalid input."""
+"""The train stage equals a plain loop, is repeatable, resumes after kills and damage, and refuses invalid input."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FILES = {
 Make = Callable[..., Path]
 
 
-#: Dataset with one channel. A tiny training spends most of its time on its figure, which has a row per channel.
+#: Dataset with one channel, because a tiny training spends most of its time on its figure, with a row per channel.
 WEATHER = {**ERA5, "channels": ["t2m"]}
 
 
@@ -138,7 +138,6 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path) -> CheckpointRecord:
-    """Return the record of the checkpoint in `folder`."""
     return CheckpointRecord.read(folder / "checkpoint.json")
 
 
@@ -466,7 +465,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("precision", "fused"),
-    # Without a fused optimiser, PyTorch's loss scaler reads at every step whether a gradient overflowed.
+    # In fp16 without a fused optimiser, PyTorch's loss scaler waits in every step, so there is no such case.
     [
         ("fp32", False),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("fp32", True), ("bf16", False), ("fp16", True)]),
@@ -508,7 +507,6 @@ LONG: dict[str, Any] = {
 
 
 def start(folder: Path, manifest: Path) -> subprocess.Popen[str]:
-    """Start a training in a separate process."""
     command = [
         *(sys.executable, "-m", "dlscale", "train", "--config", folder / "config.yaml", "--manifest", manifest),
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--threads", "1", "--device", "cpu"),
@@ -735,7 +733,6 @@ def test_a_changed_setting_does_not_use_the_old_checkpoint(again: Path, finished
 
 
 def test_only_own_checkpoint_folders_are_removed(again: Path, weather: Path) -> None:
-    """Other folders in `checkpoints/` are kept."""
     for name in ("important", "0123456789abcdeX"):
         (again / "checkpoints" / name).mkdir()
     (again / "checkpoints" / "0123456789abcdef").mkdir()
@@ -832,7 +829,7 @@ def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> N
             expected = torch.cat([error(prediction, y)[:, None], scores(prediction, y)], dim=1).mean(0)
         found = with_scores(x, y)
         assert torch.allclose(found, expected, rtol=1e-5, atol=0) and torch.allclose(without(x, y), found[0], rtol=1e-6)
-        assert 0 < found[1] < 1, "the score must not be trivial"
+        assert 0 < found[1] < 1, "the score must not be 0 or 1"
     assert same(dict(with_scores.weights.state_dict()), dict(without.weights.state_dict()))
 
 
@@ -963,7 +960,7 @@ def test_tensorboard_equals_metrics_jsonl(finished: Path) -> None:
 
 
 def test_published_tags_have_the_same_curves(finished: Path) -> None:
-    """The TensorBoard curves with the published program's tags equal the curves with dlscale's tags.
+    """The TensorBoard curves with the tags of the tutorial's program equal the curves with dlscale's tags.
 
     The tag for u10 is missing, because the dataset lacks this channel.
     """
@@ -1007,7 +1004,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 
 def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> None:
-    """The published tags have mean batch times, validation samples/s, and training scores in per cent, by epoch."""
+    """The ImageNet tutorial's tags have mean batch times, validation samples/s, and scores in per cent, by epoch."""
     record = Epoch(
         **{"epoch": 3, "step": 80, "samples": 640, "learning_rate": 0.1, "train_loss": 3.0, "valid_loss": 2.0},
         **{"epoch_seconds": 2.0, "samples_per_second": 320.0, "wall_time": 99.0},

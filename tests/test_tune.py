@@ -84,7 +84,7 @@ def test_without_noise_halving_equals_exhaustive_search(count: int) -> None:
 
 
 def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> None:
-    """200 searches among 20 settings with a spread of 25 % lose on average less than 2 % against the best setting."""
+    """200 searches among 20 settings with a spread of 25 % find settings on average less than 2 % below the best."""
     losses = []
     for seed in range(200):
         rates = [100 * math.exp(random.Random(seed * 100 + number).gauss(0, 0.25)) for number in range(20)]
@@ -96,7 +96,7 @@ def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> 
 
 
 def test_common_drift_does_not_change_the_winner() -> None:
-    """A common drift does not matter: speeds grow by a half during the search, although settings differ by only 2 %."""
+    """The fastest setting is found although settings differ by only 2 %, and all speeds drift by 1 % per trial."""
     rates = [100 * 1.02**number for number in range(8)]
 
     def drifting(number: int, seconds: float, clock: list[float] = [0.0]) -> float:  # noqa: B006
@@ -149,7 +149,7 @@ def test_a_real_gain_is_detected() -> None:
 
 
 def test_a_search_among_equal_settings_shows_no_gain() -> None:
-    """The luckiest of many equal settings is measured again in the duel, so it seldom wins."""
+    """The luckiest of many equal settings is measured again, in a duel with the run's own setting, and seldom wins."""
     won = 0
     for seed in range(300):
         machine = Machine([100] * 12, seed)
@@ -239,7 +239,7 @@ def won(**more: Any) -> Tuning:
 
 
 def test_the_winner_is_written_as_a_separate_plan() -> None:
-    """The tuned run stays unchanged, so tuning does not rerun. Any plan can use the best settings."""
+    """The run that was tuned keeps its settings, so tuning does not rerun. Any plan can use the best settings."""
     text = tune.tuned(won(), "cosmo_unet")
     for said in (
         "# 1.50× ± 0.10 as fast as the run's original settings.",
@@ -289,7 +289,7 @@ def tune_run(tmp_path: Path, data: Path, **over: Any) -> Tuning:
 def test_the_stage_from_end_to_end(
     tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One setting is slow, one setting is invalid, and one runs out of memory. All other settings are measured.
+    """Settings with a batch size of 6 run out of memory; all other settings are measured.
 
     The test slows the torch loader, which the run's own setting uses, so the written plan is faster.
     """
@@ -381,7 +381,7 @@ def test_several_processes_decide_alike(tmp_path: Path, era5_data: Path) -> None
 
 
 def test_the_page_shows_all_tried_settings(tmp_path: Path) -> None:
-    """The finalist comes first, then settings by rung and speed. Failed settings come last, with the reason."""
+    """Original settings and the finalist come first, then settings by rung and speed, and failed settings last."""
     results = Results(tmp_path / "results")
     folder = results.run("mine", "first", epochs=0, triplet=None)
     found = Tuning(

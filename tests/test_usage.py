@@ -1,4 +1,4 @@
-"""Resource use of real processes compared with the processes' own figures: they compute, read, end, or are foreign."""
+"""Measured resource use equals the processes' own figures; the use of other programs is not counted."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def on_disk(folder: Path) -> bool:
 
 
 def drop(path: Path) -> None:
-    """Drop a file from the page cache."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -23,7 +23,7 @@ from dlscale.report.verdict import limit, verdict
 from tests.conftest import stage
 from tests.test_report import Results
 
-#: Settings of a run without a cause: large operators on a GPU, and loading twice as fast as computing.
+#: Settings of a run that nothing slows: large operators on a GPU, and loading twice as fast as computing.
 SETTINGS: dict[str, Any] = {
     "loader": {"kind": "torch", "workers": 2},
     "precision": "fp32",
@@ -72,7 +72,7 @@ WAITS, BUSY, FULL_UP = usage(0.1, read=10**6), usage(1.9), usage(3.9)
 FOUR = {"loader": {"kind": "torch", "workers": 4}}
 IN_GRAPH = profiled(comm_seconds=0.05, comm_overlap=0.2, device_busy=1.0)
 
-#: Measurements, profile, settings, first cause, and its fraction of the time (by hand), by name.
+#: Measurements, profile, settings, cause of the slowness, and the fraction of time that it costs (by hand), by name.
 CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | None]] = {
     # Without the wait for storage, the speed would be 100 samples/s instead of 19.
     "storage": (measured(20, full=19, used=WAITS), None, {}, "storage", 0.81),
@@ -118,8 +118,7 @@ CASES: dict[str, tuple[Throughput, Profile | None, dict[str, Any], str, float | 
     ),
     "sync": (measured(), profiled(items=1, syncs=2, sync_seconds=0.03, device_busy=0.5), {}, "sync", 0.5),
     "sync on a processor": (measured(device="cpu"), profiled(items=2), {}, "sync", None),
-    # A sample takes 10 ms. Moving its bytes would take 6 ms (60 % of the bandwidth), and its products 3 ms (30 % of the
-    # time).
+    # A sample takes 10 ms; at peak, its transfers take 6 ms (60 %), its arithmetic 3 ms. The cost is 6 - 3 ms: 30 %.
     "memory": (measured(work=WORK.model_copy(update={"bytes": 6e8})), None, {}, "memory", 0.3),
     "copies": (
         measured(),
@@ -173,7 +172,7 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(training=0.4), ["besides"]),
     (program(usage(4.0), queued=0.9), ["threads"]),
     (program(usage(1.0), queued=0.9), []),
-    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # the program has many workers
+    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # queued are the loader's workers
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 71]), ["slowing"]),
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 141]), []),
     (program(rates=[100, 101, 102, 100, 100, 100, 99, 98, 98]), []),
@@ -360,7 +359,7 @@ def test_full_above_the_slower_part_is_noise(rates: tuple[float, float, float], 
 
 
 def test_a_remark_comes_after_a_cause() -> None:
-    """The remark that steps read values comes second: on a CPU, reading costs nothing."""
+    """The remark that steps read values of the device comes second: on a CPU, reading costs nothing."""
     found = verdict(
         Evidence({**SETTINGS, **FOUR}, measured(20, full=19, used=FULL_UP, device="cpu"), profiled(items=2))
     )
@@ -385,7 +384,9 @@ def test_suggestions_are_settings_that_the_run_does_not_use() -> None:
     refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
     assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "precision: bf16."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
-    assert loading.todo == "loader: {kind: direct} loads fields on grids, rows and images with far less work."
+    assert loading.todo == (
+        "loader: {kind: direct} loads fields on grids, rows and images with far less work than the loader in use."
+    )
 
 
 def test_the_limit_is_the_lower_roof() -> None:
@@ -430,7 +431,7 @@ def test_explain_prints_the_verdict(
 def test_explain_reports_runs_without_results_and_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The name must be in the configuration. The results of a run that `use` names are found in its own plan."""
+    """The run must be in the configuration. The results of a run that `use` names are found in its own plan."""
     monkeypatch.chdir(tmp_path)
     plans = {
         "p": {"study": "era5_vit", "settings": {"dataset": "d"}, "runs": {"r": {}, "s": {"seed": 1}}},

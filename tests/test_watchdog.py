@@ -149,7 +149,6 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
 def begin_faulty(
     folder: Path, data: Path, where: str, call: int = 20, culprit: int = 1, **env: str
 ) -> subprocess.Popen[str]:
-    """Start a training in which one rank hangs."""
     (folder / "program.py").write_text(FAULTY)
     env = {"WHERE": where, "CALL": str(call), "CULPRIT": str(culprit), **env}
     return begin(folder, data, [str(folder / "program.py")], **env)
@@ -235,7 +234,7 @@ def test_a_rank_that_never_releases_pythons_lock_is_named(tmp_path: Path, era5_d
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_within_a_minute(tmp_path: Path, era5_data: Path, how: str, rank: int) -> None:
-    """With the watchdog's default limits, the complete run ends and no process is left."""
+    """With the watchdog's default limits, all processes of the run end within a minute."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     process = begin_faulty(folder, era5_data, "data", call=200 if how == "hangs" else -1, culprit=rank)
     if how == "hangs":
@@ -325,10 +324,7 @@ def test_limits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog's threads end with the watchdog.
-
-    A thread that returned from a store while Python ends would abort the process.
-    """
+    """If the watchdog's folder is removed, the message names the folder, not a process, and all threads end."""
     monkeypatch.setenv(MEET, str(tmp_path / "meet"))
     said: list[str] = []
     monkeypatch.setattr(watchdog, "end", lambda message, status: said.append(message))

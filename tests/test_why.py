@@ -71,7 +71,7 @@ def test_reasons(waiting: Waiting, reason: str) -> None:
 
 
 def test_a_line_for_each_reason() -> None:
-    """Runs of a plan with the same reason are on one line. Further reasons are only counted."""
+    """Runs with the same stages and reason share a line, which names four runs and counts the rest."""
     longer = {"before": [repr(stage({"epochs": 2}))], "now": [repr(stage({"epochs": 3}))], "known": True}
     jobs = [
         Waiting("train", {"plan": "p", "run": "a"}, **longer),
@@ -104,17 +104,14 @@ def test_a_line_for_each_reason() -> None:
 
 
 def test_deleted_results_that_no_job_needs_are_reported(tmp_path: Path) -> None:
-    """The line has the command that makes the result again.
-
-    The line is omitted if a job will make the result, or if no job ever made the result.
-    """
+    """Deleted results are listed with the command that makes them again, unless a job makes them or none ever did."""
     for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     results, asked = str(tmp_path), (["p/a", "p/never"], ["d", "never"])
     run, data = f"{results}/plans/p/a", f"{results}/data/d/manifest.json"
-    stats = f"data d: stats/ is gone, and no target needs this; to make it again: snakemake --force {data}"
-    again = f"no target needs this; to make it again: snakemake --force {run}/metrics.jsonl"
+    stats = f"data d: stats/ is gone, and no job would restore this; to do so: snakemake --force {data}"
+    again = f"no job would restore this; to do so: snakemake --force {run}/metrics.jsonl"
     assert missing_results(results, *asked, []) == [f"p.a: model.pt is gone, and {again}", stats]
     shutil.rmtree(f"{run}/tensorboard")
     assert missing_results(results, *asked, [data]) == [f"p.a: model.pt, tensorboard/ are gone, and {again}"]
@@ -145,7 +142,7 @@ def test_runs_with_replaced_results_are_named() -> None:
         job(follows=True, rule="collect"),
     ]
     assert replaced(unharmed) == ""
-    # Either this call makes the dataset, or another call has made it.
+    # The run is on another dataset, which this call makes or an earlier call made.
     for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):
         assert format_reasons([of_other_data], TABLES.get)[-1] == line.replace(
             "define a new run", "define a new run, on a new dataset"

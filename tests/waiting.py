@@ -38,7 +38,7 @@ def until(
     """
     end = time.monotonic() + seconds
     while True:
-        # Check the process before the condition, so the last action of the process counts.
+        # Check the process before the condition, so that the last action of the process counts.
         ended = process is not None and process.poll() is not None
         if answer := ready():
             return answer

@@ -1,7 +1,7 @@
 """Check that `dlscale measure` names the bottleneck of an external program.
 
-`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py with `dlscale measure`. Each case plants
-one bottleneck; the clean case plants none. The program prints each planted cause and the causes that the verdict found.
+`python bench/bottlenecks/outside.py [--json FILE] [CASE ...]` runs program.py with `dlscale measure`. A case plants one
+bottleneck; clean cases plant none. The script prints planted causes and found causes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dlscale.results import read_run  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("program.py")
 
-#: Bytes: size of the table that samples are read from, and limit on the program's memory.
+#: Bytes in the case "little memory": size of the table that the samples read, and limit on the program's memory.
 TABLE, MEMORY = 2**30, 700 * 2**20
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of the program, and causes of which the verdict must name one; no causes if the case is clean."""
+    """Arguments of program.py, and causes; the verdict must name at least one. A clean case has no causes."""
 
     causes: tuple[str, ...]
     words: tuple[str, ...] = ()
     ranks: int = 1
-    neighbours: int = 0  #: Number of other programs that keep a core busy.
-    limited: bool = False  #: Whether memory is limited.
+    neighbours: int = 0  #: Number of other programs, each of which keeps one core busy.
+    limited: bool = False  #: Whether the program may use only `MEMORY` bytes.
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -62,7 +62,7 @@ CASES = {
     "none, with workers": Case((), ("--workers=1", "--decode=1e-5")),
     "none, with two threads": Case((), ("--threads=2", "--size=1536")),
     "none, in two processes": Case((), ranks=2),
-    "none, that reads each number": Case((), ("--item",)),
+    "none, reads after each layer": Case((), ("--item",)),
 }
 
 
@@ -90,7 +90,7 @@ def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
 
 @contextmanager
 def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield words to put before and after a command so that the command lacks memory and swaps; needs root."""
+    """Yield words to put before and after a command so that it swaps; this needs root. Without a folder: no words."""
     if folder is None:
         yield [], []
         return
@@ -108,7 +108,7 @@ def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
         (group / limit).write_text(str(MEMORY))
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"], [f"--table={TABLE}"]
     finally:
-        # first disable the swap file, because a swap file in use cannot be removed
+        # disable the swap file before its folder is removed, because a swap file in use cannot be removed
         subprocess.run(["swapoff", str(swap)], check=True)
         group.rmdir()
 
@@ -133,12 +133,12 @@ def main() -> None:
         parser.error(f"unknown case: {', '.join(sorted(unknown))}")
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # exit normally, so temporary files are removed
+    )  # exit normally, so that temporary files are removed
     rows = []
     for name in args.cases or CASES:
         case = CASES[name]
         if case.limited and not can_limit():
-            print(f"{name:28} skipped: limiting memory needs root and swap")
+            print(f"{name:28} skipped: limiting memory needs root, swapon and a writable cgroup")
             continue
         with tempfile.TemporaryDirectory(prefix="dlscale-outside-") as place:
             found, told = measure(case, Path(place))

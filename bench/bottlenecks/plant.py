@@ -16,7 +16,7 @@ from dlscale.data.kind import DatasetKind, Part
 from dlscale.data.source import ArraySource
 from dlscale.studies.base import SampleLoss, Study
 
-#: Bytes per read of the slow disk. Direct reads must cover complete pages.
+#: Bytes per read of the slow disk: complete pages, because reads that bypass the page cache (O_DIRECT) need this.
 BLOCK = 2**16
 
 
@@ -29,11 +29,11 @@ class PlantDataset(DatasetSettings):
 
 
 class PlantSamples(Strict):
-    """Rows that can be made expensive to read."""
+    """Settings of rows that can be made expensive to read."""
 
     kind: Literal["rows"]
-    wait: float = 0.0  #: Seconds that each sample waits for a slow disk.
-    work: float = 0.0  #: Processor seconds that each sample takes.
+    wait: float = 0.0  #: Seconds that reading a sample waits for the simulated slow disk.
+    work: float = 0.0  #: Processor seconds that reading a sample takes.
 
 
 class Plant(DatasetKind):
@@ -79,7 +79,7 @@ class Rows:
         return self._plain.read(epoch, index)
 
     def _from_disk(self, index: int) -> None:
-        """Read a block without the page cache, then wait, because a real slow disk is not available."""
+        """Simulate a slow disk: read a block that bypasses the page cache, then sleep."""
         with mmap.mmap(-1, BLOCK) as memory:  # direct reads need aligned memory
             file = os.open(self._file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
             try:
@@ -111,7 +111,7 @@ class PlantModel(Strict):
 
 
 class PlantLoss(Strict):
-    """The loss."""
+    """Settings of the squared error."""
 
     kind: Literal["square"]
 
@@ -152,7 +152,7 @@ def make(settings: PlantModel, width: int) -> Any:
 
 
 class PlantStudy(Study):
-    """See the module."""
+    """Study of planted bottlenecks."""
 
     dataset, Model, Loss = "plant", PlantModel, PlantLoss
 

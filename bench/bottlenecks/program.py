@@ -13,7 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 
-#: Bytes per read.
+#: Bytes per read of the file or of the table.
 BLOCK = 2**16
 
 parser = argparse.ArgumentParser()
@@ -28,8 +28,8 @@ parser.add_argument("--read", type=float, default=0.0, help="seconds that each s
 parser.add_argument("--nap", type=float, default=0.0, help="seconds that each step sleeps (default: 0)")
 parser.add_argument("--item", action="store_true", help="read a number from the device after every layer")
 parser.add_argument("--validation", type=int, default=0, help="batches of validation after every 20 steps (default: 0)")
-parser.add_argument("--slow", choices=("computing", "loading"), help="work for which the last rank takes longer")
-parser.add_argument("--table", type=int, default=0, help="bytes of memory that samples read at random (default: 0)")
+parser.add_argument("--slow", choices=("computing", "loading"), help="work that takes longer on the last rank")
+parser.add_argument("--table", type=int, default=0, help="bytes of the table that samples read at random (default: 0)")
 
 
 class Samples(Dataset[Any]):
@@ -48,7 +48,7 @@ class Samples(Dataset[Any]):
         while time.thread_time() < end:
             sum(range(1000))
         if self.read:
-            with mmap.mmap(-1, BLOCK) as memory:  # a read by a system call, which system counters show
+            with mmap.mmap(-1, BLOCK) as memory:  # read with a system call, which the kernel's I/O counters count
                 file = os.open(__file__, os.O_RDONLY)
                 os.preadv(file, [memory], 0)
                 os.close(file)
@@ -102,7 +102,7 @@ def main() -> None:
                     distributed.broadcast(still, 0)
                 if not (goes_on := bool(still)):
                     break
-    if not rank and number > counted[0]:  # by the program's own clock, validation included
+    if not rank and number > counted[0]:  # samples/s by the program's own clock, validation included
         rate = ranks * args.batch * (number - counted[0]) / (time.perf_counter() - counted[1])
         print(f"avg {rate:.1f} samples/sec")
 

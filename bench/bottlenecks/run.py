@@ -1,8 +1,7 @@
 """Check that the verdict names planted bottlenecks, and finds no bottleneck in clean runs.
 
 `python bench/bottlenecks/run.py [--clean N] [--json FILE] [CASE ...]` measures real runs of the study in plant.py. As
-in the workflow, each stage has its own process. The program prints each planted cause and the causes that the verdict
-found.
+in the workflow, each stage runs in its own process. The script prints planted causes and found causes.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ STUDY = Path(__file__).with_name("plant.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the planted cause; None for a clean run."""
+    """Changed settings of a run, and the cause that they plant; a clean run has no cause."""
 
     cause: str | None
     changes: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     ranks: int = 1
-    neighbours: int = 0  #: Number of other programs that keep a core busy.
+    neighbours: int = 0  #: Number of other programs, each of which keeps one core busy.
 
 
 CASES = {
@@ -101,7 +100,7 @@ def call(stage: str, *words: str, ranks: int = 1) -> None:
     study = [f"--study=plant={STUDY}"]
     done = subprocess.run([sys.executable, *start, *study, stage, *words], env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"{stage} failed ({done.returncode}); see the logs in the folder of {words[-1]}")
+        raise SystemExit(f"{stage} failed ({done.returncode}); see the messages above, or the log next to {words[-1]}")
 
 
 @contextmanager
@@ -131,7 +130,7 @@ def dataset(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run: {', '.join(CASES)} (default: all)")
-    parser.add_argument("--clean", type=int, default=20, metavar="N", help="runs without a bottleneck (default: 20)")
+    parser.add_argument("--clean", type=int, default=20, metavar="N", help="number of clean runs (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):

@@ -1,6 +1,7 @@
 """A small Slurm cluster that behaves like Perlmutter, on one machine: real daemons, simulated hardware.
 
-The cluster has four GPU nodes (`nid001` … `nid004`, 4 A100s each, the last two with 80 GB) and one CPU node (`nid005`).
+The cluster has a CPU node (`nid005`) and four GPU nodes of 4 A100s (`nid001`, `nid002`: 40 GB each; `nid003`, `nid004`:
+80 GB).
 Each node is a real `slurmd` with its own host name, address and `/etc/hosts`. As on a real cluster, all nodes see the
 same files. Compute nodes reach each other and the login node, which is this machine, but no other network. The cluster
 has its own database of projects, QOS and limits. A submit filter requires a constraint and selects the partition.
@@ -62,7 +63,7 @@ QOS = {
     "interactive": "MaxWall=04:00:00 MaxTRESPerUser=node=4 Preempt=preempt Priority=100",
     "shared": "MaxWall=2-00:00:00",
 }
-#: Limit that is set later, because sacctmgr does not know GPUs before slurmctld has registered them with slurmdbd.
+#: Limit of QOS `shared`, set after slurmctld has started: before, sacctmgr does not know GPUs.
 SHARED_LIMIT = "MaxTRESPerJob=node=1,gres/gpu=2"
 #: The submit filter's message for a refused job.
 REFUSAL = "Job request does not match any supported policy"
@@ -226,7 +227,7 @@ def obstacle() -> str | None:
     if os.geteuid() != 0:
         return "not root"
     if missing() and not shutil.which("apt-get"):
-        return f"not installed, and there is no apt-get: {', '.join(missing())}"
+        return f"packages are missing, and so is apt-get to install them: {', '.join(missing())}"
     if shutil.which("unshare") and call("unshare", "--net", "--uts", "--mount", "true", check=False).returncode:
         return "root may not create namespaces here"
     return None
@@ -237,7 +238,7 @@ def install() -> None:
     if not missing():
         return
     environment = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
-    policy = Path("/usr/sbin/policy-rc.d")  # every package that would start a daemon runs this script
+    policy = Path("/usr/sbin/policy-rc.d")  # packages run this script, and start no daemon if it exits with 101
     ours = not policy.exists()
     if ours:
         policy.write_text("#!/bin/sh\nexit 101\n")
@@ -286,7 +287,7 @@ class Cluster:
         new.replace(self.record)
 
     def processes(self) -> dict[str, int]:
-        """Return the process numbers of running daemons, by name, except numbers that other processes have now."""
+        """Return the process numbers of running daemons, by name; numbers that the system has reused are left out."""
         return {name: pid for name, (pid, start) in self._recorded()["processes"].items() if started(pid) == start}
 
     def _spawn(self, name: str, *command: object, **environment: str) -> None:
@@ -297,7 +298,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                # The tests may run in a job themselves, so variables of this job are removed.
+                # If the tests run in a Slurm job themselves, the variables of this job are removed.
                 env={**_outside_of_jobs(), "PATH": PATH, **self.environment(), **environment},
                 start_new_session=True,
             )
@@ -452,7 +453,7 @@ class Cluster:
     def _munged(self) -> list[object]:
         folder, log = self.folder / "munge", self.folder / "log" / "munged.log"
         files = {"key-file": "key", "socket": "socket", "seed-file": "seed", "pid-file": "pid"}
-        # `--force`, because munged distrusts folders below a world-writable folder.
+        # `-f` forces the start, because munged refuses folders below a world-writable folder.
         return ["munged", "-F", "-f", f"--log-file={log}", *(f"--{key}={folder / name}" for key, name in files.items())]
 
     def _connect(self) -> None:
@@ -629,7 +630,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.cluster", description="A Slurm cluster for tests.")
     parser.add_argument("action", choices=["install", "start", "stop", "env"])
     parser.add_argument("--number", type=int, default=0, help="number of the cluster, 0 to 99 (default 0)")
-    parser.add_argument("--folder", type=Path, help="folder of its files; the path must be short")
+    parser.add_argument("--folder", type=Path, help="folder of the cluster's files; its path must be short")
     arguments = parser.parse_args()
     if why := obstacle():
         print(f"No cluster here: {why}.", file=sys.stderr)

@@ -20,7 +20,7 @@ def cluster() -> Iterator[slurm.Cluster]:
     if why := slurm.obstacle():
         pytest.skip(f"a cluster cannot run here: {why}")
     if slurm.missing() and os.environ.get("DLSCALE_CLUSTER_TESTS") != "1":
-        pytest.skip(f"not installed: {', '.join(slurm.missing())} (DLSCALE_CLUSTER_TESTS=1 installs them)")
+        pytest.skip(f"packages are missing: {', '.join(slurm.missing())}; set DLSCALE_CLUSTER_TESTS=1 to install them")
     slurm.RECORDS.mkdir(exist_ok=True)
     # Each process of a test session has its own cluster; number 0 is for interactive use.
     number = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

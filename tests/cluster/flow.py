@@ -22,8 +22,8 @@ from tests.waiting import PATIENCE, until
 #: Options for short waits. Their frequent queries would burden a production site.
 QUICK = ["--dlscale-init-seconds-before-status-checks=3", "--latency-wait=5"]
 
-#: Configuration with one dataset, runs on each shape of nodes and GPUs, and a long run. The runs in `shapes` have few
-#: steps, because the tests are about jobs.
+#: Configuration with one dataset, runs on different numbers of nodes and GPUs, and a long run. The runs in `shapes` are
+#: short, because the tests are about jobs.
 CONFIG: dict[str, Any] = {
     "targets": ["shapes"],
     "datasets": {"years": {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}},

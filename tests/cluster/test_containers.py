@@ -38,7 +38,7 @@ def running(engine: Engine) -> list[str]:
 
 
 def test_a_plan_in_containers(flow: Flow, container_engine: Engine) -> None:  # noqa: F811
-    """In containers, a plan runs from data to report; tasks on two nodes join, and train like one process."""
+    """In containers, a plan runs from data to report; eight tasks on two nodes train like one process."""
     assert flow.run(timeout=900) == 0, flow.output[-8000:]
     assert (flow.path / "results/report/shapes.html").exists()
     met = Environment.read(flow.path / "results/plans/shapes/eight/telemetry/train.json")
@@ -62,7 +62,7 @@ def test_nothing_is_left_running(flow: Flow, container_engine: Engine, cluster: 
             cluster.run("scancel", job)
         else:
             os.killpg(process.pid, signal.SIGINT)
-        # Slurm, the client and the container each pass the signal on, which may take minutes on a busy machine.
+        # Slurm, podman and the container each pass the signal on, which may take minutes on a busy machine.
         until(
             "the container's end",
             lambda: not running(container_engine),

@@ -22,7 +22,7 @@ SITE: dict[str, Any] = {"engine": "none", "gpu": False, "scheduler": {"warning_s
 
 @pytest.fixture
 def make(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Flow]]:
-    """Yield a function that makes a folder with plans of the small program, and writes the program."""
+    """Write a small training program; yield a function that makes a folder with a plan of this program."""
     path, theirs = repository(tmp_path / "w"), write_program(tmp_path / "theirs")
 
     def made(plan: dict[str, Any], *more: str, environment: dict[str, str] | None = None, **program: Any) -> Flow:
@@ -39,7 +39,7 @@ def found(flow: Flow, run: str, file: str = "program.json") -> dict[str, Any]:
 
 
 def test_a_plan(make: Callable[..., Flow]) -> None:
-    """A plan works with one process, with tasks on one and two nodes, and with a program that has its own launcher."""
+    """A plan of a program works with one process, tasks on one and two nodes, and a program that calls srun itself."""
     runs: dict[str, Any] = {
         "one": {},
         "two": {"geometry": {"gpus_per_node": 2}},
@@ -107,7 +107,7 @@ def test_in_containers(
     container_engine: Engine,  # noqa: F811
     cpu_image: str,  # noqa: F811
 ) -> None:
-    """The program's tasks run in containers with only Python, paired timing and tuning in the stages' container."""
+    """The program's tasks run in containers with only Python; paired timing and tuning run in the stages' image."""
     theirs, mine = "localhost/ci-base:bookworm", container_engine.environment
     flow = make({}, environment={key: mine[key] for key in mine if key.startswith("CONTAINERS_")}, image=theirs)
     flow.config["site"] = {**SITE, "engine": "podman", "image": cpu_image, "modules": []}

@@ -132,11 +132,11 @@ def test_a_submission_that_slurm_refuses(make: Callable[..., Flow]) -> None:
 
 @pytest.mark.slow
 def test_the_time_limit(make: Callable[..., Flow], prepared: Flow) -> None:
-    """After the warning, the training saves and continues. At the limit, it saves and ends. The next job resumes."""
+    """A training saves at Slurm's warning and continues; it saves and ends at the limit; the next job resumes."""
     flow = make(targets=["long"], plans__long__settings=long(3600, prepared))
     # Slurm's warning may come half a minute too early; with a limit of one minute, it could precede the training.
     with flow.running("--set-resources", "train:runtime=2", "--retries=4") as process:
-        # The log contains all tries.
+        # the second job appends to the log of the first job
         flow.until("the second job", lambda: "resumed after epoch" in flow.log(), process, seconds=3 * PATIENCE)
         os.killpg(process.pid, signal.SIGINT)  # other tests show that a resumed job ends
         assert process.wait(PATIENCE) != 0
@@ -206,7 +206,7 @@ def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluste
 
 @pytest.mark.slow
 def test_an_outage_of_slurm(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """Slurm's controller is down for two minutes, and the job ends meanwhile. The result counts; the job runs once."""
+    """If a job ends while Slurm's controller is down for two minutes, its result counts, and the job runs only once."""
     flow = make(targets=["long"], plans__long__settings=long(60, prepared))
     with flow.running("--retries=0") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
@@ -243,7 +243,7 @@ def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True], ids=["refused", "known to the site"])
 def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cluster: Cluster, known: bool) -> None:
-    """A refused submission is repeated. If the site's `max_jobs` has the limit, Slurm refuses no submission."""
+    """A refused submission is repeated. If the site's `max_jobs` equals Slurm's limit, Slurm refuses no submission."""
     flow = make(targets=["long"], plans__long__settings=long(15, prepared))
     flow.config["plans"]["long"]["runs"] = {"run": {}, "other": {"seed": 7}}
     if known:
@@ -342,7 +342,7 @@ def test_a_sweep_submits_only_promoted_trials(make: Callable[..., Flow]) -> None
 
 @pytest.mark.slow
 def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
-    """Runs and their twins without gradient averaging request the nodes that they fill; the page shows efficiency."""
+    """Runs with and without gradient averaging request the nodes that they fill; the page shows their efficiency."""
     flow = make(targets=["weak"])
     flow.config["plans"]["weak"] = {
         "study": "era5_vit",

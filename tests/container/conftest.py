@@ -32,7 +32,7 @@ class Engine:
         return self.run(["podman", *map(str, words)], check, timeout)
 
     def build(self, folder: Path, tag: str, *words: str) -> str:
-        """Build an image of the repository in `folder`, by default `cpu`; `words` are further options of podman."""
+        """Build image `tag` from `folder`/docker/Dockerfile, target `cpu`; `words` are podman options (`--target`)."""
         return self.run(["bash", str(SCRIPT), "build", str(folder), tag, *words], timeout=1800)
 
     def run(self, command: list[str], check: bool = True, timeout: float = 900) -> str:
@@ -58,15 +58,15 @@ def lacking() -> str | None:
     tools = ["podman"] if "DLSCALE_BASE_IMAGE" in os.environ else ["podman", "mmdebstrap"]
     missing = " and ".join(tool for tool in tools if not shutil.which(tool))
     if missing and os.environ.get("DLSCALE_CONTAINER_TESTS") != "1":
-        return f"without {missing}; `make test-container` installs missing packages"
+        return f"{missing} is not installed: run `make test-container`, which installs missing packages"
     if missing and not shutil.which("apt-get"):
-        return f"without {missing}, and without apt-get to install it"
+        return f"{missing} is not installed, and apt-get is missing"
     return None
 
 
 @pytest.fixture(scope="session")
 def container_engine() -> Engine:
-    """Return a working podman. `environment` has the variables with which other processes find podman's images."""
+    """Return a working podman. Its `environment` has the variables with which other processes find its images."""
     if reason := lacking():
         pytest.skip(reason)
     script = Engine(dict(os.environ))

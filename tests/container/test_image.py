@@ -23,7 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: User and group that the image does not know.
 USER, GROUP = 4242, 4343
 RUN = ["run", "--rm", "--init", "--network=none", "--no-healthcheck", "--pull=never"]
-#: Options of RUN without the entry in /etc/passwd, which podman would add but docker would not.
+#: RUN as a user without an entry in /etc/passwd, as with docker; podman would add an entry.
 STRANGER = [*RUN, f"--user={USER}:{GROUP}", "--passwd=false"]
 
 
@@ -66,7 +66,7 @@ def test_torch_is_the_projects() -> None:
 def test_nothing_is_left_behind(container_engine: Engine, cpu_image: str, inspected: dict[str, Any]) -> None:
     print(f"{cpu_image}: {inspected['Size'] / 1e9:.2f} GB")
     assert inspected["Size"] < 3e9
-    # Empty files are apt's locks. The shell's files are part of Debian.
+    # ignore empty files, which are apt's locks, and the shell's files, which are part of Debian
     folders = "/root /tmp /run/secrets /var/lib/apt/lists /var/cache/apt /var/log"
     find = "find $folder -type f -size +0 ! -name .bashrc ! -name .profile"
     loop = f"set -e; for folder in {folders}; do [ ! -e $folder ] || {find}; done"
@@ -109,7 +109,7 @@ def test_the_workflow(container_engine: Engine, cpu_image: str, tmp_path: Path) 
 
 
 def test_make_demo(container_engine: Engine, cpu_image: str, checkout: Path) -> None:
-    """The host needs no Python: the container runs the mounted checkout's code, and no package is installed."""
+    """`make demo` needs no Python on the host: a container runs the checkout's code, and nothing is installed."""
     words = ["ENGINE=podman", f"IMAGE={cpu_image}", "ARGS=--dry-run --quiet"]
     said = container_engine.run(["make", "-C", str(checkout), "demo", *words])
     assert re.search(r"cosmo_demo\.\{?baseline", said), "a dry run must list its jobs"
@@ -123,7 +123,7 @@ def gpu_image(container_engine: Engine) -> str:
     """Return the name of the image `gpu`, built without NVIDIA's registry.
 
     The base image is the base of `cpu`, PyTorch is the CPU build, and nsys is left out. All other steps, such as the
-    locked packages with their hashes, equal the real image's steps.
+    locked packages with their hashes, equal the real image's.
     """
     container_engine.build(ROOT, "localhost/dlscale:tests-gpu", "--target=gpu", "--build-arg=NSYS=")
     return "localhost/dlscale:tests-gpu"

@@ -49,7 +49,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[Start]:
-    """Yield a function that starts the stage for a run of the small program, which is outside the run's folder."""
+    """Yield a function that starts the stage `program` for a small program outside the run's folder."""
     processes, folder = [], tmp_path / "w"
 
     def started(
@@ -59,7 +59,7 @@ def start(container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[
             write_program(tmp_path / "theirs")
             given = settings(tmp_path / "theirs", *more, **program)
             file = make_run(folder, "program", {**given, "geometry": {"gpus_per_node": gpus}}, {"kind": "files"})
-            made = yaml.safe_load(file.read_text())  # a configuration without a site cannot have images
+            made = yaml.safe_load(file.read_text())  # add the image here: `make_run` has no site, so refuses images
             file.write_text(yaml.safe_dump({**made, "program": {**made["program"], "image": image}}))
         site = Site(engine="podman", image=cpu_image, starter="torchrun", gpu=False)
         data = (str(ROOT), str(tmp_path / "theirs"))
@@ -91,7 +91,7 @@ def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
 
 
 def test_a_program_runs_in_another_image(start: Start, theirs: str, container_engine: Engine, tmp_path: Path) -> None:
-    """In another image, the program's steps are detected; the program writes to its folder, and gets its variables."""
+    """In its own image, a program's steps are detected; it writes to its folder, and gets its environment variables."""
     process = start(
         image=theirs, environment={"A": "b c"}, command=["python3", "first.py", "--out", "{out}"], resume=[]
     )
@@ -111,7 +111,7 @@ def test_a_program_runs_in_another_image(start: Start, theirs: str, container_en
 
 @pytest.mark.slow
 def test_in_dlscales_image(start: Start, container_engine: Engine, tmp_path: Path) -> None:
-    """The image's torchrun starts two processes, and the steps of both processes are seen."""
+    """The image's torchrun starts two processes, and the steps of both are detected."""
     code, said = ended(start(gpus=2), tmp_path)
     assert code == 0, said
     assert "rank 0 of 2" in said and "rank 1 of 2" in said

@@ -57,7 +57,7 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
     assert {path.stat().st_uid for path in results.rglob("*")} == {os.getuid()}
     assert "Nothing to be done" in snakemake("-n")
 
-    # This image differs by an additional label.
+    # build an image that differs from the first only by a label
     container_engine.run(["sh", "-c", f"printf 'FROM {cpu_image}\nLABEL a=b\n' | podman build --tag {image} -"])
     again = snakemake("-np")
     for rule in ("acquire", "preprocess", "assemble", "describe", "train", "throughput", "collect", "report"):
@@ -79,7 +79,7 @@ def test_profiled_in_a_container(
     cosmo_data: Path,
     tmp_path: Path,
 ) -> None:
-    """nsys profiles a stage in a container. If it lacks libraries for its report, its recorded file is kept."""
+    """nsys profiles a stage in a container. If nsys lacks libraries for its report, its recorded file is kept."""
     profiler.configure(tmp_path)
     words = profiler.stage_words(tmp_path, cosmo_data / "manifest.json")
     root = real_nsys.parents[2]  # the folder that contains usr/bin/nsys

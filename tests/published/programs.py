@@ -1,10 +1,10 @@
-"""Training of two published programs, restated operation by operation, for comparison with dlscale's curves.
+"""Training in the SC22 and SC23 tutorials, restated operation by operation, for comparison with dlscale's curves.
 
-The code does not use dlscale. Like the programs, it reads files, computes losses and rates, and updates weights.
-Settings are for one process without mixed precision. The networks come from `bench.published` and get the
-published initial weights.
+The code does not use dlscale. Like the tutorials, it reads files, computes losses and rates, and updates weights.
+Settings are for one process without mixed precision. The networks come from `bench.published`, with the tutorials'
+initial weights.
 
-With `repaired`, known defects (`tests/DEFECTS.md`) are repaired; without, the code equals the published program.
+With `repaired`, known defects (`tests/DEFECTS.md`) are repaired; otherwise the code does what the tutorials do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batches = Iterable[Sequence[torch.Tensor]]
 
 @dataclass
 class Curves:
-    """Log of a program: the loss and rate of each step, and the mean training and validation losses of each epoch."""
+    """Log of a training: loss and learning rate of each step, mean training and validation losses of each epoch."""
 
     steps: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -132,12 +132,12 @@ def determinant(axes: Sequence[int], signs: Sequence[int]) -> int:
 
 
 class Crops(Dataset[Pair]):
-    """Random cubes of boxes in memory, turned in one of 24 ways; the published program (`inmem`) has one box.
+    """Random cubes of boxes in memory, turned in one of 24 ways; the tutorial (loader `inmem`) has one box.
 
-    The published cubes omit the last offset. They are turned by 16 rotations and 8 reflections, without their vectors.
-    Validation is as random as training. If repaired, all offsets and the 24 rotations occur, and vectors are turned,
-    too (channels 1 to 3 of both fields are components along the three axes). With `fixed`, the cubes are the disjoint
-    cubes of the first box, and are not turned. If given, `last` decides whether the last offset occurs.
+    The tutorial's cubes never have the last possible offset. They are turned by 16 rotations and 8 reflections, without
+    their vectors. Validation is as random as training. If repaired, all offsets and the 24 rotations occur, and vectors
+    are turned, too (channels 1 to 3 of both fields). With `fixed`, the cubes are the disjoint cubes of the first box,
+    and are not turned. If given, `last` decides whether the last offset occurs.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ def shared_vit(
     each device has complete gradients of the head and partial gradients of all other weights. The program sums most
     partial gradients over the devices.
 
-    The published program does not sum the gradients of the last normalisation. The blocks' normalisations have
-    PyTorch's eps, 1e-5, although one device has 1e-6. If repaired, all partial gradients are summed, and eps is 1e-6.
+    The tutorial does not sum the gradients of the last normalisation. Its blocks' normalisations have PyTorch's eps,
+    1e-5, but 1e-6 on a single device. If repaired, all partial gradients are summed, and eps is 1e-6.
     """
     ranks = [copy.deepcopy(model) for _ in range(devices)]
     if not repaired:
@@ -318,8 +318,8 @@ def train_vit(
 class Pairs(Dataset[Pair]):
     """Pairs of standardised states, `dt` apart, from a folder of years.
 
-    The published program assumes that all years are as long as the first year, never uses pair 0, and uses pair 1
-    repeatedly. If repaired, every pair is used once.
+    The tutorial assumes that all years are as long as the first year, never uses pair 0, and uses pair 1 repeatedly (if
+    `dt` is 1). If repaired, every pair is used once.
     """
 
     def __init__(self, folder: Path, stats: Path, dt: int = 1, repaired: bool = False) -> None:

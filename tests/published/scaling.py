@@ -1,7 +1,7 @@
-"""The published plotting script of weak scaling, restated operation by operation.
+"""The SC22 tutorial's plotting script of weak scaling, restated operation by operation.
 
-`plot_weak_scale.py` of the SC22 tutorial reads one benchy file per number of nodes, `weak_scale_N.json`. The script
-draws the measured rates, and multiples of the rate on one node.
+`plot_weak_scale.py` reads one file of the tool benchy per number of nodes, `weak_scale_N.json`. The script draws the
+measured rates, and multiples of the rate on one node.
 """
 
 from __future__ import annotations

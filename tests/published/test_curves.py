@@ -1,9 +1,9 @@
-"""dlscale's training compared with the published programs' trainings, which `programs` restates.
+"""dlscale's training compared with training in the SC22 and SC23 tutorials, restated in `programs`.
 
-There are two forms. Exact: the program starts with dlscale's initial weights and gets the batches of dlscale's steps.
-Then the losses and rates of all steps and the validation losses agree to float32's rounding. Free: both draw their own
-weights and samples, for five seeds each. Then their curves overlap within the spread of the seeds. Both forms must also
-detect a changed program; otherwise they would prove nothing.
+There are two kinds of tests. Exact: the tutorial's program starts with dlscale's initial weights and gets the batches
+of dlscale's steps. Then the losses and learning rates of all steps and the validation losses agree to float32's
+rounding. Free: both draw their own weights and samples, for five seeds each. Then their curves overlap within the
+spread of the seeds. Each test must also detect a changed program.
 
 The restated programs are `repaired`: defects that affect the training are removed.
 """
@@ -56,7 +56,7 @@ from tests.published.programs import (
 )
 from tests.raw_files import era5, write_years
 
-#: Relative tolerance of losses over 20 steps. dlscale and the program compute them in float32, but with different
+#: Relative tolerance of losses over 20 steps. dlscale and the tutorials compute in float32, but with different
 #: operations.
 TOLERANCE = 1e-5
 BATCH = 4
@@ -117,7 +117,7 @@ def apart(found: list[float], expected: list[float]) -> float:
 
 @pytest.mark.slow
 def test_published_pairs_omit_one_and_repeat_one(era5_data: Path) -> None:
-    """In a year with n states, pair 0 never occurs and pair 1 three times. After repair, all n - 1 pairs occur once."""
+    """In a year of n states, the tutorial never uses pair 0 and thrice pair 1; repaired, it uses n - 1 pairs once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
     for year in (0, 1):
@@ -126,9 +126,9 @@ def test_published_pairs_omit_one_and_repeat_one(era5_data: Path) -> None:
 
 
 def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> None:
-    """The repaired program and dlscale produce the same 24 forms of a cube, and turn the vectors.
+    """The repaired tutorial and dlscale produce the same 24 forms of a cube, and turn the vectors.
 
-    The published program does not turn vectors.
+    The tutorial's own program does not turn vectors.
     """
     published, mended = (Crops([cosmo_data / "train/box000.h5"], 8, 1, repaired=each) for each in (False, True))
     cube = published.boxes[0][1][:, :8, :8, :8]
@@ -143,7 +143,7 @@ def test_the_mended_program_turns_cubes_as_dlscale_does(cosmo_data: Path) -> Non
 
 
 def test_eight_of_the_published_rotations_are_reflections(cosmo_data: Path) -> None:
-    """Of the program's 24 turns, 8 are reflections. dlscale has the other 16, which are rotations."""
+    """Of the tutorial's 24 turns, 8 are reflections. dlscale has the other 16, which are rotations."""
     path = cosmo_data / "train/box000.h5"
     published, mended = (Crops([path], 8, 1, repaired=each).turns for each in (False, True))
     assert len(set(published)) == len(set(mended)) == 24
@@ -164,7 +164,7 @@ def outcomes(choice: str, cube: np.ndarray) -> Counter[bytes]:
 
 
 def test_the_published_rotations_equal_the_programs(cosmo_data: Path) -> None:
-    """`symmetry: published` has the 24 symmetries of the program's PyTorch loader, with unchanged vectors."""
+    """`symmetry: published` has the 24 symmetries of the tutorial's PyTorch loader, with unchanged vectors."""
     cube = np.arange(5 * 4**3, dtype=np.float32).reshape(5, 4, 4, 4)
     published = Crops([cosmo_data / "train/box000.h5"], 4, 1)
     theirs = Counter(np.ascontiguousarray(published._turned(cube, *turn)).tobytes() for turn in published.turns)
@@ -172,9 +172,9 @@ def test_the_published_rotations_equal_the_programs(cosmo_data: Path) -> None:
 
 
 def test_the_published_flips_equal_dalis_operator(tmp_path: Path) -> None:
-    """The eight outcomes of the three coins in the DALI loader give four forms of a box, each form twice.
+    """`symmetry: published_dali` has the four forms of a box that the three coins of the tutorial's DALI loader give.
 
-    The loader's rotations are discarded. The boxes have no layout, so DALI treats the first axis as frames.
+    The loader discards its rotations. Its boxes have no layout, so DALI treats the first axis as frames.
     """
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     from nvidia.dali import Pipeline, fn
@@ -197,11 +197,11 @@ def test_the_published_flips_equal_dalis_operator(tmp_path: Path) -> None:
 
 
 def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> None:
-    """With the published context parallelism on two devices, only the last norm's gradient is incomplete.
+    """With the tutorial's context parallelism on two devices, only the last norm's gradient is incomplete.
 
-    The published program does not sum this gradient over devices. All other gradients differ from the gradients of one
-    device only because of eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction
-    equal the results of one device. `tests/test_mesh.py` compares dlscale with one device.
+    The tutorial does not sum this gradient over devices. All other gradients differ from the gradients of one device
+    only because of eps (1e-5 instead of 1e-6). With the sum, and the same eps, all gradients and the prediction equal
+    the results of one device. `tests/test_mesh.py` compares dlscale on several devices with one device.
     """
     torch.manual_seed(0)
     model = programs.make_vit((8, 16), 4, 3, 16, 2, 2).double()
@@ -209,7 +209,7 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
     alone = model(x)
     programs.vit_loss(alone, y).backward()
     alone = alone.detach()
-    # the gradients of the keys' biases are zero
+    # leave out the gradients of the keys' biases, which are zero
     expected = {name: p.grad for name, p in model.named_parameters() if ".k.bias" not in name}
 
     def off(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -234,7 +234,7 @@ def test_devices_that_share_a_sample_have_parts_of_the_last_norms_gradient() -> 
 
 
 def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
-    """dlscale's ViT has eps 1e-6 on any number of devices; the published blocks have eps 1e-5 on several devices."""
+    """dlscale's ViT has eps 1e-6 on any number of devices; the tutorial's blocks have eps 1e-5 on several devices."""
     for axis in ("tp", "cp"):
         model = ViT((8, 16), (4, 4), 3, 3, 16, 2, 2)
         mesh = Pretended(Geometry(gpus_per_node=2, **{axis: 2}))
@@ -251,7 +251,7 @@ def test_devices_that_share_a_sample_normalise_with_the_eps_of_one() -> None:
 def test_the_unet_takes_the_published_steps(
     tmp_path: Path, cosmo_data: Path, recording: Recording, warmup: int
 ) -> None:
-    """Losses and rates agree over 20 steps. With a warm-up, the rate is scaled by the root of the batch ratio."""
+    """Losses and learning rates agree over 20 steps, also with a warm-up and a rate scaled by the batch size's root."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 10, 2
     schedule = {"warmup_steps": warmup, "scaling": "sqrt", "base_batch_size": 1} if warmup else {}
     found = trained(
@@ -281,8 +281,8 @@ def test_the_unet_takes_the_published_steps(
     assert apart(recording.losses, mended.steps) < TOLERANCE
     assert apart([epoch["train_loss"] for epoch in found], mended.train) < TOLERANCE
     assert apart([epoch["valid_loss"] for epoch in found], mended.valid) < TOLERANCE
-    # The published cosine is one step ahead, and its period includes the warm-up. The losses therefore differ by more
-    # than the tolerance, but by less than 10 %.
+    # The cosine that is not repaired is one step ahead, and its period includes the warm-up. The losses therefore
+    # differ by more than the tolerance, but by less than 10 %.
     if not warmup:
         assert published.rates[:-1] == pytest.approx(recording.rates[1:], rel=1e-12)
         assert published.rates[-1] == 0.0, "the last step of the published program must have rate zero"
@@ -290,13 +290,13 @@ def test_the_unet_takes_the_published_steps(
         assert published.rates[: warmup - 1] == pytest.approx(recording.rates[: warmup - 1], rel=1e-12)
         assert published.rates[-1] > 0.02 * max(published.rates) > recording.rates[-1]
     assert 10 * TOLERANCE < apart(recording.losses, published.steps) < 0.1
-    # Other silent errors must be detected, too.
+    # An error of 1 % in the learning rate or in the initial weights must be detected, too.
     assert apart(recording.losses, theirs(start=2.02e-3).steps) > 10 * TOLERANCE
     assert apart(recording.losses, theirs(init=1.01).steps) > 10 * TOLERANCE
 
 
 def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, recording: Recording) -> None:
-    """Losses and rates agree over 20 steps, with the published betas of Adam, 0.9 and 0.95."""
+    """Losses and learning rates agree over 20 steps, with the tutorial's betas of Adam, 0.9 and 0.95."""
     steps, epochs = 5, 4
     found = trained(
         tmp_path,
@@ -334,9 +334,9 @@ def test_the_vit_takes_the_published_steps(tmp_path: Path, era5_data: Path, reco
 def overlap(one: np.ndarray, other: np.ndarray) -> float:
     """Return the p-value of an exact permutation test of whether two halves of the runs differ.
 
-    Curves are [runs, points]. The p-value is the fraction of all divisions of the runs into halves that differ at least
-    as much. The difference of two halves is the largest difference of their means over all points, in standard errors
-    (Welch's t). The test is exact for any number of points and any correlation.
+    Curves are [runs, points]. The p-value is the fraction, of all splits of the runs into halves, whose halves differ
+    at least as much. The difference of two halves is the largest difference of their means over all points, in standard
+    errors (Welch's t). The test is exact for any number of points and any correlation.
     """
     runs, half = np.concatenate([one, other]), len(one)
 
@@ -350,8 +350,9 @@ def overlap(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.mean(np.array(every) >= distance(tuple(range(half))) * (1 - 1e-12)))
 
 
-#: Level of significance, set before the first result. The p-value of the loss curves (training and validation, all
-#: epochs, five seeds each) must be above the level; against a program with half the learning rate, at most the level.
+#: Level of significance, set before the first result. The p-value of dlscale's and the tutorial's loss curves (training
+#: and validation, all epochs, five seeds each) must be above the level; if the tutorial has half the learning rate, the
+#: p-value must be at most the level.
 LEVEL = 0.05
 
 
@@ -371,7 +372,7 @@ def of_seeds(folder: Path, study: str, data: Path, **over: Any) -> np.ndarray:
 def test_curves_of_the_unet_overlap_with_the_published_programs(
     tmp_path: Path, cosmo_data: Path, symmetry: str
 ) -> None:
-    """The program is repaired, or has its published symmetries but all offsets, because the boxes are small."""
+    """Curves overlap with the repaired program, and with its original symmetries if it uses all offsets of boxes."""
     widths, crop, steps, epochs = (8, 16, 16), 16, 16, 4
     found = of_seeds(
         tmp_path,
@@ -403,7 +404,7 @@ def test_curves_of_the_unet_overlap_with_the_published_programs(
 
 @pytest.mark.slow
 def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, era5_data: Path) -> None:
-    steps, epochs = 9, 4  # 36 of 38 pairs, because the program drops an incomplete batch
+    steps, epochs = 9, 4  # 36 of 38 pairs, because the tutorial drops an incomplete batch
     found = of_seeds(
         tmp_path,
         "era5_vit",
@@ -429,7 +430,7 @@ def test_curves_of_the_vit_overlap_with_the_published_programs(tmp_path: Path, e
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray, other: np.ndarray) -> None:
-    """Assert that dlscale's curves overlap with the program's curves, but not with curves of another learning rate."""
+    """Assert that dlscale's curves overlap with the tutorial's curves, but not with curves of another learning rate."""
     assert overlap(ours, theirs) > LEVEL, (ours.mean(axis=0), theirs.mean(axis=0))
     assert overlap(ours, other) <= LEVEL, "the test must detect the other program"
     assert overlap(theirs, other) <= LEVEL
@@ -457,7 +458,7 @@ def test_losses_equal_values_by_hand() -> None:
 
 
 def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
-    """On 9 rows from 90° to -90°, `rmse_normalised` of each channel equals the program's RMSE."""
+    """On 9 rows from 90° to -90°, `rmse_normalised` of each channel equals the tutorial's RMSE."""
     folder = write_years(tmp_path / "raw", {"train": {2001: 6}, "valid": {2003: 9}}, 20, (9, 16))
     manifest = Manifest.read(make_dataset(tmp_path / "data", era5(folder)) / "manifest.json")
     assert manifest.extra["latitude"] == np.linspace(90, -90, 9).tolist()
@@ -472,10 +473,10 @@ def test_the_rmse_of_u10_is_the_programs(tmp_path: Path) -> None:
 
 
 def test_the_published_program_uses_wrong_latitudes() -> None:
-    """The data lack the last of 361 rows, a pole. The program still spreads its 360 rows from pole to pole.
+    """The data lack the last of 361 rows, a pole. The tutorial still spreads its 360 rows from pole to pole.
 
-    dlscale uses the rows' true latitudes. The weights differ by at most 0.014 of the mean weight. If errors are three
-    times as large at one pole as at the other, the RMSE differs by less than 0.3 %, so values can be compared.
+    dlscale uses the rows' true latitudes. Its weights differ by at most 0.014 times the mean weight. If errors are
+    three times as large at one pole as at the other, the RMSE differs by less than 0.3 %, so values can be compared.
     """
     y, p = (fields(2, 1, 360, 32, seed=seed) for seed in (0, 1))
     error = (p - y) * (1 + 0.5 * torch.cos(torch.linspace(0, math.pi, 360)))[:, None]

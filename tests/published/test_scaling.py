@@ -1,4 +1,4 @@
-"""The published plotting script of weak scaling, as restated in `tests/published/scaling.py`."""
+"""SC22's plotting script of weak scaling, as restated in `tests/published/scaling.py`, reads dlscale's records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny workflow of all shipped studies and an external study, run once by the real Snakemake in a copy."""
+"""A tiny workflow of all shipped studies and an external study, run once by Snakemake in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ CONFIG: dict[str, Any] = {
     "studies": {"era5_vit": {"optimizer": {"lr": 1e-3}}, "waves": f"../{OUTSIDE}/waves.py"},
     "report": {"title": TITLE},
 }
-# the same order in all processes
+# sorted, so that all test processes have the same order
 for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].values()}):
     CONFIG["targets"].append(_study)
     CONFIG["datasets"][_study] = TINY[_study]["dataset"]
@@ -286,7 +286,7 @@ def copy_tree(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Tree]]:
-    """Return a function that copies the repository, and also another tree's results if `like` is given."""
+    """Return a function that copies the repository, or the tree `like` with its results."""
     trees = []
 
     def make(config: dict[str, Any] | None = None, like: Tree | None = None) -> Tree:

@@ -1,4 +1,4 @@
-"""Detection from the parsed settings whether a Snakemake call writes; such a call is refused during another one."""
+"""While one process writes results, Snakemake calls that would write are refused; other calls work."""
 
 from __future__ import annotations
 

@@ -244,10 +244,10 @@ ROWS = [
         [*trained("waves")],
     ),
     Row("a file next to an external study", create(f"../{OUTSIDE}/unused.py"), []),
-    # Files that all studies share: all runs, including their measurements.
+    # Files that studies share affect all their runs, including measurements.
     Row("losses", append(f"{PACKAGE}/scores.py"), runs(*users("scores"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
-    # The sample stream chooses the days for which the mean of each hour is computed.
+    # The sample stream also chooses the days whose hourly means are statistics of `years` (stage describe).
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),
     # Loaders affect only the runs that use them.
     Row(
@@ -275,16 +275,16 @@ ROWS = [
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/extensions/profile/trace.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/extensions/tune/tune.py"), tuned(*ALL)),
-    # Code around a stage does not affect the stage's results. Exception: the formatted numbers on pages are results.
+    # Code around a stage does not affect the stage's results. Exception: core/text.py formats numbers on pages.
     Row("guards", both(*(append(file_of(name)) for name in sorted(GUARDS) if name != "dlscale.core.text")), []),
     Row("numbers in words", append(f"{PACKAGE}/core/text.py"), tables(*CONFIG["plans"])),
     Row("code around a training", both(*(append(file_of(f"dlscale.train.{name}")) for name in AROUND)), []),
     Row("provenance", append(f"{PACKAGE}/train/provenance.py"), tables(*CONFIG["plans"]), slow=True),
-    # Code that watches a run does not affect the run. Code that reads telemetry affects the tables.
+    # Code that writes telemetry affects no result. Resource use is part of timings; tables read telemetry.
     Row("usage", append(f"{PACKAGE}/measure/processes.py"), timed(*ALL)),
     Row("telemetry", append(f"{PACKAGE}/measure/telemetry.py"), []),
     Row("rows of telemetry", append(f"{PACKAGE}/core/telemetry.py"), tables(*CONFIG["plans"]), slow=True),
-    # Texts affect pages only.
+    # Descriptions, messages and log lines affect no result; defaults, bounds and validators do.
     Row(
         "a key's description", replace(f"{PACKAGE}/config/run.py", "Ranks of the profiled", "The ranks of profiled"), []
     ),
@@ -309,7 +309,7 @@ ROWS = [
         runs(*ALL),
         slow=True,
     ),
-    # A stage's settings in the table of stages are part of its jobs' params, but not its text, and not other stages.
+    # In the table of stages, a stage's description or an additional stage affects no job.
     Row("a stage's text", replace(f"{PACKAGE}/core/stages.py", "Train one run; resume", "Train a run; resume"), []),
     Row(
         "an additional stage",
@@ -325,7 +325,7 @@ ROWS = [
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
     # A picture is a result of the stage that draws the picture.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
-    # The report.
+    # Code of pages affects only pages; code of tables and published figures also affects tables.
     Row("report page", append(f"{PACKAGE}/report/report.py"), REPORTS),
     Row(
         "report template", append(f"{PACKAGE}/report/templates/report.html.j2", "<!-- edited -->\n"), REPORTS, slow=True
@@ -342,7 +342,7 @@ ROWS = [
         ["configure_plan era5", *tables("era5")],
     ),
     Row("table", append(f"{PACKAGE}/report/collect.py"), tables(*CONFIG["plans"])),
-    # These files affect no result.
+    # These edits affect no result.
     Row("unused module", create(f"{PACKAGE}/data/unused.py"), []),
     Row("unused download", replace(f"{PACKAGE}/data/acquire.py", '"""', '"""Edited. '), []),
     Row("unused Zarr reader", append(f"{PACKAGE}/extensions/era5_vit/era5/zarr.py"), [], slow=True),
@@ -370,7 +370,7 @@ ROWS = [
         configure("plans.tuned.runs.mine.optimizer.lr", 5e-3),
         [],
     ),
-    # The next two edits follow all other edits of the configuration.
+    # These two edits come after all other harmless edits of the configuration, which would overwrite tiny.yaml.
     Row("order of keys", reorder, []),
     Row("comment in the configuration", append("tiny.yaml", "\n# Edited.\n"), []),
     # Snakemake's own code trigger detects a changed command of a rule.
@@ -385,7 +385,7 @@ ROWS = [
         configure("studies.era5_vit.optimizer.lr", 2e-3),
         [*trained("years")],
     ),
-    # These keys change the training, but not the work of a step.
+    # Keys that do not change the work of a step rerun only the training. Weight decay adds work.
     Row(
         "a seed, a schedule, betas",
         configure(

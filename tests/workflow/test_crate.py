@@ -36,7 +36,7 @@ CITATION = {
 
 #: All recommendations of RO-Crate's profiles that crates do not follow; comments have the reasons.
 LACKING = {
-    "The Application SHOULD have a url",  # this repository has none
+    "The Application SHOULD have a url",  # this repository has no url
     "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages
     "The Action SHOULD have an endTime in ISO 8601 format",  # records lack the end times of data, tables and pages
     "The Main Workflow SHOULD comply with Bioschemas ComputationalWorkflow profile version 1.0 or later",
@@ -75,7 +75,7 @@ def entities(crate: Path) -> dict[str, Any]:
 
 
 def test_a_validator_accepts_the_crate(crate: Path, tmp_path: Path) -> None:
-    """A validator accepts the crate, without a network: the test adds RO-Crate 1.1's terms (1.3's and four others)."""
+    """A validator accepts the crate without a network: the test lists the terms that the crate's context refers to."""
     from rocrate import vocabs
     from rocrate_validator import models, services
 
@@ -210,7 +210,7 @@ def test_large_files_and_images_are_named_by_digest(kept: Path, finished: tuple[
 
 @pytest.mark.slow
 def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
-    """A record with a login is refused. The workflow redacts logins, but stages that ran by hand may record them."""
+    """`crate` refuses records with a login. The workflow redacts logins, but stages run by hand may record them."""
     settings, file = kept / "plans/mnist_cnn/tiny/config.yaml", tmp_path / "crate.zip"
     settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
     refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")

@@ -141,7 +141,7 @@ Edges = set[tuple[str, str]]
 
 
 def told(text: str) -> Edges:
-    """Return the edges in the page's table, each as (needed rule, rule that needs it)."""
+    """Return the edges in a page's table of rules, each as (needed rule, rule that needs it)."""
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|([^|]*)\|$", text, re.MULTILINE)
     return {(before, after) for after, needs in rows for before in re.findall(r"\w+", needs)}
 
@@ -179,7 +179,7 @@ def written(tree: Tree) -> Tree:
 
 @pytest.mark.slow
 def test_the_run_commands_of_each_guide_are_valid(make_tree: Callable[..., Tree]) -> None:
-    """The `run`, `why` and `python` commands of the page work in order; `dlscale run` as a dry run."""
+    """The `run`, `why` and `python` commands of docs/first_hour.md work in order; `dlscale run` only as a dry run."""
     tree = written(make_tree())
     assert [name for name, _ in FILES] == ["mine.yaml", "fields.py", "own.yaml"]
     for command in [command for command in COMMANDS if command.startswith(("dlscale run", "dlscale why", "python "))]:
@@ -193,7 +193,7 @@ def test_the_run_commands_of_each_guide_are_valid(make_tree: Callable[..., Tree]
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_commands_for_own_arrays_work(make_tree: Callable[..., Tree]) -> None:
-    """The commands of section 5 work one after the other."""
+    """The commands of docs/first_hour.md for own arrays work one after the other."""
     tree = written(make_tree())
     for command in [command for command in COMMANDS if "own.yaml" in command or "fields.py" in command]:
         done = tree.shell(command.replace("dlscale ", "python -P -m dlscale ", 1))

@@ -92,7 +92,7 @@ def test_the_notebook_is_stored_without_outputs() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook(make_tree: Callable[..., Tree]) -> None:
-    """All cells run, and the study's losses are similar to the losses of the plain PyTorch loop."""
+    """All cells run, and the study's losses are similar to those of the notebook's plain PyTorch loop."""
     nbclient = pytest.importorskip("nbclient")
     tree = make_tree()
     notebook = nbformat.read(NOTEBOOK, as_version=4)

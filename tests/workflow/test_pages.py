@@ -112,7 +112,7 @@ def test_missing_files_are_reported(small: Tree) -> None:
     run, stats = small.results / "plans/one/a", small.results / "data/squares/stats"
     for gone in (run / "tensorboard", stats):
         gone.rename(small.path / gone.name)
-    lost = "is gone, and no target needs this; to make it again: snakemake --configfile tiny.yaml --force results/"
+    lost = "is gone, and no job would restore this; to do so: snakemake --configfile tiny.yaml --force results/"
     told = [
         f"one.a: tensorboard/ {lost}plans/one/a/metrics.jsonl",
         f"data squares: stats/ {lost}data/squares/manifest.json",
@@ -186,4 +186,4 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     shutil.rmtree(tmp_path / "train")
     gone = tree.planned(targets=["data_photos"])
     assert gone.names == []
-    assert "train: no such file or folder; the dataset made from it is kept" in gone.output
+    assert "train: no such file or folder; the dataset made from this file is kept" in gone.output

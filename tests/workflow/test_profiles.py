@@ -27,7 +27,7 @@ PODMAN_HPC = {"engine": "podman-hpc", "image": "localhost/dlscale:gpu", "modules
 
 @pytest.fixture(scope="module", params=[{}, PODMAN_HPC], ids=["shifter", "podman-hpc"])
 def shown(request: pytest.FixtureRequest, make_tree: Callable[..., Tree]) -> tuple[str, Outcome]:
-    """Return the engine and the outcome of a dry run, with placeholders for the published data."""
+    """Return the engine and the outcome of a dry run, with placeholders for the tutorials' data."""
     tree = make_tree({"results": "results", "site": request.param})
     for name in DATA:
         (tree.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def test_the_slurm_request_of_profiles(shown: tuple[str, Outcome]) -> None:
         gpus, qos = (4, "regular") if name in FOUR else (1, "shared")
         asked = {key: job.resources.get(key) for key in ("nodes", "constraint", "gres", "qos", "cpus_per_task")}
         assert asked == {"nodes": 1, "constraint": "gpu&hbm40g", "gres": f"gpu:{gpus}", "qos": qos, "cpus_per_task": 32}
-        # A first rung has a published speed. A later rung gets 60 minutes, because its speed is not known yet.
+        # The time of a first rung follows from its published speed. A later rung, of unknown speed, gets 60 minutes.
         assert job.resources["runtime"] == 60 or name.endswith("baseline")
 
 
@@ -124,7 +124,7 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
     outcome = tree.planned("--profile", "perlmutter", targets=[f"plan_{name}" for name in shipped])
     stages = ("train", "throughput", "profile", "tune")
     made = {tuple(job.wildcards.values()) for job in outcome.jobs if job.rule in stages}
-    # later rungs depend on results that do not exist yet
+    # later rungs of a sweep depend on results that do not exist yet
     expected = {(run.plan, run.name) for run in runs if not run.rung}
     lacking = {
         (plan, run) for plan, left_out in configuration.skipped_runs.items() for run in left_out

@@ -53,7 +53,7 @@ def tree(make_tree: Callable[..., Tree]) -> Iterator[Tree]:
 
 
 def repository(name: str, revision: str | None = None) -> Edit:
-    """Set another repository; if given, also set `revision` to the commit that it names."""
+    """Set the repository to folder `name` and, if `revision` is given, the revision to that commit."""
 
     def edit(tree: Tree) -> Callable[[], object]:
         key = "plans.theirs.runs.pinned.program"

@@ -112,7 +112,7 @@ def check_environments(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
-    """A program and a user's rule get the caller's variables and `python`, and can import modules next to them."""
+    """A program and a user's rule get the caller's variables and `python`, and can import modules of their folders."""
     settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}
     settings |= {"throughput": {"trials": 2, "beside": 0}}
     plan = {"study": "program", "measure": ["throughput"], "settings": settings, "runs": {"one": {}}}
@@ -154,7 +154,7 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
 
 @pytest.mark.slow
 def test_plans_of_programs(tree: Tree) -> None:
-    """Rates match the sleeps, speed-ups the paired timing, and losses the log. Then only changes rerun jobs."""
+    """Rates match the program's sleeps, ratios of rates the paired timing, and losses its log; only an edit reruns."""
     call(tree)
     check_environments(tree)
     ladder = runs(tree, "ladder")

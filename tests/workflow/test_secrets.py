@@ -1,4 +1,4 @@
-"""Secrets of datasets (logins and signed addresses) and of programs: where they are visible during and after a run."""
+"""Secrets of datasets (logins, signed addresses) and of programs reach only the processes that need them, no files."""
 
 from __future__ import annotations
 

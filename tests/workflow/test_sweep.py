@@ -112,7 +112,7 @@ def test_weak_scaling(clone: Tree) -> None:
 
 
 NEW = "tuned_mine_tuned"
-#: Jobs that the written plan still needs: new measurements of one run, and all jobs of a new run.
+#: Jobs that the plan in tuned.yaml needs: a new timing of the untuned run, and all jobs of the tuned run.
 JOBS = [
     f"collect {NEW}",
     f"configure_plan {NEW}",
@@ -149,5 +149,5 @@ def test_the_printed_command_trains_the_winner(finished: tuple[Tree, Outcome], c
     assert done.returncode == 0, done.stdout + done.stderr
     assert Outcome(0, done.stdout, clone.jobs()).names == JOBS
 
-    # With both configuration files, no other job is planned, in particular not the tuned run.
+    # If tuned.yaml is only added to the configuration, no job runs, because its plan is not a target.
     assert clone.planned("--configfile", "tiny.yaml", file).names == []

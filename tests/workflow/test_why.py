@@ -60,7 +60,7 @@ def test_changed_settings_and_sources_are_named(clone: Tree) -> None:
 
 @pytest.mark.slow
 def test_an_interrupted_job_reruns(make_tree: Callable[..., Tree]) -> None:
-    """Snakemake marks the outputs of a running job. If the mark is found later, the job reruns."""
+    """Snakemake marks the outputs of a running job. If a later call finds the mark, the job reruns."""
     tree = make_tree()
     output = tree.results / "plans/era5/vit/throughput.json"
     output.parent.mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_the_terminal_shows_progress_and_messages(make_tree: Callable[..., Tree]
 
 @pytest.mark.slow
 def test_raw_files_that_are_replaced_are_seen(make_tree: Callable[..., Tree]) -> None:
-    """A replaced raw file is detected even if it is older, also in a study's own kind.
+    """A replaced raw file is detected even if it is older, also in a study's own kind of dataset.
 
     If a raw file is missing, its dataset is kept.
     """
@@ -209,7 +209,7 @@ KINDS, STUDY = [Own()], Study()
     for name in ("mine.npz", "y.npy"):
         (tree.path / name).unlink()
     planned = tree.snakemake("--dry-run", "--", *targets)
-    assert planned.status == 0 and "the dataset made from it is kept" in planned.output and not why(planned.output)
+    assert planned.status == 0 and "dataset made from this file is kept" in planned.output and not why(planned.output)
     write(10, age=1000)
     (tree.path / "own.py").write_text(named.replace("np.load(paths[0])", "np.load('y.npy') + 0 * np.load('z.npy')"))
     np.save(tree.path / "z.npy", np.zeros(4))

@@ -133,7 +133,7 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
-    """All telemetry rows contain the CPU use of this call's other jobs, so it does not count as foreign load."""
+    """All telemetry rows have the CPU use of this call's other jobs, so it does not count as foreign load."""
     tree, _ = finished
     files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
     assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
@@ -143,7 +143,7 @@ def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_a_call_ends_with_the_time_per_rule(finished: tuple[Tree, Outcome]) -> None:
-    """The last table counts every job once, with the total time of each rule and the start time of its processes."""
+    """The last table counts every job once, with each rule's total time and the time of starting its processes."""
     tree, outcome = finished
     pages = [
         "report/index.html",
@@ -212,7 +212,7 @@ def test_run_by_hand(finished: tuple[Tree, Outcome], clone: Tree) -> None:
     folder = clone.results / "plans/era5/vit"
     same = [folder / name for name in ("model.pt", "config.yaml")]
     before, content = timeless(folder), [file.read_bytes() for file in same]
-    shutil.rmtree(clone.results / "checkpoints/era5/vit")  # otherwise the finished training would not run again
+    shutil.rmtree(clone.results / "checkpoints/era5/vit")  # with checkpoints, the finished training would not run again
     shutil.rmtree(folder / "tensorboard")
     for name in ("metrics.jsonl", "model.pt", "prediction.png", "provenance.json", "config.yaml"):
         (folder / name).unlink()
@@ -272,7 +272,7 @@ TRAINED = sorted(job.removeprefix("train ") for job in EVERYTHING if job.startsw
     ],
 )
 def test_targets(fresh: Tree, target: str, runs: list[str], pages: list[str]) -> None:
-    """A run that `use` names runs once, in its own plan. The page of the targets shows all runs."""
+    """A run that other plans reuse (`use`) runs once, in its own plan. The page of the targets shows all runs."""
     names = fresh.planned(targets=[target]).names
     assert of(names, "train") == runs
     assert [name for name in names if name.startswith("report")] == pages
@@ -441,7 +441,7 @@ def test_interrupted_and_killed(clone: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_folder_of_results_has_one_writer(make_tree: Make) -> None:
-    """A second call from any folder is refused before it writes a file; a dry run is allowed."""
+    """While a process writes results, a second call is refused before it writes a file; a dry run is allowed."""
     tree = make_tree()
     with only_writer(tree.results):
         before = list(tree.results.rglob("*"))

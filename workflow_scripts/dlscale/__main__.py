@@ -9,7 +9,7 @@ def main() -> int:
     from dlscale.core import interrupt
 
     name = f"dlscale {sys.argv[1]}" if sys.argv[1:] and not sys.argv[1].startswith("-") else "dlscale"
-    name = "" if "--log" in sys.argv else name  # Snakemake's jobs have --log; Snakemake prints the message
+    name = "" if "--log" in sys.argv else name  # jobs have --log; there, Snakemake prints the message
     interrupt.end_at_once(name)
     import gc
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 USER_ERROR, DEFECT, STOPPED, INTERRUPTED = 2, 1, 75, 130
 
 
-RUN = "Run plans, or make data or files, with settings from the command line, such as dlscale run PLAN seed=2"
+RUN = "Run plans, or make datasets or files; settings may follow, as in dlscale run PLAN seed=2"
 
 #: Queries of the core, in the order of `--help`; extensions add further queries.
 _OWN = {
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send the signal more than once
         return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
-        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # not to the terminal if there is a log
+        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # with a log, only to the log
     except Exception as error:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes it at exit

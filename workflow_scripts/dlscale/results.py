@@ -61,7 +61,7 @@ CROWDED = 0.8
 
 @dataclass(frozen=True)
 class Goodput:
-    """Fractions of a run's time, from the start of the run (if resumed: of its first epoch) to its end."""
+    """Fractions of a run's time; a resumed run's time begins with its first epoch."""
 
     training: float
     validation: float
@@ -79,13 +79,13 @@ class RunResult:
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Epochs of a training or a program's log; empty without both.
-    throughput: Throughput | None = None  #: Record of throughput, with peaks from `with_shared_peaks`.
+    throughput: Throughput | None = None  #: Record of the throughput stage, with peaks from `with_shared_peaks`.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
     environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
     records: dict[str, Any] = field(default_factory=dict)  #: Records of extensions, by stage.
-    repeats: list[list[Epoch]] = field(default_factory=list)  #: Epochs of the same training with each other seed.
+    repeats: list[list[Epoch]] = field(default_factory=list)  #: Epochs of each repetition with another seed.
     program: Throughput | None = None  #: Rates of an external program over its entire run.
 
     @property
@@ -128,7 +128,7 @@ class RunResult:
 
     @cached_property
     def training_speed(self) -> float | None:
-        """Rate of training; None if unknown.
+        """Rate of training, in `unit`; None if unknown.
 
         The rate is the median over the epochs, without the first epoch (warm-up) if there are more epochs. For an
         external program in steps/s, the rate is the mean of the program's rates.
@@ -166,7 +166,7 @@ class RunResult:
 
     @property
     def energy(self) -> float | None:
-        """Energy of training, J: of the GPUs, or of nodes without GPUs; None for a resumed run."""
+        """Energy of the train stage, J: of the GPUs, or of nodes without GPUs; None if unknown or resumed."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
@@ -176,7 +176,7 @@ class RunResult:
         nodes, joules, samples = self.telemetry.get("train", []), 0.0, 0.0
         for epoch in self.timed[1:] or self.timed:
             used = energy(nodes, epoch.begin, epoch.wall_time)
-            if used is not None and epoch.begin >= begin(nodes[0]):  # else it is of an earlier try
+            if used is not None and epoch.begin >= begin(nodes[0]):  # the telemetry lacks epochs of earlier tries
                 joules, samples = joules + used, samples + (epoch.samples_per_second or 0.0) * epoch.epoch_seconds
         return joules / samples if samples else None
 
@@ -191,7 +191,7 @@ class RunResult:
 
     @property
     def speed(self) -> float | None:
-        """Rate of FULL, or of the training if throughput was not measured."""
+        """Rate in the throughput stage's mode FULL, or of the training without that stage."""
         if self.throughput is not None:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
@@ -225,7 +225,7 @@ class RunResult:
 
     @property
     def averages(self) -> bool:
-        """Whether the devices average their gradients; if not, the run is the twin of a run with averaging."""
+        """Whether the devices average their gradients; a run without averaging only shows the cost of averaging."""
         return bool(self.setting("parallel.sync", True))
 
     @property
@@ -305,13 +305,13 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """Leading metric, never a derived one: the first metric with a baseline, or else the first metric."""
+        """Main metric of the plan: the first with a baseline, or else the first; derived metrics do not count."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
     @property
     def answers(self) -> list[str]:
-        """Baselines without learning: all rivals, of which the best counts, or else the baseline of each metric."""
+        """Names of baselines without learning: all candidates for the best baseline, or else each metric's baseline."""
         several = [metric.rival for metric in self.described.values() if metric.rival]
         return several or [metric.answer for metric in self.described.values() if metric.answer]
 
@@ -319,7 +319,7 @@ class PlanResult:
     def judge(self) -> Metric | None:
         """Metric that ranks the runs; None if the loss ranks them.
 
-        The loss ranks the runs if the leading metric has channels or is missing.
+        The loss ranks the runs if `lead` is the metric of a single channel, or missing.
         """
         return None if self.lead and self.lead.channel else self.lead
 
@@ -337,7 +337,7 @@ class PlanResult:
         return (0, -rung, value if better == "lower" else -value) if math.isfinite(value) else (1, 0, 0.0)
 
     def score(self, run: RunResult) -> tuple[float, str]:
-        """Return (value that ranks a trained run, "lower" or "higher" for better); NaN if the run diverged."""
+        """Return the value that ranks a trained run (NaN if it diverged), and whether "lower" or "higher" is better."""
         metric = self.record.sweep.metric if self.record.sweep else None
         # If all runs diverged, no metric was measured. Every study has the last two metrics.
         known = [*(self.metrics or self.described), "valid_loss", "samples_per_second"]
@@ -430,7 +430,7 @@ class Reached:
     aim: str  #: Target, in words.
     epoch: Epoch | None  #: First epoch that reached the target; None if no epoch did.
     nearest: float | None  #: Best value of the metric in any epoch.
-    seconds: float | None = None  #: Time of training and validation.
+    seconds: float | None = None  #: Time of training and validation, s.
     gpu_hours: float | None = None  #: `seconds` x devices / 3600; a process without a GPU counts as one device.
     joules: float | None = None
 

@@ -26,7 +26,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 
-#: Seconds without an entry in `squeue` after which a job counts as lost. Slurm lists ended jobs for `MinJobAge`.
+#: Seconds without an entry in `squeue` after which a job counts as lost. Ended jobs stay listed for `MinJobAge`.
 FORGOTTEN_SECONDS = 900.0
 #: Seconds for which a refused submission is repeated; first pause between two attempts; longest pause.
 REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.0
@@ -56,7 +56,7 @@ class Executor(SlurmExecutor):
         self._checked = []
 
     async def _report_lost_jobs(self) -> None:
-        """Report jobs as failed that Slurm preempted without requeueing, or that it no longer lists."""
+        """Report as failed the jobs that Slurm preempted without requeueing, or no longer lists."""
         command = f"squeue --me --array --noheader --states=all --name={self.run_uuid} --format='%i|%T'"
         states, _ = await query_job_status(command, self.logger)
         if states is None:

@@ -107,7 +107,7 @@ class LogHandler(LogHandlerBase):
         if event == LogEvent.ERROR:  # Snakemake writes this record for a failed job, and again for the call
             return record.exception != "RuleException" and not self._failed
         if self._failed and record.module == "job_scheduler":
-            return False  # "Exiting because a job execution failed"
+            return False  # "Exiting because a job execution failed": the failed job is already on the terminal
         return event is None and record.levelno >= logging.WARNING
 
     def _print(self, record: logging.LogRecord, event: LogEvent | None, console: Console) -> None:

@@ -190,7 +190,7 @@ def _leave(settings: Any, name: str, *keys: str) -> None:
         raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
         if holds(settings, tuple(key.split("."))):
-            raise ValueError(f"{name}: {key} is decided by the other keys of this block; leave it out")
+            raise ValueError(f"{name}: this block sets {key} from its other keys; remove it")
 
 
 # ---- sweeps ------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class Sweep(Lawful):
 
 
 def label(values: Values) -> str:
-    """Return the text that names a trial in tables."""
+    """Return a trial's label for tables, such as `lr 0.01, seed 2`."""
     return ", ".join(f"{key.rpartition('.')[2]} {_shown(value)}" for key, value in values.items())
 
 

@@ -17,15 +17,14 @@ KEYS = (
     *("cuda_graph", "memory_format", "attention", "accumulation_steps", "activation_checkpointing", "threads"),
     *("geometry", "parallel", "program"),
 )
-#: Keys that do not affect the time of a step, by section: factors whose value does not change the work, sizes of an
-#: epoch, the self-test, and the requested memory.
+#: Keys of these sections that do not affect the time of a step.
 WITHOUT = {
     "optimizer": ("lr", "betas", "eps"),
     "samples": ("train", "valid"),
     "parallel": ("selftest",),
     "geometry": ("memory_mb",),
 }
-#: Settings by section for which only zero or non-zero matters, because 0 and null skip an operation.
+#: Keys by section whose exact value does not affect the time; only 0 and null do, because they skip an operation.
 WHETHER = {"optimizer": ("weight_decay", "momentum", "clip_norm")}
 
 

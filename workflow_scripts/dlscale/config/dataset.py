@@ -28,10 +28,10 @@ class Written(str):
 
 
 def seen(text: Any) -> Any:
-    """Return a path in a settings file, which is relative to this file, as a path for the working folder.
+    """Convert a path relative to its settings file into a path relative to the working folder.
 
-    A path in the working folder becomes relative, any other path absolute. URLs, paths with `~` and values that are not
-    from a settings file do not change.
+    A path outside of the working folder becomes absolute. URLs, paths with `~` and values that are not from a settings
+    file do not change.
     """
     here = pathlib.Path.cwd()
     if not isinstance(text, Written) or text.folder == here or "://" in text or text.startswith("~") or not text:
@@ -45,7 +45,7 @@ Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """Storage of preprocessed fields on disk; prepared files are not changed."""
+    """Storage of preprocessed fields on disk; files that are used unchanged keep their storage."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
@@ -59,8 +59,8 @@ class Storage(Strict):
     )
     channels: Literal["first", "last"] = Field(
         "first",
-        description="Position of the channel axis. first: [C, D, H, W], the published layout. last (only for volumes): "
-        "[D, H, W, C], which loaders read faster because rows are C times longer.",
+        description="Position of the channel axis. first: [C, D, H, W]. last (only for volumes): [D, H, W, C], which "
+        "loaders read faster because rows are C times longer.",
     )
 
 
@@ -93,10 +93,10 @@ class DatasetSettings(Strict):
     source: Any = None
 
     downsample: Extent = Field(
-        1, description="Edge length, cells, of the blocks that are averaged to one cell; not for prepared files."
+        1, description="Edge length, cells, of the blocks that are averaged to one cell; not for files used unchanged."
     )
     storage: Storage = Storage()
-    pieces: Files = Field(1, description="Number of pieces per file; each piece is preprocessed by a parallel job.")
+    pieces: Files = Field(1, description="Number of pieces per file, which parallel jobs preprocess.")
 
 
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
@@ -119,7 +119,7 @@ def refuse_shared(*splits: list[str]) -> None:
 
 
 def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
-    """Refuse keys of the preprocessing for a dataset of prepared files."""
+    """Refuse preprocessing keys for a dataset whose files are used unchanged."""
     for key in keys:
         if getattr(dataset, key) != type(dataset).model_fields[key].default:
             raise ValueError(f"{key}: prepared files are used without changes; remove this key")

@@ -36,7 +36,6 @@ def _supports(run: Any, key: str) -> bool:
 
 
 def _captures(run: Any) -> bool:
-    """Return whether the compiler captures CUDA graphs."""
     return run.compile.mode in ("reduce-overhead", "max-autotune")
 
 
@@ -50,17 +49,17 @@ OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
         "batch_size {its.batch_size} is not divisible by geometry.nodes x geometry.gpus_per_node / (tp "
-        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}",
+        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}; use a multiple of this number",
     ),
     (
         lambda run: run.accumulation_steps > run.local_batch_size,
         "accumulation_steps {its.accumulation_steps} is more than the {its.local_batch_size} samples that "
-        "batch_size gives each device",
+        "batch_size gives each device; lower accumulation_steps, or raise batch_size",
     ),
     (
         lambda run: run.accumulation_steps > 1 and _captures(run),
         "accumulation_steps and compile.mode {its.compile.mode}: the CUDA graphs of this mode overwrite the gradients "
-        "of the previous micro-batch; use compile.mode default (on a GPU, cuda_graph can be set instead)",
+        "of the previous micro-batch; use compile.mode default, on a GPU with cuda_graph",
     ),
     (
         lambda run: run.attention != "default" and not _supports(run, "attention"),
@@ -73,8 +72,8 @@ OF_RUNS: tuple[Law, ...] = (
     (
         # 2^-24 is the smallest positive number in float16; with a smaller eps Adam divides by zero.
         lambda run: run.precision == "fp16_pure" and "adam" in run.optimizer.kind and run.optimizer.eps < 2**-24,
-        "precision fp16_pure: optimizer.eps {its.optimizer.eps:g} is zero in 16 bits; use 1e-4, or optimizer.kind sgd, "
-        "or precision fp16_master",
+        "precision fp16_pure: optimizer.eps {its.optimizer.eps:g} is zero in 16 bits; set it to 1e-4, or use "
+        "optimizer.kind sgd or precision fp16_master",
     ),
     # ---- CUDA graphs
     (
@@ -90,7 +89,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.cuda_graph and run.optimizer.kind == "sgd" and not run.optimizer.fused,
-        "cuda_graph and optimizer.kind sgd need optimizer.fused, which keeps the learning rate on the device",
+        "cuda_graph and optimizer.kind sgd need the learning rate on the device; set optimizer.fused",
     ),
     # ---- devices that share a model
     *(
@@ -148,8 +147,8 @@ OF_RUNS: tuple[Law, ...] = (
             and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
-        "parallel.param_dtype and reduce_dtype: fsdp has no effect without a second device for the same weights, so "
-        "precision alone decides; remove both keys, and use precision bf16",
+        "parallel.param_dtype and reduce_dtype: fsdp has no effect if only one device has the same weights, and then "
+        "precision sets all number formats; remove both keys, and use precision bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.geometry.tp > 1,
@@ -177,7 +176,7 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- DistributedDataParallel
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and not run.parallel.sync,
-        "parallel.sync false and sync_batchnorm: statistics would still be exchanged; remove one of the two keys",
+        "parallel.sync false and sync_batchnorm: sync_batchnorm would still exchange statistics; remove one of the two",
     ),
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.compression != "none" and not run.parallel.sync,

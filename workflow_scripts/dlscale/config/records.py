@@ -20,7 +20,7 @@ class Published(Record):
     batch_size: int | None = Field(None, ge=1)  #: Samples per step over all GPUs.
     source: str = NONE
     runs: list[str] = []  #: `PLAN.RUN` of the runs that repeat the published measurement.
-    like: list[str] = []  #: `PLAN.RUN` of runs with the same kind of step, but with other data or of another size.
+    like: list[str] = []  #: `PLAN.RUN` of runs whose step is similar, but with other data or sizes.
     kind: str = "FULL"  #: Mode of a throughput, one of `dlscale.measure.records.MODES`.
     samples_per_second: float | None = Field(None, gt=0)
     std: float | None = Field(None, ge=0)  #: Standard deviation of a throughput over its trials, samples/s.
@@ -28,7 +28,7 @@ class Published(Record):
     value: float | None = None
     by_epoch: list[float] = []  #: Values [epochs] of the metric after each epoch; alternative to `value`.
     unit: str = "1"
-    series: list[Name] = []  #: Series of the study to which the figure belongs.
+    series: list[Name] = []  #: Published series (`series` in the study's YAML file) that contain this figure.
     #: Number of samples: training samples of the measured epochs, or samples of the measured validation. The measured
     #: time then includes the wait for the first batch. None if the figure only measures steps.
     samples: int | None = Field(None, ge=1)

@@ -284,7 +284,7 @@ def load_files(*paths: str | Path, site: str | Path | None = None, over: Iterabl
 
 
 def resolve_paths(raw: Raw, folder: str | Path) -> Raw:
-    """Return a file's settings with the paths of studies and the sources of datasets resolved from `folder`."""
+    """Return a file's settings with the paths of studies and datasets resolved relative to `folder`."""
 
     def written(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -309,7 +309,7 @@ def resolve_paths(raw: Raw, folder: str | Path) -> Raw:
 
 
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
-    """Return the site of a profile as the base of a configuration.
+    """Return the settings of a profile's site, over which a configuration is merged.
 
     `site` is the name of a folder in `profiles` with a `site.yaml`, or a path (with a slash).
     """
@@ -372,8 +372,8 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
 def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
     """Return the path of the targets' page, relative to the results folder.
 
-    Later `layers` override earlier layers. The page is `report/index.html` for the targets that are in effect at the
-    layer that sets the results folder. If a later layer changes the targets, the page is named after the new targets.
+    Later `layers` override earlier layers. `report/index.html` is the page of the targets of the layer that sets the
+    results folder. If a later layer changes the targets, the page is named after the new targets.
     """
     folder: str | None = None
     targets: list[str] = []
@@ -449,7 +449,7 @@ class _Resolver:
     def skipped_runs(self, plan: str) -> dict[str, str]:
         """Return the runs of a plan that this machine does not support, with the requirements that it lacks."""
         if plan not in self._skipped_runs:
-            self._skipped_runs[plan] = {}  # set first, for circles of `use`, which `layers` reports later
+            self._skipped_runs[plan] = {}  # set first: a circle of `use`, which `layers` reports, ends here
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}
@@ -559,7 +559,7 @@ class _Resolver:
         elif run not in other.runs:
             what = unknown(f"run of plan {target}", run, other.runs)
         elif other.halves and where.endswith(".use"):
-            what = f"{text} is a trial of successive halving, which trains in parts; use the key from instead"
+            what = f"{text} is a trial of successive halving, which trains in parts; use the key 'from' instead"
         elif other.study != plan.study:
             what = (
                 f"{text} belongs to study {other.study}, but this plan belongs to {plan.study}; use a run of this study"

@@ -339,7 +339,7 @@ class Geometry(Lawful):
     )
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of the run on each node, MB (sbatch --mem). Absent: the memory follows from the site. "
+        description="Memory of the run on each node, MB (sbatch --mem). Absent: a fraction of the site's memory_mb. "
         "Without Slurm, the limit is not enforced.",
     )
 
@@ -448,8 +448,8 @@ class Tune(Strict):
         120.0,
         gt=0,
         le=604_800,
-        description="Duration of all measurements, seconds; the duel takes half of this time. Start and warm-up take "
-        "additional time.",
+        description="Duration of all measurements, seconds; the duel (see rounds) takes half of this time. Start and "
+        "warm-up take additional time.",
     )
     rounds: Annotated[Repeats, Field(ge=3)] = Field(
         8, description="Rounds of the duel, the final comparison of two combinations; each round measures both."
@@ -583,9 +583,9 @@ class RunCore(Lawful):
 
     @property
     def arithmetic(self) -> Precision:
-        """Precision in which a step computes: `precision`, or bfloat16 if FSDP casts 32-bit weights and inputs.
+        """Precision in which a step computes.
 
-        FSDP does so with `param_dtype` bf16.
+        This is `precision`, or `bf16_pure` if FSDP with `param_dtype` bf16 casts 32-bit weights and inputs.
         """
         cast = self.precision in ("fp32", "tf32") and getattr(self.parallel, "param_dtype", "fp32") == "bf16"
         return "bf16_pure" if cast else self.precision
@@ -641,7 +641,7 @@ def run_class(study: str) -> type[Run]:
 
 @functools.cache
 def stage_class(study: str, stage: str) -> type[RunCore]:
-    """Return the class of a study's runs that only has the keys that a stage reads."""
+    """Return the class of a study's runs, limited to the keys that a stage reads."""
     own: dict[str, Any] = {
         name: (Run.model_fields[name].annotation, Run.model_fields[name]) for name in STAGES[stage].settings
     }
@@ -649,7 +649,7 @@ def stage_class(study: str, stage: str) -> type[RunCore]:
 
 
 def load_run(config: str | Path, stage: str) -> Any:
-    """Read the settings of a run that a stage needs; `config` is the path of `config.yaml` or a JSON text."""
+    """Read and validate the keys that a stage needs; `config` is the path of a run's `config.yaml`, or JSON."""
     raw, where = read_settings(config)
     study = raw.get("study")
     if study not in registry.studies():

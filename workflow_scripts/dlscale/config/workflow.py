@@ -68,8 +68,8 @@ def _of_programs(study: object) -> bool:
 class Plan(Lawful):
     """Runs of one study.
 
-    The settings of the runs are validated after all layers are merged. For the JSON schema, `workflow_class` adds the
-    keys of these settings.
+    The settings of the runs are validated after they are merged with the study's. For the JSON schema, `workflow_class`
+    adds the keys of these settings.
     """
 
     study: Name = Field(description="Study to which all runs of the plan belong.")
@@ -139,7 +139,7 @@ class Plan(Lawful):
         block, example = BLOCKS.get(kind, ("", ""))
         misplaced = any(info.data.get(name) for name, _ in BLOCKS.values() if name != block)
         if not runs and (misplaced or (block and block not in info.data)):
-            return {"unknown": {}}  # a placeholder, because the error is reported for the block
+            return {"unknown": {}}  # a placeholder run, so that only the error in the block is reported
         made = info.data.get(block)
         if made is None:
             if block and (kind == "sweep" or not runs):
@@ -149,7 +149,7 @@ class Plan(Lawful):
             return runs
         if isinstance(made, Sweep):
             if runs:
-                raise ValueError("a sweep generates its runs; leave them out, or write the plan with kind set")
+                raise ValueError("a sweep generates its runs; remove the key runs, or use kind set")
             return {name: {"label": label(values), **nested(values)} for name, values in made.runs.items()}
         own: dict[str, Any] = {name: {} for name in made.runs(kind)}
         for name in own.keys() & runs.keys() if isinstance(runs, dict) else ():
@@ -185,7 +185,7 @@ class Plan(Lawful):
         (
             lambda its: its.halves and (its.measure != ["train"] or its.only),
             "measure: successive halving only has the stage train, for all trials; remove other stages and the key "
-            "only. Measure the best trial in a separate plan",
+            "'only'. Measure the best trial in a separate plan",
         ),
     )
 
@@ -197,7 +197,7 @@ class Plan(Lawful):
             if wrong := [name for name in names if name not in self.runs]:
                 raise ValueError(f"only.{stage}: {unknown('run', wrong[0], self.runs)}")
         if idle := [name for name in self.runs if not self.stages(name)]:
-            raise ValueError(f"only: run {idle[0]} has no stage left; add the run to only, or remove it from the plan")
+            raise ValueError(f"only: run {idle[0]} has no stage left; add it to a list in only, or remove it")
         return self
 
     @property

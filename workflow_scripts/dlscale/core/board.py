@@ -25,7 +25,7 @@ def writer(folder: Path, step: int = -1) -> SummaryWriter:
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    for each in (folder, *folder.parents):  # up to the run's `tensorboard` folder
+    for each in (folder, *folder.parents):  # refuse links, up to the run's `tensorboard` folder
         make_folder(each)
         if each.name == NAME or NAME not in folder.parts:
             break

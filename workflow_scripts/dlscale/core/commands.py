@@ -1,4 +1,4 @@
-"""Rows of the table of commands for users, and common arguments.
+"""Class `Query` for commands for users, and arguments that several commands share.
 
 The module of a command is imported only when the command runs.
 """

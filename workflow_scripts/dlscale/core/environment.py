@@ -44,7 +44,7 @@ class Gpu(Record):
 
 
 class Environment(Record):
-    """`telemetry/STAGE.json`: environment and node of a stage's first process."""
+    """`telemetry/STAGE.json`: software and hardware of a stage's process with rank 0."""
 
     time: Time  #: End time of the stage.
     host: str
@@ -90,7 +90,7 @@ def record(path: Path) -> None:
     If this fails, only log a warning, because the stage itself has succeeded.
     """
     try:
-        path.unlink(missing_ok=True)  # from an earlier try
+        path.unlink(missing_ok=True)  # the record of an earlier try
         environment().write(path)
     except Exception as error:  # drivers and packages may raise any exception
         logging.warning("cannot write %s: %s", path, brief(error))
@@ -190,7 +190,7 @@ def _gpu(device: Any) -> Gpu:
 
 
 def differences(before: Environment, after: Environment) -> list[str]:
-    """Return the differences of two environments, such as `driver 570 → 580`.
+    """Return the differences between two environments, such as `driver 570 → 580`.
 
     Host and time are ignored. The list names at most `NAMED` packages and `NAMED` variables.
     """

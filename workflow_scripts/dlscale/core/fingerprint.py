@@ -23,7 +23,7 @@ from dlscale.core.files import write_json, write_text
 from dlscale.core.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]  #: Folder of the package.
-WORKFLOW = ROOT / "workflow"  #: Folder with the files of the workflow; in a checkout, the files are links.
+WORKFLOW = ROOT / "workflow"  #: Folder with Snakefile, rules and profiles; links in a checkout.
 #: Base URL of the documentation, which is not part of the package.
 DOCS = "https://github.com/dlscale/dlscale/blob/main/docs/"
 #: Folder of the repository; None for an installed package.
@@ -56,7 +56,7 @@ GUARDS = {
     "dlscale.core.urls": "redaction of addresses; the params of a job contain the redacted addresses",
 }
 
-#: Modules of `GUARDS` that count for stages that make pages and pictures, because these results contain texts.
+#: Modules of `GUARDS` that count for stages that make pages or pictures, because their texts are in these results.
 SHOWN = {"dlscale.core.text"}
 
 #: Keyword arguments that only contain texts for readers, by name of the function.
@@ -66,7 +66,7 @@ WORDS = {"Field": {"description", "title"}, "Metric": {"title", "meaning"}, "Los
 MESSAGES = {("logging", name) for name in ("debug", "info", "warning", "error", "exception")} | {("warnings", "warn")}
 
 
-#: Folder of the workflow's records with the tables of earlier calls.
+#: Folder to which each call of the workflow saves its tables (`save_tables`).
 SOURCES = Path(".snakemake/sources")
 
 
@@ -78,7 +78,7 @@ def save_tables() -> None:
 
 
 def read_table(digest: str) -> dict[str, str] | None:
-    """Return the table of source files behind a fingerprint of this call or of an earlier one; None if unknown."""
+    """Return the source files in a fingerprint of this or an earlier call, with digests; None if unknown."""
     with contextlib.suppress(OSError, ValueError):
         return TABLES.get(digest) or json.loads((SOURCES / f"{digest}.json").read_text(encoding="utf-8"))
     return None
@@ -90,7 +90,8 @@ def _file(module: str) -> Path | None:
 
     Return None for other modules.
     """
-    if module in ("dlscale.core.stage", "dlscale.core.stages"):  # a job's params contain the entry module and settings
+    # The table of stages does not count, because a job's params contain its stage's entry module and settings.
+    if module in ("dlscale.core.stage", "dlscale.core.stages"):
         return None
     words = module.split(".")
     if words[0] != ROOT.name:
@@ -128,7 +129,8 @@ def remember(path: Path) -> None:
 def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
     """Return a module's two digests (with and without texts), and all imports that `_file` finds."""
     file = _file(module)
-    assert file is not None, module
+    if file is None:
+        raise UserError(f"{module}: no such module; an extension's table or a study names it")
     content = file.read_bytes()
     key = hashlib.sha256(f"{module} {file.name} ".encode() + content).hexdigest()
     if key not in _PARSED:
@@ -141,7 +143,6 @@ def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
 
 
 def _parsed(content: bytes, file: Path, module: str) -> tuple[str, str, list[str]]:
-    """Return the digests of a module's code with and without texts, and the imports."""
     try:
         tree = ast.parse(content)
     except SyntaxError as error:
@@ -171,7 +172,7 @@ def _code(tree: ast.Module) -> str:
         ):
             del node.body[0]
         for name, value in [*ast.iter_fields(node)]:
-            if value == [] or isinstance(value, ast.Load) or name == "kind":  # u"…" is "…"
+            if value == [] or isinstance(value, ast.Load) or name == "kind":  # `kind` only differs between u"…" and "…"
                 delattr(node, name)
     return ast.dump(tree)
 
@@ -278,12 +279,12 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
 def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """Return the modules that decide a stage's results for a dataset of this kind.
 
-    The stage `acquire` only depends on `maker`, the role of the module that simulates a file; fetched files do not
-    depend on code.
+    For the stage `acquire`, only the module with the role `maker` counts, which simulates a file. `maker` is None for a
+    fetched file, which does not depend on code.
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)
     modules = [None if stage == "acquire" else STAGES[stage].module, role and registry.module_of(kind, role)]
-    if stage == "describe":  # the kind's class has the names of the rows
+    if stage == "describe":  # the kind's class has the noun for rows, which the manifest contains
         modules.append(type(registry.kind(kind)).__module__)
     return [module for module in modules if module]

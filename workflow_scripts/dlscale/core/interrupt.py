@@ -17,7 +17,7 @@ def end_at_once(name: str) -> None:
 
     Imports need this, because compiled code may ignore a `KeyboardInterrupt` in a callback, for example while pydantic
     compiles a pattern. If the name is empty, the line is not printed. A process that ignores Ctrl-C, such as a script's
-    background process, still does. A second call does not change the name.
+    background process, continues to ignore it. A second call does not change the name.
     """
 
     def end(number: int, frame: object) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 #: Environment at the start of `python -m dlscale`; in a job, the environment of Snakemake's caller.
 GIVEN: dict[str, str] = {}
 
-#: Environment variable with the values of the variables `CHANGED` before Snakemake started, as JSON.
+#: Environment variable with the values that the variables `CHANGED` had before Snakemake started, as JSON.
 CALLER = "DLSCALE_CALLER"
 
 #: Environment variable with the ids of the Snakemake processes above a job, outermost process first.
@@ -46,8 +46,8 @@ HOST_SUFFIX = "DLSCALE_HOST_SUFFIX"
 #: Environment variable with the network between nodes (`fabric` of a site), if it is not ethernet.
 FABRIC = "DLSCALE_FABRIC"
 
-#: Environment variable with the folder for the steps of an external program; `dlscale.extensions.programs.timed`
-#: repeats this name.
+#: Environment variable with the folder to which an external program writes the times of its steps. The module
+#: `dlscale.extensions.programs.timed` repeats this name, because it imports nothing from dlscale.
 STEPS = "DLSCALE_STEPS"
 
 #: Environment variable with the limits of the watchdog (`watchdog` of a site), if the limits are not the defaults.

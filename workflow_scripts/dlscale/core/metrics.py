@@ -20,15 +20,15 @@ class Metric(Record):
     """Description of a validation metric, for tables and the page."""
 
     name: str  #: Key in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` for a metric of one channel.
-    title: str  #: Title of the metric's kind for readers.
+    title: str  #: Title for readers, without the channel.
     meaning: str = ""  #: Meaning in one line.
     unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None  #: Name of the metric of the best baseline without learning; None without a baseline.
+    naive: str | None = None  #: Name of this metric for the best baseline without learning; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
-    rival: str = ""  #: Name of the baseline that this metric scores, if the study has several baselines.
+    rival: str = ""  #: Baseline without learning whose error this metric is; empty for a metric of the model.
     derived: bool = (
-        False  #: Whether the metric follows from other metrics, as a skill does; the page then shows the other metrics.
+        False  #: Whether the metric is computed from other metrics, as a skill is; pages show those metrics instead.
     )
 
     @property
@@ -107,13 +107,13 @@ class Epoch(Record):
 
     epoch: int = Field(ge=1)
     step: int  #: Optimiser steps so far.
-    samples: int | None  #: Training samples so far; None if a program's batch size is unknown.
+    samples: int | None  #: Training samples so far; None if an external program's batch size is unknown.
     learning_rate: Number  #: Learning rate of the epoch's last step.
     train_loss: Number  #: Mean loss over the epoch's training samples.
     valid_loss: Number  #: Mean loss over all validation samples.
     epoch_seconds: Measured  #: Training time without validation, s.
-    #: Training rate; its time includes the wait for the first batch, but not the validation. None if a program's batch
-    #: size is unknown.
+    #: Training rate; its time includes the wait for the first batch, but not the validation. None if an external
+    #: program's batch size is unknown.
     samples_per_second: Measured | None
     valid_seconds: Measured = 0.0  #: Time of the validation after the epoch, s.
     valid_samples: int = 0  #: Validation samples; 0 if unknown.
@@ -128,7 +128,7 @@ class Epoch(Record):
 
     @property
     def begin(self) -> float:
-        """Start time, seconds since 1970-01-01 UTC; for an epoch over several tries, as if there were no pauses."""
+        """Start time, seconds since 1970-01-01 UTC; if the epoch was interrupted, later by the pauses."""
         return self.wall_time - self.epoch_seconds
 
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 #: Confidence level of intervals.
 CONFIDENCE = 0.95
 
-#: Fraction of the sorted values that is cut off at each end, to limit the effect of a short foreign load.
+#: Fraction of the sorted values that is cut off at each end, to limit the effect of short loads by other programs.
 TRIM = 0.2
 
 
 def standard_errors(samples: float, looks: int = 1) -> float:
-    """Return the half-width of a mean's interval in standard errors (Student's t).
+    """Return the half-width of a mean's 95 % interval in standard errors (Student's t).
 
     The half-width is infinite for one sample. `looks` is the number of comparisons: with several, each interval is
     wider, so that all are correct together with a probability of at least 95 % (Bonferroni).
@@ -25,7 +25,7 @@ def standard_errors(samples: float, looks: int = 1) -> float:
 
 
 def reach(spread: float, samples: int, looks: int = 1) -> float:
-    """Return the half-width of a mean's interval; `spread` is the standard deviation of the samples."""
+    """Return the half-width of a mean's 95 % interval; `spread` is the standard deviation of the samples."""
     return standard_errors(samples, looks) * spread / math.sqrt(samples) if samples > 1 else math.inf
 
 

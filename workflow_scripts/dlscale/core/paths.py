@@ -18,7 +18,7 @@ class Results(NamedTuple):
     # ---- datasets ------------------------------------------------------------------------------------
 
     def raw_file(self, file: str = "{file}", dataset: str = "{dataset}") -> str:
-        """Return the path of an acquired raw file."""
+        """Return the path of a raw file that the stage `acquire` makes."""
         return f"{self.folder}/data/{dataset}/source/{file}"
 
     def piece(self, part: str = "{split}/{part}", piece: int | str = "{piece}", dataset: str = "{dataset}") -> str:
@@ -62,7 +62,7 @@ class Results(NamedTuple):
         return f"{self.folder}/checkpoints/{plan}/{run}"
 
     def program(self, revision: str = "{revision}") -> str:
-        """Return the folder of a fetched revision of a program."""
+        """Return the folder of an external program's code, fetched at a Git revision."""
         return f"{self.folder}/programs/{revision}"
 
     # ---- plans ---------------------------------------------------------------------------------------
@@ -85,11 +85,11 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/rung{rung}.json"
 
     def plan_page(self, plan: str = "{plan}") -> str:
-        """Return the path of the page that only shows this plan."""
+        """Return the path of the report page of a plan."""
         return f"{self.folder}/plans/{plan}/report.html"
 
     def references(self) -> list[str]:
-        """Return the paths of the imported references, without hidden folders, which are incomplete imports."""
+        """Return the records of imported logs (`dlscale import`), without hidden folders (incomplete imports)."""
         return sorted(map(str, Path(self.folder).glob("references/[!.]*/reference.json")))
 
     # ---- jobs ----------------------------------------------------------------------------------------

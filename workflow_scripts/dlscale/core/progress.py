@@ -190,7 +190,7 @@ def jobs(results: Path, since: float) -> list[Job]:
         relative, seconds = path.relative_to(folder), job_seconds(path)
         log = results / "logs" / relative.with_suffix(".log")
         try:
-            started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # of each try
+            started = _STARTED.findall(read_text(log, errors="replace")) if log.exists() else []  # one per try
         except UserError:  # a link or pipe
             continue
         if seconds is None:

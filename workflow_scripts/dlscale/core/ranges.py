@@ -34,7 +34,7 @@ Marker = Callable[[str], AbstractContextManager[object]]
 _OFF = contextlib.nullcontext()
 _marker: Marker | None = None
 
-entered = 0  #: Number of ranges entered, and of parts of the run entered or left.
+entered = 0  #: Number of calls of `advance`: one at the start of a range, and at the start and end of a part.
 at = ""  #: Name of the range or part that this process reached last.
 _marked = 0  #: Number of ranges entered.
 _kinds = [OPENING]

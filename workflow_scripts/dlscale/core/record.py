@@ -20,7 +20,7 @@ Number = Annotated[
     PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
 ]
 
-#: Measured rate or time. The upper bound is so large that a value in a wrong unit still passes. Booleans are refused.
+#: Measured rate or time, not a boolean. The bound only catches absurd values, not values in a wrong unit.
 Measured = Annotated[float, Field(ge=0, le=1e15, strict=True, allow_inf_nan=False)]
 
 #: Measured value above zero, so that its logarithm is finite.
@@ -49,7 +49,7 @@ class Record(BaseModel):
         write_json(path, self.model_dump(mode="json", by_alias=True))
 
     def sealed(self) -> Self:
-        """Return the record with the SHA-256 of its other content in `own`, for a class with this field."""
+        """Return a copy whose field `own` has the SHA-256 of all other fields; the class must have this field."""
         content = self.model_copy(update={"own": ""}).text()
         return self.model_copy(update={"own": hashlib.sha256(content.encode()).hexdigest()})
 

@@ -24,7 +24,7 @@ _NAMES = {
     *("apikey", "apitoken", "authkey", "authtoken", "accesskey", "accesstoken", "secretkey", "sastoken"),
     *("token", "bearer", "webhook", "pat", "jwt"),
 }
-#: Words of `_NAMES` that are harmless as a complete name, such as a working folder, a pattern or a model's signature.
+#: Words of `_NAMES` that are harmless as complete names: a working folder (pwd), a pattern (pat), a model's signature.
 _NOT_ALONE = {"pwd", "pat", "sig", "signature"}
 #: Words before `key` that mark a secret. In an upper-case name, every word before KEY marks a secret, except the words
 #: in `_PLAIN_KEYS`.
@@ -39,7 +39,7 @@ _PLAIN = {
     *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
     *("forward", "backward", "single", "multi", "one", "two", "n", "by", "distill", "distillation", "register"),
 }
-#: Keys of a program that may hold secrets.
+#: Keys of the section `program` that may hold secrets.
 _OF_PROGRAM = {"command", "resume", "values", "environment", "folder", "log", "repository", "image"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 #: Values that are never secrets: numbers, switches, special tokens, shell variables.
@@ -155,14 +155,14 @@ class _Redaction:
         found = {}
         for key, value in settings.items():
             of_program = key == "program" and isinstance(value, Mapping) and value.keys() & _OF_PROGRAM
-            first, _, rest = str(key).partition(".")  # sweeps use dotted keys
+            first, _, rest = str(key).partition(".")  # a sweep has keys such as `program.values`
             of_program = of_program or (first == "program" and rest.partition(".")[0] in _OF_PROGRAM)
             found[key] = self.settings(value, str(key)) if of_program else self.programs(value)
         return found
 
     def settings(self, settings: Any, name: str = "") -> Any:
         if isinstance(settings, Mapping):
-            kept = {"rate", "losses"} if name == "program" else ()  # have patterns and names of metrics, not secrets
+            kept = {"rate", "losses"} if name == "program" else ()  # patterns and names of metrics, not secrets
             return {key: value if key in kept else self.settings(value, str(key)) for key, value in settings.items()}
         if isinstance(settings, list | tuple):
             return self._secret_list(settings, name) if self._is_name(name) else self._words(settings)

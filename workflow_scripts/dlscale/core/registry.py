@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -147,7 +148,7 @@ def add(name: str, path: str | Path) -> None:
     if not module.isidentifier() or module in sys.stdlib_module_names or module == PACKAGE.name:
         raise UserError(
             f"{where}: {path}: expected a Python identifier that is not a standard module or '{PACKAGE.name}', got "
-            f"'{module}'; rename it"
+            f"'{module}'; rename the file or folder"
         )
     study = StudyModule(name, module, file)
     if not study.yaml.is_file():
@@ -292,13 +293,13 @@ def module_of(name: str, role: str) -> str | None:
     return own if there else DEFAULTS.get(role)
 
 
-def _table(name: str) -> dict[str, Any]:
-    """Return the rows that all extensions have in their tables called `name`."""
+def _table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the rows that all extensions have in their tables called `name`, without the names `taken` of the core."""
     rows = dict[str, Any]()
     for extension, module in extensions().items():
         for key, row in getattr(module, name, {}).items():
-            if rows.setdefault(key, row) is not row:
-                raise UserError(f"extension {extension}: {name}: another extension has '{key}' already; rename it")
+            if key in taken or rows.setdefault(key, row) is not row:
+                raise UserError(f"extension {extension}: {name}: '{key}' exists already; rename it")
     return rows
 
 
@@ -307,9 +308,9 @@ def commands() -> dict[str, Any]:
     return _table("COMMANDS")
 
 
-def stages() -> dict[str, Any]:
-    """Return the rows that extensions add to the table of stages."""
-    return _table("STAGES")
+def stages(taken: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the rows that extensions add to the table of stages; no extension may use the names `taken`."""
+    return _table("STAGES", taken)
 
 
 def rules() -> list[str]:
@@ -346,7 +347,7 @@ def page_modules() -> list[str]:
 
 
 def cards() -> list[str]:
-    """Return the full names of the functions with which extensions complete the card of a plan (`PlanResult`)."""
+    """Return the full names of the functions with which extensions add to a plan's card, its summary on a page."""
     return list(_table("CARDS").values())
 
 
@@ -393,8 +394,7 @@ class LoaderPlace(NamedTuple):
 
 
 def _loaders() -> dict[str, LoaderPlace]:
-    """Return the loaders that extensions add, by kind of loader."""
-    return _table("LOADERS")
+    return _table("LOADERS", ("torch", "direct", "synthetic"))
 
 
 def loader(kind: str) -> str:

@@ -23,12 +23,12 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 Devices = Annotated[int, Field(gt=0, le=1_000_000)]
 #: Samples per step.
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
-#: Upper bounds with the reasons that messages quote. The bounds are generous: a larger number is a typing error, which
-#: would only show later, when the machine hangs or the job takes weeks.
+#: Upper bounds with the reasons that messages quote. A larger number is a typing error, which otherwise shows only when
+#: the machine hangs or the job takes weeks.
 BOUNDS = {
     512: "a node starts a process or thread for each",
     1_024: "no node has more cores, and libraries fail with thousands of threads",
-    604_800: "the seconds of a week",
+    604_800: "one week",
     1_000: "larger numbers are not realistic",
     10_000: "each needs a file and a job that makes the file",
     65_536: "memory use grows with this number or with its square",
@@ -136,6 +136,6 @@ def key_paths(kind: Any) -> Iterator[tuple[str, ...]]:
 
 
 class Component(Strict):
-    """Base class of settings that exist in several kinds; the Literal `kind` selects the kind."""
+    """Base class of settings that exist in several kinds; the key `kind` selects one."""
 
     kind: str

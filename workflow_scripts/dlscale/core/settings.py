@@ -45,7 +45,7 @@ def write_yaml(path: str | Path, settings: Raw) -> None:
 
 
 class YamlLoader(yaml.CSafeLoader):
-    """PyYAML's safe loader with the plain values of YAML 1.2 and bounded aliases.
+    """PyYAML's safe loader, with numbers and booleans as in YAML 1.2, and a limit on aliases.
 
     The loader uses libyaml's parser. YAML 1.1 would read 12:00:00 as 43,200, 010 as 8, and `no` as false. This loader
     returns a string for every value that is not clearly a number, `true`, `false` or null; validation then converts the
@@ -59,7 +59,7 @@ class YamlLoader(yaml.CSafeLoader):
         self._seen: set[yaml.Node] = set()
 
     def get_single_data(self) -> Any:
-        """Return the only document of the stream as plain values."""
+        """Return the only document of the stream as Python objects."""
         node = self.get_single_node()
         if node is None:
             return None

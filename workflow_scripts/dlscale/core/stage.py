@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: Object for which one job of a stage runs.
+#: Kind of thing that one job of a stage makes or works on.
 Scope = Literal["raw", "piece", "part", "dataset", "run", "plan", "page", "image"]
 
-#: Nodes of a job: the node of the controller, part of a CPU node, or the devices of the run's geometry.
+#: Nodes of a job: the node where Snakemake runs, part of a CPU node, or the devices of the run's geometry.
 Nodes = Literal["here", "cpu", "geometry"]
 
 
@@ -36,7 +36,7 @@ VALIDATION = 1 / 3
 def training_work(run: Any, train: int | None, valid: int | None) -> float | None:
     """Return the training samples plus a third of the samples of all validations.
 
-    Return None if a number is unknown, or without training samples.
+    Return None if a number of samples is unknown, or without training samples.
     """
     if not train or valid is None:
         return None
@@ -62,7 +62,7 @@ class Stage:
     text: str  #: Description for `--help`.
     scope: Scope
     options: tuple[Option, ...] = ()  #: Options in addition to `--log` and, for stages of a run, `RUN_OPTIONS`.
-    #: Keys of a run that the stage reads in addition to the keys of `RunCore`. Other keys do not start the stage again.
+    #: Keys of a run that the stage reads besides those of `RunCore`. A change of other keys does not repeat the stage.
     settings: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()  #: Files in the run's folder; if the first file exists, the stage is done.
     record: str = ""  #: Full name of the class of the first output, if only an extension reads this record.
@@ -70,14 +70,14 @@ class Stage:
     nodes: Nodes = "here"
     #: Function of (run, training samples, validation samples) that returns the work, in units of a training sample.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
-    #: Function of the run that returns the time, s, that does not depend on the run's rate.
+    #: Function of the run that returns the fixed part of the stage's time, s, which is added to work / rate.
     seconds: Callable[[Any], float] | None = None
     #: Function of the run that returns the number of processes that a rank starts one after the other; None means 1.
     starts: Callable[[Any], int] | None = None
     #: Function of the run that returns the modules that the stage imports by name.
     imports: Callable[[Any], Iterable[str]] = lambda run: ()
     minutes: int = 60  #: Time limit, minutes, of a job of unknown duration; a site may set another limit.
-    warned: bool = False  #: Whether the job gets a signal before its time limit.
+    warned: bool = False  #: Whether the job gets a signal before its time limit, to save its state.
     science: str = ""  #: Module that decides the results, if it is not the entry module.
     #: Entry module of the stage for an external program; None if the stage does not support external programs.
     program: str | None = None

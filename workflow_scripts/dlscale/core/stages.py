@@ -1,8 +1,7 @@
-"""Table of stages.
+"""Table of stages: the subcommands of dlscale that the workflow's jobs run.
 
-This table defines the subcommands of stages, the values of `measure`, the params of rules, doctor's checks, and the
-jobs' costs, time limits and Slurm requests. To add a stage that measures a run, add a row to this table, the module of
-the stage, and a thin rule.
+The table also defines the allowed values of a plan's key `measure`, params of rules, checks of `dlscale doctor`, and
+the cost, time limit and Slurm request of each job. To add a stage that measures a run, add a row, a module, and a rule.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dlscale.core.stage import START, Stage, option, path, training_work
 def throughput_trials(run: Any) -> int:
     """Return the number of warm-up and counted trials over all modes.
 
-    The modes are loading, computing and training. A run on several groups of devices also has steps without
-    communication, if its settings allow this.
+    The modes are loading, computing and training. If dp > 1 and the settings allow it, training without communication
+    is a fourth mode.
     """
     modes = 3 + (run.geometry.dp > 1 and run.can_step_alone)
     return int(modes * (run.throughput.warmup + run.throughput.trials))
 
 
 def throughput_work(run: Any, train: int | None, valid: int | None) -> float | None:
-    """Return trials x batches x batch size; each trial counts as a trial in the slowest mode."""
+    """Return trials x batches x batch size; in each mode, a sample counts as much as in training."""
     return float(throughput_trials(run) * run.throughput.batches * run.batch_size)
 
 
@@ -41,7 +40,7 @@ def turns_seconds(run: Any) -> float:
 
 
 _PAGE = option(
-    "--page", "options of the stage report, to write a live page from the current results", False, metavar="JSON"
+    "--page", "options of the stage report, as JSON; this stage then also writes a live page", False, metavar="JSON"
 )
 _DATASET = path("--config", "the dataset's config.yaml, or its settings as JSON")
 _RECORD = path("--record", "YAML file to which --config is written", required=False)
@@ -65,7 +64,7 @@ STAGES: dict[str, Stage] = {
             option("--engine", "container engine", metavar="NAME"),
             option("--image", "name of the image; localhost/... is built, other names are pulled", metavar="NAME"),
             option("--target", "target of docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
-            option("--build-arg", "argument of the build", False, action="append", default=[], metavar="NAME=VALUE"),
+            option("--build-arg", "build argument", False, action="append", default=[], metavar="NAME=VALUE"),
         ),
     ),
     "configure": Stage(
@@ -83,7 +82,7 @@ STAGES: dict[str, Stage] = {
     ),
     "preprocess": Stage(
         "dlscale.data.preprocess",
-        "Downsample and transform one piece of a dataset part, as a stream.",
+        "Downsample and transform one piece of a dataset part, a few rows at a time.",
         "piece",
         (
             _DATASET,
@@ -107,9 +106,7 @@ STAGES: dict[str, Stage] = {
         "dataset",
         (
             _DATASET,
-            path(
-                "--source", "files of a prepared dataset, which stay unchanged", required=False, nargs="*", default=[]
-            ),
+            path("--source", "files of a dataset that is used unchanged", required=False, nargs="*", default=[]),
             path("--manifest", "manifest.json to write, in the dataset's folder"),
             path("--stats", "folder of .npy files to write"),
             _RECORD,
@@ -130,7 +127,7 @@ STAGES: dict[str, Stage] = {
             path("--checkpoints", "folder of this run's checkpoints"),
             option(
                 "--sources",
-                "fingerprint of the sources; a checkpoint with another fingerprint is not resumed",
+                "fingerprint of the source code; a checkpoint of other code is not resumed",
                 False,
                 default="",
                 metavar="SHA256",
@@ -207,7 +204,7 @@ STAGES: dict[str, Stage] = {
     ),
 }
 
-for _name, _row in registry.stages().items():
+for _name, _row in registry.stages(STAGES).items():
     _at = [*STAGES].index(_row.after) + 1 if _row.after else len(STAGES)
     STAGES = {**dict([*STAGES.items()][:_at]), _name: _row, **dict([*STAGES.items()][_at:])}
 for _name, _module in registry.program_stages().items():
@@ -222,11 +219,11 @@ DATA_STAGES = tuple(name for name, stage in STAGES.items() if stage.nodes == "cp
 
 def stage_of(rule: str) -> str:
     """Return the stage of a rule, such as `report` for `report_plan`."""
-    return "acquire" if rule == "fetch" else rule.partition("_")[0]
+    return "acquire" if rule == "fetch" else rule if rule in STAGES else rule.partition("_")[0]
 
 
 def job_name(rule: str, wildcards: Mapping[str, str]) -> tuple[str, str]:
-    """Return group and name of a job, such as (`PLAN.`, `RUN`) or (`data `, `NAME`)."""
+    """Return the two parts of a job's label, such as (`PLAN.`, `RUN`) or (`data `, `NAME`)."""
     if "run" in wildcards:
         return f"{wildcards['plan']}.", wildcards["run"]
     for key, group in (("plan", "plan "), ("dataset", "data ")):

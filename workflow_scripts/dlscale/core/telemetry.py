@@ -23,7 +23,7 @@ from dlscale.core.files import no_pipe, translate_error
 
 #: Module of the sampling process; a stage does not import it.
 SAMPLER = "dlscale.measure.telemetry"
-PATIENCE = 5.0  #: Time that a stage waits for the last row when it ends, s.
+PATIENCE = 5.0  #: Time that a stage waits at its end for the sampler's last row, s.
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Summary:
     seconds: float = 0.0
     means: Mapping[str, float] = field(default_factory=dict)  #: Means over time, by column.
     peaks: Mapping[str, float] = field(default_factory=dict)
-    joules: float | None = None  #: Energy of the GPUs, or of a node without GPUs, J.
+    joules: float | None = None  #: Energy of the run's GPUs, J; for a run without GPUs, energy of the node.
     throttled_seconds: float = 0.0  #: Time in which at least one GPU of the run was throttled, s.
     throttle_reasons: Mapping[str, float] = field(default_factory=dict)  #: Time by reason, summed over the GPUs, s.
     #: Fraction of clock cycles that the most throttled GPU lost, relative to the maximum clock in its samples.
@@ -249,7 +249,7 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
     except OSError as error:
         raise translate_error(error, path) from error
     words = map(str, (root, ranks, gpus))
-    # A separate process group, because Ctrl-C would end the sampler with a traceback until it ignores the signal.
+    # A separate process group does not get Ctrl-C, which would end a starting sampler with a traceback.
     with file:
         sampler = subprocess.Popen(
             [sys.executable, "-m", SAMPLER, *words], stdin=subprocess.PIPE, stdout=file, process_group=0
@@ -269,7 +269,7 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
 
 
 def show(file: Path) -> None:
-    """Write the means, energy and throttled time in a telemetry file to the run's TensorBoard event files.
+    """Read a telemetry file, and write means, energy and throttled time as TensorBoard events of the run.
 
     Write nothing for a file outside a folder `telemetry`, or a missing file.
     """

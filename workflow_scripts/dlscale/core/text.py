@@ -15,7 +15,7 @@ _SPACE = "\u00a0"  # keeps a number and its unit on one line
 #: Start of a text that a spreadsheet runs as a formula, possibly after single quotes.
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
-#: Number of names in a list; further names are counted.
+#: Maximum number of names that `listed` returns; further names are only counted.
 LISTED = 4
 
 _COLOURS = {"bold": 1, "red": 31}
@@ -30,8 +30,8 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Return `value` as text with `digits` significant digits and thousands separators.
 
-    All digits before the point are kept. Numbers below 1e-4 and from 1e9 on have a power of ten. None becomes `NONE`,
-    and infinities become ∞.
+    All digits before the point are kept. Values below 1e-4 or from 1e9 on are written with a power of ten. None becomes
+    `NONE`, and infinities become ∞.
     """
     if value is None:
         return NONE
@@ -67,7 +67,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def are_gone(names: Sequence[str]) -> str:
-    """Return a text that says that these files are missing."""
+    """Return `NAMES is gone` or `NAMES are gone`, for missing files."""
     return f"{listed(names)} {'is' if len(names) == 1 else 'are'} gone"
 
 

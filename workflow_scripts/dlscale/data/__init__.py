@@ -1,1 +1,1 @@
-"""Acquisition, preprocessing, storage, sampling and loaders."""
+"""Acquisition, preprocessing, storage, sampling and loading of data."""

@@ -1,7 +1,7 @@
 """Stage `acquire`: make one raw file in a dataset's `source/` folder.
 
-The file is simulated, downloaded, or read from a store. Downloads resume where they stopped; a file gets its name only
-after its digest was checked.
+The file is simulated, downloaded, or read from a store. Downloads resume where they stopped. A downloaded file gets its
+final name only after its digest was checked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 class _TransientError(Exception):
-    """A failure that another attempt may overcome."""
+    """A failure after which another attempt may succeed."""
 
 
 def download(
@@ -59,11 +59,11 @@ def download(
     backoff_s: float = 1.0,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> str:
-    """Download a file from `url` to `destination`, check and return its SHA-256; the file appears atomically.
+    """Download `url` to the file `destination`, which appears atomically; check and return the file's SHA-256.
 
     Received bytes stay in `.NAME.download`, so that a later attempt or call requests only the rest. The download begins
-    anew if the remote file has changed, or if the server sends no version of it. Messages and logs redact the secrets
-    of `url`.
+    anew if the remote file has changed, or if the server sends neither ETag nor Last-Modified. Messages and logs redact
+    the secrets of `url`.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def download(
     timeout_s
         Time without data after which a request counts as stalled, seconds.
     backoff_s
-        Longest wait after the first failure, seconds; each further failure doubles it, up to one minute.
+        Longest wait after the first failure, seconds; doubled after each further failure, up to one minute.
     progress
         Called with the number of bytes received and the size of the file (None: unknown).
 
@@ -102,8 +102,8 @@ def download(
         if sha256 not in (None, found):
             partial.discard()
             raise UserError(
-                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the file has changed or "
-                "the expected digest is wrong; correct the address or the digest"
+                f"{urls.hidden(url)}: the content has SHA-256 {found}, expected {sha256}; the remote file "
+                "has changed, or the expected digest is wrong; correct the address or the digest"
             )
         partial.path.replace(destination)
         partial.discard()
@@ -126,11 +126,11 @@ class _Partial:
 
     def fetch(self) -> None:
         offset, version = self._kept()
-        # Lengths and ranges count the bytes of the file, so the server must not compress the file.
+        # Lengths and ranges must count the file's bytes, so the server must not compress the response.
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers |= {"Range": f"bytes={offset}-", "If-Range": version}
-        # These exceptions quote the full address with its secrets, so their texts are not shown or chained.
+        # Exceptions of `requests` quote the full address with its secrets, so their texts are not shown or chained.
         try:
             with requests.get(self._url, headers=headers, stream=True, timeout=self._timeout_s) as response:
                 self._take(response, offset, version)
@@ -163,13 +163,13 @@ class _Partial:
             return  # the file is already complete
         elif status in (206, 416) and offset:
             self.discard()
-            raise _TransientError("the response does not continue the kept bytes, which are now discarded")
+            raise _TransientError("the response does not continue the bytes received so far, which are now discarded")
         elif status == 429 or status >= 500:
             raise _TransientError(f"HTTP status {status}")
         else:
             raise UserError(
                 f"{urls.hidden(self._url)}: the server returned HTTP status {status} instead of the file; check the "
-                "address; if the server needs a login, add it to ~/.netrc; accept the server's terms of use"
+                "address; if the server needs a login, add it to ~/.netrc, and accept the server's terms of use"
             )
 
     def _append(self, response: requests.Response, done: int) -> None:
@@ -177,17 +177,17 @@ class _Partial:
         length = None if left is None else done + left
         with open(self.path, "ab", opener=files.open_regular) as file:
             self._progress(done, length)
-            # read1 returns bytes as they arrive, so bytes before a stall are kept. The bytes are never decoded.
+            # read1 returns bytes as they arrive, so bytes before a stall are kept. They are written without decoding.
             while chunk := response.raw.read1(2**20, decode_content=False):
                 file.write(chunk)
                 done += len(chunk)
                 self._progress(done, length)
         span = response.headers.get("Content-Range", "/*")
-        if not span.endswith((f"/{done}", "/*")):  # urllib3 checks only the response's length, not the file's
+        if not span.endswith((f"/{done}", "/*")):  # urllib3 checks the response's length, not the file's
             raise _TransientError(f"only {done} bytes have arrived")
 
 
 def _version(response: requests.Response) -> str:
-    """Return the value for If-Range: a strong ETag, or else Last-Modified; empty without both."""
+    """Return the file's version for If-Range: a strong ETag, or else Last-Modified; "" without both."""
     etag = response.headers.get("ETag", "")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")

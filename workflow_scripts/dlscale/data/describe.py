@@ -1,4 +1,4 @@
-"""Stage `describe`: statistics of the training part, and the manifest."""
+"""Stage `describe`: write the statistics of the training data, and the manifest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
         if parts.kind_of(dataset).standardised:
             fields = {name: info.standardised() for name, info in manifest.fields.items()}
             manifest = manifest.model_copy(update={"fields": fields})
-        # Statistics as .npy files, [1, C, 1, 1] each; a dataset with one field uses the published names (global_*).
+        # Statistics as .npy files, [1, C, 1, 1] each. For a single field, names are as in the ERA5 tutorials: global_*.
         for name, info in manifest.fields.items():
             prefix = "global" if len(manifest.fields) == 1 else name
             for key, values in (("means", info.mean), ("stds", info.std)):
@@ -82,7 +82,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
 def new_manifest(
     dataset: DatasetSettings, fields: dict[str, FieldInfo], splits: dict[str, list[File]], folder: Path
 ) -> Manifest:
-    """Return the manifest of a dataset, which the dataset's kind may then complete."""
+    """Return a new manifest; the kind of the dataset may add to it."""
     provenance: dict[str, Any] = {"settings": dataset.model_dump(mode="json")}
     raws = {raw.origin: Path(raw.origin) for raw in parts.raws(dataset).values() if "://" not in raw.origin}
     provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.is_file()}
@@ -91,7 +91,7 @@ def new_manifest(
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:
-    """Return the description of a field in model units, with these statistics."""
+    """Return the description of a field stored in model units, with the statistics `moments`."""
     statistics = {key: getattr(moments, key).tolist() for key in ("mean", "std", "minimum", "maximum")}
     return FieldInfo(
         channels=list(field.channels),
@@ -112,7 +112,7 @@ def check_alike(path: Path, field: Field, first: Field) -> None:
         raise UserError(
             f"{path}: {field.name}: {len(field.channels)} channels, type {field.dtype}, shape {field.shape}; the first "
             f"file has {len(first.channels)} channels, type {first.dtype}, shape {first.shape}. Expected the same "
-            "channel names, type and (except for volumes) grid in all files"
+            "channel names and type in all files, and the same grid (except for volumes)"
         )
 
 

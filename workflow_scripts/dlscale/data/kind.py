@@ -1,14 +1,14 @@
 """Kinds of datasets: how a kind describes its files to the workflow.
 
-The workflow calls a kind's methods while it builds its graph, so they are pure and quick. Functions in the kind's other
-modules (`dlscale.core.registry.module_of`) do the work, so that each stage depends only on the code that the stage
-uses. A kind outside dlscale has all functions in one module. The functions, by module:
+The workflow calls a kind's methods while it builds its graph, so methods must be pure and quick. Functions in the
+kind's other modules (`dlscale.core.registry.module_of`) do the work, so that each stage depends only on the code that
+the stage uses. A kind outside dlscale has all functions in one module. The functions, by module:
 
 the module that the method `acquirer` returns
     `acquire(dataset, raw, out, progress)` makes a raw file. Without an acquirer, users' files are read directly, and
     URLs are fetched.
 `source`
-    `open_source(dataset, part, paths) -> Source` reads a part. All datasets except prepared ones need it.
+    `open_source(dataset, part, paths) -> Source` opens a part's raw files. Only prepared datasets do not need it.
 `samples`
     `open_samples(manifest, split, settings, seed)` opens the samples of a split. Without this function, each row is a
     sample.
@@ -44,17 +44,17 @@ class RawFile:
 
     name: str  # file name; an acquired file is in the dataset's folder `source/`
     origin: str  # a path, a URL, a store, or `simulated`
-    index: int = 0  # number of a simulated box or year
+    index: int = 0  # number of a simulated file, such as a box or a year
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) to take from a store
 
 
 @dataclass(frozen=True)
 class Part:
-    """One preprocessed file, `SPLIT/NAME.h5`."""
+    """One file that preprocessing makes, `SPLIT/NAME.h5`."""
 
     split: Split
     name: str
-    raws: tuple[RawFile, ...] = ()  # raw files that the part is made from; empty if the part is made in memory
+    raws: tuple[RawFile, ...] = ()  # raw files of the part; empty if the part is simulated in memory
     fraction: tuple[float, float] = (0.0, 1.0)  # range (from, to) of the raw file's rows, as fractions
     period: tuple[dt.date, dt.date] | None = None  # first and last day (inclusive) of the part
 
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """Content of a dataset that its settings alone determine, for example of a simulated dataset."""
+    """Content of a dataset, such as a simulated one, that follows from its settings alone."""
 
     fields: dict[str, tuple[int, tuple[int, ...]]]  # field name → number of channels, and grid as in `FieldInfo`
     rows: dict[Split, list[int]]  # split → number of rows of each file
@@ -102,7 +102,7 @@ def name_files(origins: list[str]) -> dict[str, RawFile]:
 
 
 def stem(raw: RawFile) -> str:
-    """Return the name of a raw file's part: the file's name without its last suffix, with `_` for each dot."""
+    """Return the name of the part made from a raw file: its name without the last suffix, with `_` for each dot."""
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
@@ -147,11 +147,11 @@ class DatasetKind(ABC):
         return None
 
     def maker(self, dataset: Any) -> str | None:
-        """Return the acquirer if a change of its code must make the raw files again; None if the files are fetched."""
+        """Return the acquirer if a change of its code changes the raw files; None if the files are fetched."""
         return self.acquirer(dataset)
 
     def prepared(self, dataset: Any) -> bool:
-        """Return whether the files are used without preprocessing."""
+        """Return whether the dataset's files are used without preprocessing."""
         return getattr(dataset.source, "kind", None) == "prepared"
 
     def origins(self, dataset: Any) -> list[str]:
@@ -160,7 +160,7 @@ class DatasetKind(ABC):
         return list(dict.fromkeys(origin for origin in origins if origin != "simulated"))
 
     def prepared_files(self, dataset: Any) -> list[str]:
-        """Return the paths of a prepared dataset's files, including missing files; `*` stands for unknown names."""
+        """Return the paths of a prepared dataset's files, also of missing files; `*` stands for unknown names."""
         return [raw.origin for part in self.parts(dataset) for raw in part.raws]
 
     def raw_settings(self, dataset: Any, raw: RawFile) -> dict[str, Any]:
@@ -169,15 +169,15 @@ class DatasetKind(ABC):
         return {**source, "origin": raw.origin, "index": raw.index, "period": _days(raw.period), "sha256": digest}
 
     def look(self, dataset: Any, raw: RawFile, made: Path) -> str | None:
-        """Return a digest of the state of an acquired file's origin; None if the state is unknown.
+        """Return a digest of the current state of a raw file's origin; None if the state is unknown.
 
-        The file is acquired again when the digest changes. `made` is the path of the acquired file. If the origin is
+        The file is acquired again when this digest changes. `made` is the path of the acquired file. If the origin is
         missing, a kind may return the digest that the acquired file contains.
         """
         return None
 
     def part_settings(self, dataset: Any, part: Part) -> dict[str, Any]:
-        """Return the settings that, together with the raw files, determine the content of a part's pieces."""
+        """Return the settings on which the content of a part depends, apart from the raw files."""
         left_out = {"storage", *self.selection} | ({"source"} if part.raws else set())
         settings = dataset.model_dump(mode="json", exclude=left_out)
         return {**settings, "fraction": part.fraction, "period": _days(part.period)}
@@ -187,11 +187,11 @@ class DatasetKind(ABC):
         return None
 
     def outline(self, dataset: Any) -> Outline | None:
-        """Return the content from which costs and time limits are estimated; None if it depends on the files."""
+        """Return the content of a dataset, to estimate costs and time limits; None if it depends on the files."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
-        """Return the number of samples in files with these numbers of rows; None if it depends on more than them."""
+        """Return the number of samples in files with these numbers of rows; None if the rows do not determine it."""
         return sum(rows)
 
 
@@ -201,7 +201,7 @@ def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
 
 # ---- datasets whose samples lie in two files that belong together, such as images and labels
 
-Both = TypeVar("Both", bound=Strict)  # settings; each field is a path or URL, in the order that readers expect
+Both = TypeVar("Both", bound=Strict)  # settings: a path or URL for each file of a pair, in the order for readers
 
 
 class Paired(Strict, Generic[Both]):
@@ -247,9 +247,9 @@ def _origins(files: Strict | None) -> list[str]:
 
 
 def share(rows: int, part: Part, path: Path, gap: int = 0) -> tuple[int, int]:
-    """Return the first row and the number of rows of a part's fraction of a file.
+    """Return the first row and the number of rows that a part takes from a file of `rows` rows.
 
-    A fraction that does not begin at the start of the file loses its first `gap` rows.
+    Unless the part begins at the start of the file, it loses its first `gap` rows.
     """
     low, high = part.fraction
     first = math.ceil(low * rows - 1e-9) + (gap if low > 0 else 0)

@@ -1,4 +1,4 @@
-"""`manifest.json`: description of a dataset for its readers, and its provenance."""
+"""`manifest.json`: the files, fields and provenance of a dataset, for later stages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dlscale.core.record import Record
 class Transform:
     """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
 
-    `offset` and `scale` (> 0) are in units of g(physical). `log` first raises values below `floor` (physical units) to
-    `floor`.
+    `offset` and `scale` (> 0) are in units of g(physical). Before the
+    logarithm, values below `floor` (physical units) are raised to `floor`.
     """
 
     kind: Literal["linear", "log"] = "linear"
@@ -57,14 +57,14 @@ class File(Record):
     path: str  # absolute, or relative to the manifest
     rows: int
     bytes: int  # size when the file was described, bytes
-    digest: str  # SHA-256 that identifies the content
+    digest: str  # SHA-256 that identifies the content: of the file's bytes, or of path, size and time
     verifiable: bool = False  # whether `digest` is the SHA-256 of the file's bytes
 
     @classmethod
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
         """Describe the file at `path`; `folder` is the folder of the manifest.
 
-        Without a digest, path, size and modification time identify the content: users' files may have terabytes.
+        Without a digest, path, size and modification time identify the content, because reading terabytes takes hours.
         """
         (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
         digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()
@@ -74,11 +74,11 @@ class File(Record):
 
 
 class FieldInfo(Record):
-    """One field in all files of a dataset; `dlscale.data.store.Field` describes a field in one file."""
+    """One field (HDF5 dataset) of all files; `dlscale.data.store.Field` describes a field of one file."""
 
     channels: list[str]  # channel names; one name if there is no channel axis
     units: list[str]  # physical unit of each channel
-    grid: list[int]  # shape without rows and channels; for volumes, which differ in size, the first file's [D, H, W]
+    grid: list[int]  # shape without rows and channels; for volumes, whose sizes may differ, the first file's [D, H, W]
     transforms: list[Transform]  # transform of each channel from physical to model units
     stored: Literal["model", "physical"]  # units on disk; readers transform physical values
     mean: list[float]  # mean of each channel over the training part, in stored units
@@ -108,16 +108,16 @@ class FieldInfo(Record):
 
 
 class Manifest(Record):
-    """The content of `manifest.json`."""
+    """Content of `manifest.json`."""
 
     kind: str  # kind of dataset
     rows: str = "rows"  # noun for a file's rows on the page, such as "images"
     fields: dict[str, FieldInfo]  # name of the HDF5 dataset → field
     splits: dict[str, list[File]]
     facts: list[str] = []  # short facts for the report
-    extra: dict[str, Any] = {}  # the kind's own additions
+    extra: dict[str, Any] = {}  # additions by the kind of dataset
     provenance: dict[str, Any] = {}  # the dataset's `settings`, and `raws`: path of a raw file → size and time
-    own: str = ""  # SHA-256 of the manifest without this key; reveals changes of numbers that results depend on
+    own: str = ""  # SHA-256 of the manifest without this key, which reveals later changes of the file
     folder: Path = Field(Path(), exclude=True)  # folder of the manifest; not in the file
 
     def path(self, file: File | str) -> Path:

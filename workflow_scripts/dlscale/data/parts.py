@@ -1,6 +1,6 @@
-"""Files of a dataset of any kind: raw files, parts that are made from raw files, and pieces of a part.
+"""Files of a dataset of any kind: raw files, parts (files made from raw files), and pieces (rows of a part).
 
-The workflow calls these functions while it builds its graph, so these functions are pure and quick.
+The workflow calls these functions while it builds its graph, so they must be pure and quick.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def kind_of(dataset: DatasetSettings) -> DatasetKind:
 
 
 def role(dataset: DatasetSettings | str, module: str, function: str) -> Callable[..., Any] | None:
-    """Return a function of a kind's module (see `dlscale.data.kind`); None if the kind lacks it."""
+    """Return a function in a kind's module (see `dlscale.data.kind`); None if the kind lacks it."""
     name = registry.module_of(dataset if isinstance(dataset, str) else dataset.kind, module)
     return getattr(registry.load(name), function, None) if name else None
 
 
 def needed(dataset: DatasetSettings, module: str, function: str) -> Callable[..., Any]:
-    """Return a function of a kind's module; raise a `UserError` if the kind lacks it."""
+    """Return a function as `role` does; raise a `UserError` if it is missing."""
     there = role(dataset, module, function)
     if there is None:
         raise UserError(
@@ -49,7 +49,7 @@ def needed(dataset: DatasetSettings, module: str, function: str) -> Callable[...
 
 
 def acquired(dataset: DatasetSettings, raw: RawFile) -> bool:
-    """Return whether the acquire stage makes a raw file."""
+    """Return whether the stage `acquire` makes this raw file."""
     return kind_of(dataset).acquirer(dataset) is not None or is_url(raw.origin)
 
 
@@ -85,5 +85,5 @@ def raws(dataset: DatasetSettings) -> dict[str, RawFile]:
 
 
 def piece_rows(rows: int, piece: int, pieces: int) -> tuple[int, int]:
-    """Return the rows [start, stop) of piece `piece` of `pieces`: contiguous, disjoint, complete."""
+    """Return the rows [start, stop) of piece `piece` (from 0) of `pieces`; pieces are disjoint and complete."""
     return rows * piece // pieces, rows * (piece + 1) // pieces

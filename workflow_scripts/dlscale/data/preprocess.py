@@ -1,6 +1,6 @@
 """Stages `preprocess` and `assemble`: write the pieces of a part, and join the pieces into the part's file.
 
-Data are streamed from the raw files, so memory is bounded for files of any size; only a single row must fit.
+Data are streamed from the raw files, so files may be larger than memory; only a single row must fit into memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def preprocess(dataset: DatasetSettings, args: argparse.Namespace) -> None:
         start, stop = parts.piece_rows(source.fields[0].rows, args.piece, dataset.pieces)
         if stop <= start:
             raise UserError(
-                f"{args.part}: {source.fields[0].rows} rows do not fill {dataset.pieces} pieces; lower the dataset's "
-                "`pieces`"
+                f"{args.part}: {source.fields[0].rows} rows do not fill {dataset.pieces} pieces; set the dataset's "
+                "`pieces` to at most the number of rows"
             )
         block = max(1, store.MEMORY // source.bytes_per_row)
         with atomic_write(args.out) as out:
@@ -88,7 +88,7 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
 
 
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
-    """Join the pieces of a part, which are in order, into the part's file, in the stored type and layout."""
+    """Join the pieces of a part, given in order, into the part's file, with the type and layout in `storage`."""
     pieces = [store.open_file(path) for path in paths]
     # HDF5's chunk cache (by default 8 MB per dataset) is off, because each chunk is written once and completely.
     with atomic_write(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
@@ -111,7 +111,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     for piece in pieces:
         moments = moments.merged(Moments.from_json(piece.attrs["moments"]))
     half = dataset.storage.dtype == "float16" and field.floating
-    # Values are centred and scaled to the range in which float16 is most precise; a constant channel stays exact.
+    # For float16, subtract the mean and divide by the deviation, to lose few digits. A constant channel stays exact.
     scale = np.where(moments.std > 0, moments.std, 1.0)
     target = store.create(
         file,
@@ -124,8 +124,8 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     target.attrs["moments"] = moments.to_json()
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
-    # Memory holds the values of a block as read, as scaled, and as compared. A block that is larger than a chunk ends
-    # at the end of a chunk, so that chunks are written once.
+    # A block needs memory for its values, scaled values and errors. If a block is larger than a chunk, it ends at the
+    # end of a chunk, so that each chunk is written once.
     block = max(1, store.MEMORY // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
     block -= block % rows_of_chunk if block > rows_of_chunk else 0
@@ -137,7 +137,7 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
                 values = piece[field.select(first, last)]
                 if half:
                     exact, values = values, ((values - offset_c) / scale_c).astype(np.float16)
-                    exact -= values * scale_c + offset_c  # now the error of the values that a reader decodes
+                    exact -= values * scale_c + offset_c  # `exact` is now the error of the values that readers decode
                     error = np.maximum(error, np.abs(exact, out=exact).max(axis=axes))
                     del exact
                 store.write(target, field.select(done + first, done + last), values)

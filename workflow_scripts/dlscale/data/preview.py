@@ -1,4 +1,4 @@
-"""Stage `preview`: pictures of some values of a dataset, and histograms."""
+"""Stage `preview`: draw some values of a dataset, with histograms."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
 STRIP = 4  # images along each edge of the mosaic
-BARS = 30_000  # largest number of classes that get a bar each; integers that are counts may reach millions
+BARS = 30_000  # largest number of classes with a bar each, because labels may be counts up to millions
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture above the histogram of its values."""
+    """One picture, if any, above the histogram of its values."""
 
     title: str
     unit: str
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
         "xtick.labelsize": 7,
         "ytick.labelsize": 7,
     }
-    with matplotlib.rc_context(style):  # draws `$` as text; saving is in this block, because it makes the tick labels
+    with matplotlib.rc_context(style):  # draws `$` as text; saving is here: it makes tick labels
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):
@@ -80,7 +80,7 @@ def channel_panels(info: FieldInfo, values: np.ndarray, labels: tuple[str, str])
 
 
 def first_rows(manifest: Manifest) -> Iterator[Panel]:
-    """Yield panels of the first training file's first rows, or of a volume's middle plane."""
+    """Yield panels of the first training file: its first rows, or the middle plane of a volume."""
     file = manifest.files("train")[0]
     for name, info in manifest.fields.items():
         if info.channel_axis == 0:
@@ -99,7 +99,7 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
 
 
 def mosaic(images: np.ndarray) -> np.ndarray:
-    """Lay the first images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...]; fewer images form one row."""
+    """Lay the first STRIP^2 images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...]; fewer form one row."""
     down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
     bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
     return np.concatenate(bands)

@@ -1,4 +1,4 @@
-"""Refuse files that a study's data code opens without naming them in `parts`.
+"""Refuse files that a user's data code opens, but that the kind's method `parts` does not name.
 
 The workflow makes data again only if a named file changes, and would miss a change of any other file.
 """
@@ -34,7 +34,7 @@ _CODE = (".py", ".pyc", ".pyi", ".so")
 class _Guard:
     """Guard that checks each file that this process opens."""
 
-    #: Current guard. A single audit hook calls the current guard, because Python cannot remove hooks.
+    #: Current guard, if any. A single audit hook calls it, because Python cannot remove hooks.
     active: _Guard | None = None
     hooked = False
 
@@ -55,7 +55,7 @@ class _Guard:
         self.refused: UserError | None = None
 
     def judge(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise a `UserError` if an audit event opens a user's file that `parts` does not name."""
+        """Raise a `UserError` if an audit event of Python opens a user's file that `parts` does not name."""
         path = arguments[0] if arguments else None
         if event not in ("open", "sqlite3.connect", "os.rename") or not isinstance(path, str | bytes | os.PathLike):
             return
@@ -87,7 +87,7 @@ class _Guard:
 
 @contextlib.contextmanager
 def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
-    """Refuse to open users' files that are not in `named`, within this context.
+    """Refuse, within this context, to open users' files that are not in `named`.
 
     `named` has files and folders; all files in these folders are allowed. Kinds that dlscale ships are not checked.
     """
@@ -116,7 +116,7 @@ def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
 def load_dataset(config: str | Path) -> DatasetSettings:
     """Read a dataset's settings.
 
-    A kind that dlscale does not ship must not open users' files while Python imports the kind's module.
+    If dlscale does not ship the kind, refuse users' files that the kind's module opens when it is imported.
     """
     kind = str(read_settings(config)[0].get("kind"))
     with only_named(kind, []):

@@ -1,8 +1,8 @@
 """Samples of a split, as loaders read them.
 
 `Samples.read` returns one sample, and every loader must deliver the same values. Subclasses allow faster loaders:
-`GridSamples` give the positions of boxes and the formula that decodes the boxes, `WritingSamples` write themselves into
-a batch, and `CroppedImages` give windows of images.
+`GridSamples` return the positions of boxes and the formula that decodes them, `WritingSamples` write themselves into a
+batch, and `CroppedImages` return windows of images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    #: number of classes, None if unknown; labels and the integers that `synthetic` draws are 0 ... classes - 1
+    #: number of classes, None if unknown; labels are 0 ... classes - 1, also those that the loader `synthetic` draws
     classes: int | None = None
 
 
@@ -45,7 +45,7 @@ class Samples(Protocol):
     target_spec: ArraySpec
 
     def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input and target of sample `index` of `epoch`, in model units; the same in every process.
+        """Return input and target of sample `index` of `epoch`, in model units, with equal values in every process.
 
         Shapes and types follow `input_spec` and `target_spec`.
         """
@@ -70,7 +70,7 @@ class WritingSamples(Samples):
 
 
 class TableSamples(WritingSamples):
-    """Samples that are rows of two arrays; a device may keep both arrays."""
+    """Samples that are rows of two arrays; a device's memory may hold both arrays."""
 
     bytes: int  #: size of all rows of both arrays, bytes
 
@@ -115,11 +115,11 @@ class CroppedImages(WritingSamples):
 def decoding(info: FieldInfo, scaling: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
     """Return shift, factor, offset, float32 [3, C]: model value = (stored - shift) * factor + offset.
 
-    `scaling` is `Reader.scaling`. Without scaling, the shift is the offset of the channel's transform, usually its
-    mean: values keep more digits if it is subtracted first.
+    `scaling` is `Reader.scaling`. Without scaling, the shift is the offset of the channel's transform, usually
+    the channel's mean, because subtracting it first keeps more digits.
     """
     transforms = info.transforms if info.stored == "physical" else []
-    mean, std = (  # rounded to float32, like the published statistics
+    mean, std = (  # rounded to float32, like the statistics in .npy files
         np.array([getattr(t, key) for t in transforms] or [plain] * len(info.channels), np.float32).astype(float)
         for key, plain in (("offset", 0.0), ("scale", 1.0))
     )
@@ -151,10 +151,10 @@ class BoxIndex:
 class Symmetries(Protocol):
     """Symmetries of boxes, by number; 0 is the identity."""
 
-    axes: np.ndarray  #: axis of the box for each axis of the result, int64 [S, 3]
+    axes: np.ndarray  #: axis of the box that becomes each axis of the result, int64 [S, 3]
     flips: np.ndarray  #: whether each axis of the result runs backwards, bool [S, 3]
     source: np.ndarray  #: source channel of each channel of the result, int64 [S, C]
-    sign: np.ndarray  #: sign of each channel, float32 [S, C]
+    sign: np.ndarray  #: factor 1 or -1 of each channel of the result, float32 [S, C]
 
     def apply(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return a transformed copy of the box [C, a, b, c]."""
@@ -164,7 +164,7 @@ class Symmetries(Protocol):
 class DecodePlan(NamedTuple):
     """Formula that decodes the boxes of B samples with C channels, in numpy or on a device.
 
-    Positions and steps are counted in values. A transformed box reads the same memory in another order:
+    Positions and steps are counted in values. For a symmetry, the same memory is read in another order:
 
         out[c, i, j, k] = (stored[p] - shift[c]) factor[c] + offset[c],
         p = base + channel[c] + i step[0] + j step[1] + k step[2]
@@ -204,7 +204,7 @@ class BoxField:
         assert self._info.channel_axis is not None
         files = manifest.files(split)
         self.readers = [Reader(manifest.path(file), name) for file in files]
-        #: Digests of the files, and the beginning of the paths of the files' mirrors (copies for other loaders).
+        #: Digests of the files, and the common beginning of the paths of their mirrors (copies for other loaders).
         self.digests, self.stem = [file.digest for file in files], manifest.folder / "mirrors" / f"{split}-{name}"
         self.extent, self.symmetries, self.channel_axis = extent, symmetries, self._info.channel_axis
         self.shape = (len(self._info.channels), *extent)
@@ -221,7 +221,7 @@ class BoxField:
     def read(self, file: int, start: np.ndarray, symmetry: int) -> np.ndarray:
         """Return the box at `start` [3] as the model takes it: float32, shape `spec.shape`, any memory order.
 
-        Operations without effect are skipped, so that values without decoding are read as fast as by published loaders.
+        Operations without effect are skipped, which saves time if values need no decoding.
         """
         values = self.stored(file, start).astype(np.float32, copy=False)
         shift, factor, offset = self.decoding(file)
@@ -246,7 +246,7 @@ class BoxField:
         box.insert(self.channel_axis, slice(None))
         return tuple(box)
 
-    # ---- stored values of all files, for loaders that copy values first and decode them later
+    # ---- stored values of all files, for loaders that copy them before decoding
 
     @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -279,13 +279,13 @@ class BoxField:
         return None if values is None else np.moveaxis(values, self.channel_axis, 0)
 
     def map(self) -> None:
-        """Open and map all files; call this before several threads read them."""
+        """Open and map all files; call this before several threads read the files."""
         for reader in self.readers:
             reader.chunks  # noqa: B018 - opens and maps the file
 
     @property
     def bytes(self) -> int:
-        """Memory of the stored values of all files, bytes."""
+        """Size of all files' stored values in type `dtype`, bytes."""
         return sum(int(np.prod(self.shape_of(file))) for file in range(len(self.readers))) * self.dtype.itemsize
 
     def canonical(self, stored: np.ndarray) -> np.ndarray:
@@ -318,7 +318,7 @@ class BoxField:
 
 
 class GridSamples(Samples):
-    """Samples that are boxes of stored arrays."""
+    """Samples (input and target) that are boxes of stored arrays."""
 
     def __init__(self, input: BoxField, target: BoxField) -> None:
         self.input, self.target = input, target
@@ -336,7 +336,7 @@ class GridSamples(Samples):
 
 
 class ArrangedSamples(Samples):
-    """Samples whose input is computed from a box and a few numbers, on the model's device.
+    """Samples whose input is computed, on the model's device, from a box and a few numbers.
 
     Any loader reads the boxes, and `dlscale.data.loaders.base.ArrangedLoader` computes the inputs from the boxes.
     """
@@ -347,7 +347,7 @@ class ArrangedSamples(Samples):
 
     @abstractmethod
     def numbers(self, epoch: int) -> np.ndarray:
-        """Return the numbers of all samples of an epoch, float32 [size, n]."""
+        """Return the numbers that `arrange` needs for each sample of an epoch, float32 [size, n]."""
 
     @abstractmethod
     def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -365,7 +365,7 @@ class ArrangedSamples(Samples):
 
 
 def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
-    """Return the field `name`, which the key `key` of a run's `samples` selects; raise a `UserError` if unknown."""
+    """Return the field `name`, selected by the setting `samples.KEY` of a run; raise a `UserError` if unknown."""
     fields = manifest.fields
     if name not in fields:
         raise UserError(
@@ -382,8 +382,8 @@ class RowField:
         if info.channel_axis == 0:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W]; expected one sample per row")
         stored = "float32" if info.stored == "physical" else info.dtype
-        # The loader `synthetic` draws integers up to the highest stored value, but at most 255, so that tokens and
-        # masks are valid.
+        # The loader `synthetic` draws integers up to the highest stored value (so that tokens and masks are valid), at
+        # most 255.
         highest = int(max(info.maximum, default=0)) if np.dtype(info.dtype).kind in "iu" else 0
         among = info.classes or (min(highest, 255) + 1 if highest > 0 else None)
         self.spec = ArraySpec(info.row_shape, "int64" if info.classes else stored, among)
@@ -397,7 +397,7 @@ class RowField:
             self._numbers[file] = self._decoding(reader)
         mapped, numbers = reader.mapped, self._numbers[file]
         if mapped is not None and numbers is None and mapped.dtype == out.dtype:
-            # With the default mode `raise`, numpy would write into a copy of `out` first.
+            # mode="clip", because with the default "raise" numpy would first write into a copy of `out`.
             np.take(mapped, rows, axis=0, out=out.reshape(len(rows), *mapped.shape[1:]), mode="clip")
             return
         if mapped is None:

@@ -1,4 +1,4 @@
-"""Sample stream: seed, epoch and index determine each sample, for every reader and machine, and after every resume.
+"""Random choices of samples: seed, epoch and index alone determine a sample, for any loader, machine or resumed run.
 
 Random numbers come from a counter-based generator, Philox 4x64 (Salmon et al. 2011), with a key made of seed, epoch and
 stream. Each sample has its own block of four words.
@@ -17,13 +17,13 @@ def words(seed: int, epoch: int, stream: str, count: int, start: int = 0) -> np.
     """Return the random words of samples [start, start + count), uint64 [count, 4]; streams are independent."""
     key = np.random.SeedSequence([seed, epoch, *stream.encode()]).generate_state(2, np.uint64)
     generator = np.random.Philox(key=key)
-    # numpy's Philox increments its counter before it makes a block, so the n-th block has counter n + 1.
+    # numpy's Philox increments its counter before each block, so block n (counted from 0) has counter n + 1.
     generator.advance(start)
     return np.asarray(generator.random_raw(count * WORDS), dtype=np.uint64).reshape(count, WORDS)
 
 
 def below(words_n: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
-    """Map words [n] to integers in [0, bound), int64 [n]; the bias is below bound / 2^32."""
+    """Map words [n] to integers in [0, bound), int64 [n]; the relative bias is below bound / 2^32."""
     high = words_n >> np.uint64(32)
     return ((high * np.asarray(bound, dtype=np.uint64)) >> np.uint64(32)).astype(np.int64)
 
@@ -37,8 +37,8 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 def visits(seed: int, epoch: int, count: int, wanted: int | None, training: bool) -> np.ndarray:
     """Return the numbers of the items that an epoch visits, int64: at most `wanted` of `count` items.
 
-    Training visits a random choice in random order. Validation and test always visit the same items, evenly spread and
-    ascending.
+    Training visits random items in random order. Validation and test always visit the same items: evenly spaced, in
+    ascending order.
     """
     return order(seed, epoch, count)[:wanted] if training else evenly(count, wanted)
 
@@ -58,7 +58,7 @@ def evenly(count: int, wanted: int | None) -> np.ndarray:
 
 
 class Visits:
-    """Rows of several files as the samples of an epoch, in the order of `visits`.
+    """Order in which an epoch visits the rows of several files, by `visits`; each row is a sample.
 
     File i has `counts[i]` rows; an epoch has `size` samples.
     """

@@ -1,4 +1,4 @@
-"""Readers of raw files."""
+"""Base classes of readers of raw files, and a check of HDF5 files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import TORN, no_pipe
 from dlscale.data.store import Field
 
-#: CPU time within which HDF5 must read a file's structure, seconds; waiting for a slow file system does not count.
+#: Largest CPU time in which HDF5 reads a file's structure, seconds; waiting for a slow file system does not count.
 MAX_STRUCTURE_SECONDS = 10
-#: Largest number of chunks of a dataset whose chunk addresses are read.
+#: Largest number of chunks of a dataset for which `check_structure` reads the chunks' addresses.
 MAX_CHUNKS = 10**6
 
 
 def check_structure(paths: Sequence[Path]) -> None:
     """Refuse files on which HDF5 loops or crashes, by reading the files' structure in a child process.
 
-    HDF5 may follow a damaged file's addresses in circles. Python's signal handlers run only after HDF5 returns, so only
-    another process can be stopped.
+    HDF5 may follow a damaged file's addresses in circles. Python's signal handlers run only after HDF5 returns, so a
+    loop can be stopped only in another process.
     """
     for path in paths:
         no_pipe(path)
@@ -49,7 +49,7 @@ def check_structure(paths: Sequence[Path]) -> None:
         _walk_and_exit(paths, current)
     try:
         status = os.waitpid(child, 0)[1]
-    except BaseException:  # this process is being stopped
+    except BaseException:  # this process is ending, as after Ctrl-C
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the child has just ended
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -58,7 +58,7 @@ def check_structure(paths: Sequence[Path]) -> None:
         path = paths[int.from_bytes(current[:], "little")]
         if os.WTERMSIG(status) == signal.SIGKILL:
             raise UserError(
-                f"{path}: the process that reads the structure of this file was killed; give it more memory"
+                f"{path}: the process that reads the structure of this file was killed; request more memory"
             )
         does = "loops" if os.WTERMSIG(status) == signal.SIGXCPU else "crashes"
         raise UserError(f"{path}: HDF5 {does} while it reads the structure of this file; {TORN}")
@@ -79,10 +79,10 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
         for number, path in enumerate(paths):
             current[:] = number.to_bytes(8, "little")
             start = time.process_time()
-            with contextlib.suppress(ValueError):  # the process's hard limit is lower
+            with contextlib.suppress(ValueError):  # the hard limit of this process is lower
                 resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + MAX_STRUCTURE_SECONDS), hard))
             with contextlib.suppress(Exception), h5py.File(path, "r") as file:
-                stop = start + MAX_STRUCTURE_SECONDS / 2  # ends a long walk; only a loop in HDF5 reaches the limit
+                stop = start + MAX_STRUCTURE_SECONDS / 2  # ends a long walk: only a loop in HDF5 reaches the limit
                 _read_structure(file, stop)
                 file.visititems(lambda _, item, stop=stop: _read_structure(item, stop) or None)
     finally:
@@ -90,7 +90,7 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
 
 
 def _read_structure(item: Any, stop: float) -> bool:
-    """Read an object's attributes, members, dimensions and chunk addresses; return whether CPU time exceeds `stop`."""
+    """Read attributes, members, dimensions and chunk addresses of `item`; return whether CPU time exceeds `stop`."""
     with contextlib.suppress(Exception):
         dict(item.attrs)
     with contextlib.suppress(Exception):
@@ -107,8 +107,8 @@ class Source(ABC):
     """Raw input of one part, streamed along rows: slabs of a volume, times of a series, or samples."""
 
     fields: tuple[Field, ...]  # fields of the part at the stored resolution, all with the same number of rows
-    bytes_per_row: int  # memory of `read` for one row, bytes: raw buffers and results
-    coordinates: Mapping[str, np.ndarray] = {}  # small arrays stored with the data, the same in every piece
+    bytes_per_row: int  # memory that `read` needs per row, bytes: raw buffers and results
+    coordinates: Mapping[str, np.ndarray] = {}  # small arrays stored with the data, equal in all pieces
     row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] stored with the data, such as times
     summed: tuple[str, ...] = ()  # names of fields [N, ...] whose sums over rows are stored as `sum/NAME`, float64
     attributes: Mapping[str, Any] = {}  # provenance of the raw files, plain values
@@ -127,8 +127,8 @@ class Source(ABC):
 def block_average(values: np.ndarray, factor: int, axes: Sequence[int], out: np.ndarray | None = None) -> np.ndarray:
     """Average blocks of `factor` cells of `values` [A, B, H, W] along each of `axes`, which are among the last three.
 
-    Cells beyond the last full block are dropped. Sums are float32, so the error is below factor * 2e-7 of the mean
-    magnitude. The result is written into `out` if given. Without `out`, a factor of 1 returns `values` themselves.
+    Cells beyond the last full block are dropped. Sums are float32, so the error is below factor * 2e-7 times the mean
+    magnitude of the values. The result is written into `out` if given. Without `out`, a factor of 1 returns `values`.
     """
     if factor == 1 and out is None:
         return values
@@ -186,12 +186,12 @@ class ArraySource(Source):
             axis = 1 if names else None
             if names and values.shape[1:2] != (len(names),):
                 raise UserError(
-                    f"ArraySource: '{name}': {len(names)} named channels do not fit the shape {values.shape}"
+                    f"ArraySource: '{name}': {len(names)} named channels do not fit axis 1 of the shape {values.shape}"
                 )
             field = Field(name, names or (name,), own_units, values.shape, axis, dtype=str(values.dtype))
             self.fields += (field,)
         rows = max(1, self.fields[0].rows)
-        # Memory of the values, and of two float64 copies for their statistics.
+        # Memory per row of the values, and of two float64 copies for their statistics.
         self.bytes_per_row = sum(values.nbytes + 16 * values.size for values in self._arrays.values()) // rows + 1
         self.attributes = attributes or {}
 

@@ -1,12 +1,12 @@
-"""Copies of data files near the processes that read them, and verification of their content.
+"""Copies of a dataset's files in a node's memory or on its local disk, and verification of files.
 
-A copy is a folder in a node's memory or on its local disk; the folder's name is the manifest's digest. The first
+A copy is a folder, whose name is the beginning of the manifest's digest. The first
 process of a node makes the copy while the node's other processes wait. Each reader holds a shared lock on the copy. The
 last reader removes a copy in memory; a copy on a disk stays until another copy needs the room. A file is copied again
 if the copy's size or modification time differs from the original's.
 
-A damaged file may keep its size and time. A stage therefore reads each file that is not verified yet, and compares the
-file's SHA-256 with the manifest's. A record next to the manifest has the digest, size and times of each verified file.
+A damaged file may keep its size and time. Therefore stages read each file once, to compare its SHA-256 with the
+manifest. A record next to the manifest has the digest, size and times of each verified file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlscale.core.progress import tracked
 from dlscale.core.text import size
 from dlscale.data.manifest import File, Manifest
 
-#: Folder of Linux's file system in the machine's memory.
+#: Folder that Linux keeps in memory.
 MEMORY = "/dev/shm"
 #: Name of the record of verified files, next to the manifest.
 RECORD = "verified.json"
@@ -75,8 +75,8 @@ def _place(staging: str) -> Path:
     found = os.path.expandvars(given)
     if not given or "$" in found:
         raise UserError(
-            f"loader.staging: local: the node's local disk is '{given}'; expected a path whose variables are all set "
-            f"on this node; set site.local_disk, or the variable {LOCAL_DISK}"
+            f"loader.staging: local: the node's local disk is '{given}'; expected a path in which all variables are "
+            f"set on this node; set site.local_disk, or the environment variable {LOCAL_DISK}"
         )
     return Path(found)
 
@@ -87,7 +87,7 @@ def _check_ours(folder: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise UserError(
             f"{folder}: expected a folder, not a link, that belongs to user {os.getuid()} and has mode 0700, because "
-            f"otherwise other users could change the training data; remove it, or {INSTEAD}"
+            f"otherwise other users could change the training data; remove this path, or {INSTEAD}"
         )
 
 
@@ -111,15 +111,15 @@ def _complete(original: Manifest, copy: Path, staging: str) -> None:
         for target, source in stale.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # not overwritten, because processes may still read the old file
-            shutil.copy2(source, target)  # sets the modification time last, so a partial copy counts as stale
+            shutil.copy2(source, target)  # sets the modification time last: a partial copy stays stale
         logging.info("copied %s of data to %s", size(needed), copy)
     original.model_copy(update={"splits": splits}).write(copy / "manifest.json")
 
 
 def _make_room(copy: Path, needed: int, staging: str) -> None:
-    """Remove unused copies of other data, and raise a `UserError` if there is still too little room.
+    """Remove unused copies of other data, and raise a `UserError` if `needed` bytes are still not free.
 
-    Copies on a disk are removed only if room is short.
+    On a disk, copies are removed only until `needed` bytes are free.
     """
     folder = copy.parent
     for other in folder.iterdir():
@@ -137,7 +137,7 @@ def _make_room(copy: Path, needed: int, staging: str) -> None:
 def free_bytes(folder: Path) -> int:
     """Return the space that a copy in a folder may take, bytes.
 
-    For a folder in memory, a fifth of the node's free memory is reserved for the run.
+    In memory, a copy may take four fifths of the free memory; the rest is for the run.
     """
     free = shutil.disk_usage(folder).free
     return min(free, int(0.8 * free_memory())) if folder.is_relative_to(MEMORY) else free
@@ -191,7 +191,7 @@ def remember(manifest: Manifest, files: Sequence[File]) -> None:
 
 
 def read_record(record: Path) -> dict[str, Any]:
-    """Return path → state of each verified file; an unreadable record counts as empty."""
+    """Return path → `file_state` of each verified file; an unreadable record counts as empty."""
     found = {}
     with contextlib.suppress(UserError):
         found = read_json(record)
@@ -203,9 +203,9 @@ def _seen(manifest: Manifest, file: File) -> list[Any]:
 
 
 def file_state(path: Path, digest: str) -> list[Any]:
-    """Return digest, size, modification time and change time of a file, times in ns.
+    """Return digest, size, modification time and status-change time (ctime) of a file, times in ns.
 
-    If a program changes a file and then restores its modification time, the change time reveals the change.
+    If a program changes a file and then restores its modification time, the ctime reveals the change.
     """
     status = path.stat()
     return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

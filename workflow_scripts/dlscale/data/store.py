@@ -1,9 +1,9 @@
 """HDF5 layout of preprocessed data, and readers of any HDF5 file.
 
 Each field is one HDF5 dataset, and attributes describe the field. Volumes are [C, D, H, W], or [D, H, W, C] with the
-attribute `channels_last`. Volumes may have chunks, which are cubes with all channels, like samples. All other fields
+attribute `channels_last`. Volumes may have chunks: cubes with all channels, like samples. All other fields
 are contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are stored as float32, or as (x - offset) / scale in
-float16; the attributes `offset` and `scale` are [C]. Readers return channels first.
+float16, with the attributes `offset` and `scale` [C]. Readers return values with channels first.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import TORN, reading, unreadable
 from dlscale.data.manifest import IDENTITY, Transform
 
-#: Size of a data stage's buffers, bytes, for input of any size; a single row may need more.
+#: Size of the buffers of a data stage, bytes, whatever the size of its input; a single row may need more.
 MEMORY = 512_000_000
-#: Names of HDF5's registered filters.
+#: Number of a registered HDF5 filter → its name.
 FILTERS = {
     **{4: "szip", 307: "bzip2", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32010: "fpzip"},
     **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
     **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
 }
-#: Number of values in a block, for which statistics are computed at once.
+#: Number of values for which statistics are computed at once, so that they fit into the processor's cache.
 BLOCK = 2**16
 
 
 @dataclass(frozen=True)
 class Field:
-    """One dataset of one file; `dlscale.data.manifest.FieldInfo` describes a field in all files of a dataset."""
+    """One field (HDF5 dataset) of one file; `dlscale.data.manifest.FieldInfo` describes a field of all files."""
 
     name: str
     channels: tuple[str, ...]  # channel names; one name if there is no channel axis
@@ -47,7 +47,7 @@ class Field:
     shape: tuple[int, ...]  # shape with rows and channels, channels first
     channel_axis: int | None  # 0: [C, D, H, W] with rows along axis 1; 1: [N, C, ...]; None: [N, ...]
     transforms: tuple[Transform, ...] = ()  # transform of each channel; the identity if absent
-    dtype: str = "float32"  # type before storing: float32 or an integer type
+    dtype: str = "float32"  # type before conversion to the stored type: float32 or an integer type
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", self.transforms or (IDENTITY,) * len(self.channels))
@@ -67,7 +67,7 @@ class Field:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Shape without channels and rows; for volumes [D, H, W], although D is their number of rows."""
+        """Shape without channels and rows; for volumes [D, H, W], although their rows are along D."""
         return self.shape[1:] if self.channel_axis is None else self.shape[self.channel_axis + 1 :]
 
     def resized(self, rows: int) -> Field:
@@ -115,7 +115,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values are stored in other files, which could be any files of this machine."""
+    """Refuse a file whose values are stored in other files, because it could name any file of this machine."""
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
             check_link(file, name)
@@ -153,7 +153,7 @@ def names(file: h5py.File) -> list[str]:
 
 
 def check_filters(values: h5py.Dataset) -> None:
-    """Refuse values compressed by a filter that is missing here."""
+    """Refuse values compressed by an HDF5 filter that is missing here."""
     plan = values.id.get_create_plist()
     for code, _, _, own in (plan.get_filter(number) for number in range(plan.get_nfilters())):
         if not h5py.h5z.filter_avail(code):
@@ -167,7 +167,7 @@ def check_filters(values: h5py.Dataset) -> None:
 
 
 def check_values(values: h5py.Dataset) -> None:
-    """Refuse an array whose stored values differ from the intended ones.
+    """Refuse an array whose stored values would be read differently than intended.
 
     Raises
     ------
@@ -182,18 +182,18 @@ def check_values(values: h5py.Dataset) -> None:
         given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]
         if given.dtype.kind in "iuf" and given.size and np.isfinite(given[0]) and given[0] != plain.get(name):
             raise UserError(
-                f"{where} has the attribute {name} ({given[0]}), which is not applied; write unpacked values, with NaN "
-                "for missing ones, or delete the attribute if no value is missing"
+                f"{where} has the attribute {name} ({given[0]}), which dlscale does not apply; write unpacked values, "
+                "with NaN for missing values, or delete the attribute if all values are plain"
             )
     if values.size and not _is_written(values):
         raise UserError(
             f"{where}: a part was never written and would be read as {values.fillvalue}; if its writer ended early, "
-            "write the array again; if this value is intended, assign all values once (x[...] = x[...])"
+            "write the array again; if this value is intended, write all values once (x[...] = x[...])"
         )
 
 
 def _is_written(values: h5py.Dataset) -> bool:
-    """Return whether all values were written, or their writer chose the fill value."""
+    """Return whether all values were written, or the file's writer chose the fill value."""
     if values.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
         return True
     if values.chunks is None:
@@ -253,7 +253,7 @@ def create(
         chunks = (shape[0], *(min(chunk, size) for size in shape[1:]))
     if channels_last:
         shape, chunks = (*shape[1:], shape[0]), chunks and (*chunks[1:], chunks[0])
-    # Chunks are not filled first, because all values will be written: filling takes time, and the memory of a chunk.
+    # fill_time="never", because filling chunks takes time and memory, and all values will be written anyway.
     created = file.create_dataset(field.name, shape, dtype or field.dtype, chunks=chunks, fill_time="never")
     created.attrs["channels_last"] = channels_last
     created.attrs["channels"], created.attrs["units"] = list(field.channels), list(field.units)
@@ -278,7 +278,7 @@ class Reader:
     """Reader of one dataset of one file, channels first.
 
     A reader opens its file on first use in each process, so it may be forked and pickled. The HDF5 library serves one
-    thread at a time. If a file stores plain values, `copy` reads the mapped file in any number of threads.
+    thread at a time. If a file can be mapped (`map_chunks`), any number of threads may call `copy`.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
@@ -323,7 +323,7 @@ class Reader:
 
     @functools.cached_property
     def mapped(self) -> np.ndarray | None:
-        """All values, if they are contiguous in the mapped file, else None."""
+        """All values, channels first, if they are contiguous in the mapped file, else None."""
         return next(iter(self.chunks.values()), None) if self.dataset.chunks is None else None
 
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
@@ -335,7 +335,7 @@ class Reader:
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
             values: np.ndarray = opened[tuple(index[axis] for axis in order)]
-        except MemoryError:  # not damage: the run's settings may need too much memory
+        except MemoryError:  # memory is short, the file is not damaged
             raise
         except Exception as error:
             raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
@@ -358,7 +358,7 @@ class Reader:
             np.copyto(out[tuple(target)], self.chunks[corner][tuple(source)])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a new array: integers, or float32 with the stored scaling undone.
+        """Return the selected values as a new array: integers, or float32 without the stored scaling.
 
         `index` has only slices, so the result keeps all axes.
         """
@@ -376,9 +376,8 @@ class Reader:
 def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
     """Map a dataset's file, and return first cell → values of each chunk, axes as stored.
 
-    Contiguous data count as one chunk. The result is empty if the dataset is empty, or its values are compressed, in a
-    foreign byte order, not aligned, in another file, in memory, or partly not written. Files with a user block are not
-    mapped either.
+    Contiguous data count as one chunk. The result is empty if the dataset is empty, if the file has a user block, or
+    if values are compressed, in a foreign byte order, not aligned, in another file, in memory, or partly not written.
     """
     with reading(dataset.file.filename):
         plan = dataset.id.get_create_plist()
@@ -412,9 +411,9 @@ def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
 
 @dataclass
 class Moments:
-    """Running count, mean, sum of squared deviations and extremes of C channels (float64), mergeable.
+    """Count, mean, sum of squared deviations and extremes of C channels, float64 [C]; `merged` adds others.
 
-    The update of Chan, Golub and LeVeque (1979) avoids overflow and cancellation.
+    The formula of Chan, Golub and LeVeque (1979) avoids overflow and cancellation.
     """
 
     count: int
@@ -480,5 +479,5 @@ def check_finite(values: np.ndarray, field: Field, origin: str, first_row: int) 
     channel = field.channels[0 if field.channel_axis is None else place[field.channel_axis]]
     raise UserError(
         f"{origin}: {field.name}: channel '{channel}' is not finite at row {first_row + place[field.row_axis]} "
-        f"({len(bad)} such values in this block); correct or leave out this part of the input"
+        f"({len(bad)} such values in this block); correct these values, or leave out this part of the input"
     )

@@ -1,6 +1,6 @@
 """Build the command that starts a stage, with the site's container engine and process starter.
 
-Only `sources` changes a file: it may create a symbolic link.
+Only the function `sources` writes to the disk: it may create a symbolic link.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOCAL = "localhost/"
 #: Arguments of Python that run `dlscale.launch.ranks`, which starts a node's ranks or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
-#: Command that supervises the engine's client.
+#: Command that runs the container engine's client, and removes the container at the end.
 SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
 
@@ -48,7 +48,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class ContainerMounts:
-    """Folders that a container mounts, and the owner of written files; paths are absolute, and the same inside."""
+    """Folders that a container mounts at the same absolute paths, and the owner of written files."""
 
     folder: str  #: Working folder.
     sources: str  #: Folder that contains the package `dlscale`; this code runs instead of the image's code.
@@ -59,10 +59,10 @@ class ContainerMounts:
 
 
 def sources(site: Site) -> Path:
-    """Return the folder that contains the package.
+    """Return the folder from which Python imports `dlscale`.
 
-    For containers, the folder has nothing else that Python could import by accident: an installed package gets a new
-    folder with a link to the package.
+    For containers, the folder has nothing else that Python could import by accident. For an installed dlscale, it is a
+    new folder with a link to the package.
     """
     if CHECKOUT or site.engine == "none":
         return ROOT.parent
@@ -118,7 +118,7 @@ def srun_command(site: Site, geometry: Geometry) -> list[str]:
 
 
 def mpirun_command(site: Site, geometry: Geometry) -> list[str]:
-    """Return the command of the site, or else `mpirun`, that starts a process per device."""
+    """Return the command that starts a process per device: the site's command, or else `mpirun`."""
     return [
         sys.executable,
         *RANKS,
@@ -266,7 +266,7 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
         # Rootless podman has to keep the user's ID; otherwise files would belong to a subordinate ID.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    # podman-hpc is rootless: root in the container is the user outside. The image's own user would match no user.
+    # podman-hpc is rootless: root in the container is the user outside. The image's own user would match none.
     modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 
@@ -276,7 +276,7 @@ ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "
 
 
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
-    """Return the site with `auto` and unset values resolved, and the reason for the engine as text, if it was `auto`.
+    """Return the site with `auto` and unset values resolved, and a list with the reason for an engine chosen by `auto`.
 
     If `folder` is given, search engines there instead of in PATH.
     """

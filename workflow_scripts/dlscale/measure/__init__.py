@@ -1,1 +1,1 @@
-"""Measurements of a run: throughput, FLOPs and bytes, device peaks, profiles, telemetry and tuning."""
+"""Measurements of a run: throughput, FLOPs and bytes, device peaks, records of profiles, and telemetry."""

@@ -21,19 +21,19 @@ class Used(NamedTuple):
     """Resource use of a tree of processes since its start."""
 
     cpu_seconds: float
-    #: Bytes read by system calls, including cached files and pipes; reads of mapped files are not included.
+    #: Bytes read by system calls, also from the page cache and pipes, but not from mapped files.
     read_chars: int
     reads: int  #: Number of read system calls.
     read_bytes: int  #: Bytes fetched from disks, by system calls or by access to mapped files.
     write_chars: int
-    rss: int  #: Bytes in memory at present; shared memory counts once per process.
+    rss: int  #: Bytes in memory now, not since the start; shared memory counts once per process.
 
 
 def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
     """Return the resource use of `root` and its descendants; raise `psutil.NoSuchProcess` if `root` does not exist.
 
-    The system adds the counters of a finished child to the counters of its parent. If a process ends while the counters
-    are read, all counters are read again, at most `tries` times.
+    Processes in `without` do not count. If a process ends while counters are read, the system adds its counters to
+    those of its parent; then all counters are read again, at most `tries` times.
     """
     parent = psutil.Process(root)
     found = []
@@ -52,13 +52,13 @@ def _used(process: psutil.Process) -> Used:
     seconds = times.user + times.system + times.children_user + times.children_system
     try:
         io = process.io_counters()
-    except psutil.AccessDenied:  # a process of another user, such as the process of Slurm that starts the ranks
+    except psutil.AccessDenied:  # another user's process, such as Slurm's, which starts the ranks
         return Used(seconds, 0, 0, 0, 0, rss)
     return Used(seconds, io.read_chars, io.read_count, io.read_bytes, io.write_chars, rss)
 
 
 def find_snakemake(process: int) -> int | None:
-    """Return the outermost controller (Snakemake process) among the ancestors of `process`; None without one."""
+    """Return the outermost Snakemake process among the ancestors of `process`; None without Snakemake."""
     named = os.environ.get(SNAKEMAKES, "").split()
     above = [parent.pid for parent in psutil.Process(process).parents() if str(parent.pid) in named]
     return above[-1] if above else None
@@ -87,7 +87,7 @@ class Meter:
 
         seconds = time.perf_counter() - self._start
         now, cores = used(os.getpid()), core_seconds()
-        # A process adopted by a daemon leaves the tree with all its past use, so the sums may shrink.
+        # If a daemon adopts a process, all past use of this process leaves the tree, so the sums may shrink.
         cpu = max(0.0, now.cpu_seconds - self._own.cpu_seconds)
         read = max(0, now.read_bytes - self._own.read_bytes)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()  # equal in all containers of a machine

@@ -1,4 +1,4 @@
-"""Records of profilers. The module of a profiler runs it around some steps and reads its report."""
+"""Records of profilers. Each profiler's own module runs the profiler around steps and reads its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlscale.parallel.records import Device, Memory
 
 
 class RangeTime(Record):
-    """A range of a step (`dlscale.core.ranges`), means over the profiled steps."""
+    """Mean times of a range of a step (`dlscale.core.ranges`) over the profiled steps."""
 
     seconds: float  #: Host seconds per step.
     std: float = 0.0  #: Standard deviation over the steps.
@@ -26,26 +26,27 @@ class RangeTime(Record):
 
 
 class Activity(Record):
-    """Means per profiled step; None or absent for values that a profiler cannot measure."""
+    """Activity of host and device, means per profiled step; None or empty if not measurable by the profiler."""
 
-    launches: float | None = None  #: Kernels, copies and graphs that the host launched.
-    syncs: float | None = None  #: Number of times that the host waits for the device.
+    launches: float | None = None  #: Number of kernels, copies and graphs that the host launched.
+    syncs: float | None = None  #: Number of waits of the host for the device.
     sync_seconds: float | None = None  #: Seconds in which the host waits for the device.
     items: float | None = None  #: Number of values read by `.item()`; each such read makes the host wait for a GPU.
-    device_busy: float | None = None  #: Fraction of the time in which the device computed or copied.
-    #: Host's range → seconds in which the device is idle during the range; the sum is the fraction (1 - device_busy) of
-    #: a step. `model_dump` leaves an empty dict out, so that the value of another profiler is not overwritten.
+    device_busy: float | None = None  #: Fraction of the step time in which the device computed or copied.
+    #: Range on the host → seconds per step in which the device is idle during the range; the sum over ranges is
+    #: (1 - device_busy) times the step time. `model_dump` leaves out an empty dict, which would overwrite the values of
+    #: another profiler.
     idle_seconds: dict[str, float] = Field({}, exclude_if=operator.not_)
     copy_bytes: float | None = None  #: Bytes copied from the host to the device.
-    pageable_bytes: float | None = None  #: Part of `copy_bytes` from memory that is not page-locked.
+    pageable_bytes: float | None = None  #: Part of `copy_bytes` that comes from memory that is not page-locked.
     copy_seconds: float | None = None
     copy_overlap: float | None = None  #: Fraction of the time of copies to the device in which kernels also ran.
     comm_seconds: float | None = None  #: Seconds of communication between processes.
-    comm_overlap: float | None = None  #: Fraction of `comm_seconds` in which other computing also ran.
+    comm_overlap: float | None = None  #: Fraction of `comm_seconds` in which the device also computed.
 
 
 class Overhead(Record):
-    """Overhead of a profiler: profiled steps compared with plain steps just before and after, in the same process."""
+    """Overhead of a profiler: profiled steps compared with plain steps before and after in the same process."""
 
     ratio: float  #: Step time with the profiler / step time without the profiler.
     noise: float | None = None  #: Half-width of the 95 % interval of `ratio`; None for a single step.
@@ -71,16 +72,16 @@ class ProfiledTool(Record):
     name: str
     version: str = ""
     steps: int = 0
-    #: Median step time with the profiler. For a GPU: time until the device has finished all steps / number of steps.
+    #: Step time with the profiler: median; on a GPU, mean over all steps until the device has finished them.
     seconds_per_step: float | None = None
     overhead: Overhead | None = None
     ranges: dict[str, RangeTime] = {}
     activity: Activity = Activity()
-    files: dict[str, str] = {}  #: Title → name of a file in the run's folder `profile`.
+    files: dict[str, str] = {}  #: Title of a report → name of its file in the run's folder `profile`.
     problem: str | None = None  #: Reason why there is no profile.
 
 
-#: A number or None, which is an empty cell in a CSV file.
+#: A number, or None (an empty cell in the CSV file).
 Known = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
@@ -89,33 +90,33 @@ class TopEntry(Record):
 
     tool: str
     rank: int = 0
-    #: `function` is a Python function in the main thread of a training process, `worker` one in its worker processes.
+    #: `function`: a Python function in the main thread of a training process; `worker`: one in a loader's worker.
     kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function", "worker"]
     name: str
-    calls: Known = None  #: Calls per step; None for profilers that sample.
+    calls: Known = None  #: Calls per step; None for sampling profilers.
     #: Seconds per step: device time for kernels and copies, else host time.
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: Fraction of the step's time.
-    total: Known = None  #: For functions: fraction of the step's time including the functions that they call.
+    total: Known = None  #: For functions: fraction of the step's time, including the functions that they call.
     note: str = ""
 
 
 class Profile(Record):
-    """`profile.json`: the results of a run's profilers, each from separate steps."""
+    """`profile.json`: the results of a run's profilers; each profiler has its own steps."""
 
     device: Device = Device()
     nranks: int = 1
     batch_size: int | None = None
     settings: dict[str, Any] = {}  #: The run's settings `profile`.
-    seconds_per_step: list[float] = []  #: Seconds of steps without a profiler, before and after each profiler.
+    seconds_per_step: list[float] = []  #: Seconds of each step without a profiler, before and after each profiler.
     tools: list[ProfiledTool] = []
     memory: Memory | None = None
-    top: list[TopEntry] = []  #: First rows of each profiler and kind in `profile_summary.csv`, for the page.
+    top: list[TopEntry] = []  #: First rows of `profile_summary.csv` for each profiler and kind, for the page.
     work: list[OperatorWork] = []  #: Operators in steps without a profiler, the longest first.
 
 
-#: (Record, rows of the summary) of a profiler.
+#: A profiler's record, and its rows for `profile_summary.csv`.
 Found = tuple[ProfiledTool, list[TopEntry]]
 
 

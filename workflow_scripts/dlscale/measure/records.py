@@ -14,23 +14,23 @@ from dlscale.parallel.records import Device, Links, MemoryUse
 #: The three modes of a throughput measurement (loading, computing, training), in the order of tables and figures.
 MODES = ("IO", "SYNTHETIC", "FULL")
 
-#: Units of a rate; steps/s is used for an external program with unknown batch size.
+#: Units of a rate; steps/s is the unit for an external program with an unknown batch size.
 SAMPLE_RATE, STEP_RATE = "samples/s", "steps/s"
 
 
 class Usage(Record):
-    """Resource use during a measurement, on the node of rank 0."""
+    """Resource use on the node of rank 0 during a measurement."""
 
-    begin: float | None = None  #: Begin of the measurement, seconds since 1970-01-01 UTC.
+    begin: float | None = None  #: Start of the measurement, seconds since 1970-01-01 UTC.
     seconds: float = Field(ge=0)
     cores: int = Field(ge=1)  #: Number of cores that the run's processes on the node may use.
-    cpu_seconds: float  #: Processor seconds of the run's processes on the node, including the loader's.
+    cpu_seconds: float  #: Processor seconds of the run's processes on the node, with the loader's processes.
     cores_cpu_seconds: float  #: Processor seconds of all programs on these `cores`.
-    read_bytes: int | None = None  #: Bytes that the run's processes fetched from disks; cached reads do not count.
+    read_bytes: int | None = None  #: Bytes that the run's processes fetched from disks, not from the page cache.
 
 
 class Trials(Record):
-    """One mode of a throughput measurement, with the keys of romerojosh/benchy.
+    """One mode of a throughput measurement, with the JSON keys of benchy (romerojosh/benchy).
 
     Rates are in samples/s (for some external programs in steps/s), times in seconds. `avg_iter_throughput` equals
     `trial_throughput`, because single steps are not timed.
@@ -41,20 +41,20 @@ class Trials(Record):
     avg_iter_throughput: list[float] = []
     mean: Measured
     std: Measured = 0.0
-    rank_throughput: list[float] = []  #: Mean samples/s of each process, without its waits for other processes.
+    rank_throughput: list[float] = []  #: Mean samples/s of each process, without the waits at the ends of trials.
     usage: Usage | None = None  #: Resource use during the trials, without the warm-up.
 
 
 class SampleWork(Record):
-    """Work of a training step for one sample, independent of the device."""
+    """Work of a training step per sample, on any device."""
 
     forward_flops: float = Field(ge=0)  #: FLOPs of the forward pass; a multiply-add counts as two.
     backward_flops: float = Field(ge=0)
-    #: Bytes that the operators of forward pass, backward pass and update read and write without compilation. Data that
-    #: stay in a cache between two operators also count. None if the bytes cannot be counted.
+    #: Bytes that the operators of forward pass, backward pass and update read and write if they are not compiled, also
+    #: data that stay in a cache between two operators. None if the bytes cannot be counted.
     bytes: float | None = None
-    operators: float | None = None  #: Number of operators that a step calls without fusion, for any batch size.
-    source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or the operators of a step.
+    operators: float | None = None  #: Operators that an uncompiled step calls, per step, for any batch size.
+    source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or counted operators.
 
     @property
     def flops(self) -> float:
@@ -63,14 +63,14 @@ class SampleWork(Record):
 
 
 class OperatorWork(Record):
-    """Work and time per step of one operator in one module and process, forward and backward pass together."""
+    """Work and time per step of one operator in one module of a process, forward and backward pass together."""
 
     operator: str
-    #: Name and class of the module (`*` for the names of equal modules); outside of modules, the range of the step.
+    #: Name and class of the module, with `*` where names of equal modules differ; outside of modules, the step's range.
     module: str
     calls: float
-    seconds: float = Field(ge=0)  #: Time on the device.
-    flops: float = Field(ge=0)  #: FLOPs of products and convolutions; 0 for other operators.
+    seconds: float = Field(ge=0)  #: Time on the device per step.
+    flops: float = Field(ge=0)  #: FLOPs if the operator is a matrix product or convolution, else 0.
     bytes: float = Field(ge=0)  #: Bytes read and written.
 
 
@@ -78,21 +78,21 @@ class Peaks(Record):
     """Peak rates of one device, measured in the process of the run."""
 
     dtype: str  #: Number format of the matrix product, from the run's precision.
-    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run reached more.
+    flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run was faster.
     bytes_per_second: float = Field(gt=0)  #: Bytes/s read and written by a copy in the device's memory.
-    operator_seconds: float | None = None  #: Host seconds per call of an operator on a single number.
+    operator_seconds: float | None = None  #: Host seconds per call of an operator on one number.
 
 
 class Beside(Record):
     """Paired timing of training (FULL) for a run and the first run of its plan."""
 
-    compute: str  #: `dlscale.config.compute.compute_digest` of the first run.
-    #: (Samples/s of this run, samples/s of the first run) by opening and round. Both runs start anew in each opening.
+    compute: str  #: Digest of the first run's settings that affect the step time, as `Throughput.compute`.
+    #: (Samples/s of this run, samples/s of the first run), [opening][round]. Each opening starts both runs anew.
     openings: list[Annotated[list[tuple[Positive, Positive]], Field(min_length=1)]] = Field(min_length=1)
 
     @property
     def ratios(self) -> list[float]:
-        """Natural logarithm of the speed-up in each opening, the trimmed mean over the rounds."""
+        """Natural logarithms of the speed-up, one per opening: trimmed means over the opening's rounds."""
         return [interval([math.log(own / first) for own, first in rounds])[0] for rounds in self.openings]
 
 
@@ -104,26 +104,26 @@ class Outside(Record):
     way: Literal["timed", "seen", "log", "rate"]
     samples: bool = True  #: Whether rates are samples/s (else steps/s).
     steps: int  #: Number of counted steps.
-    status: int  #: Exit status.
+    status: int  #: Exit status of the program.
     seconds: float = Field(ge=0)  #: Seconds from the program's start to its end.
     first_step_seconds: float = Field(ge=0)  #: Seconds from the program's start to the end of its first step.
-    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
-    training: float = Field(ge=0, le=1)  #: Fraction of the time from the first to the last step spent in steps.
+    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time in which the program waits for batches.
+    training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.
     queued: float | None = None  #: Fraction of the program's time in which threads on the machine waited for a core.
     rank_waiting: list[float] = []  #: `waiting` of each process.
-    rank_cores: list[float] = []  #: Busy cores of each process in the counted steps, without the workers of its loader.
-    #: Whether FULL includes steps under profilers, because no other steps were left.
+    rank_cores: list[float] = []  #: Cores kept busy by each process in the counted steps, without its loader's workers.
+    #: Whether FULL includes profiled steps, because no unprofiled steps were left.
     profiled: bool = False
-    trainings: int = 1  #: Number of trainings, one after the other; the longest training counts.
+    trainings: int = 1  #: Number of successive trainings in the program; the longest is recorded.
     stopped: str | None = None  #: Reason why dlscale stopped watching the steps before the program ended.
 
 
 class Throughput(Record):
     """`throughput.json`; a mode that was not measured is None."""
 
-    #: Number of devices that compute. Equal to the number of processes, except with `parallel.kind: dp`.
+    #: Number of devices that compute: the number of processes, except with `parallel.kind: dp`.
     nranks: int = Field(1, ge=1)
     batch_size: int | None = None  #: Samples per step over all processes.
     device: Device = Device()
@@ -134,15 +134,15 @@ class Throughput(Record):
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
     beside: Beside | None = None  #: Paired timing of FULL with the plan's first run; only for single-process runs.
-    #: SYNTHETIC without synchronised gradients; only for runs of several processes that can step alone.
+    #: SYNTHETIC without averaged gradients; only for runs of several processes that can compute steps independently.
     alone: Trials | None = None
     work: SampleWork | None = None  #: FLOPs and bytes per sample.
     peaks: Peaks | None = None  #: Peak rates of one device.
-    #: Peak memory of the process that uses the most memory: GPU memory, or on a CPU main memory.
+    #: Peak memory of the process with the highest peak: GPU memory, or main memory for a run on CPUs.
     peak_memory_bytes: int | None = None
     predicted: MemoryUse | None = None  #: Predicted memory of a step on each device.
     links: Links | None = None  #: Links between processes; None if the links were not tested.
-    outside: Outside | None = None  #: An external program's record; the trials of FULL are then windows of its steps.
+    outside: Outside | None = None  #: Record of an external program; each trial of FULL is then a window of steps.
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -166,7 +166,7 @@ class Throughput(Record):
         return trials.mean * self.work.flops / (self.nranks * self.peaks.flops)
 
     def mbu(self, mode: str = "FULL") -> float | None:
-        """Return the fraction of the devices' peak memory bandwidth that a mode uses; caches may raise it above 1."""
+        """Return the fraction of the devices' peak memory bandwidth that a mode uses; above 1 if caches help."""
         trials = self.mode(mode)
         if not (trials and self.work and self.work.bytes and self.peaks):
             return None

@@ -1,9 +1,9 @@
 """Roofline data: the work of a training step for one sample, and the peak rates of a device.
 
-The work is known from a study's formula, and from counting operators. Both count *model* FLOPs, as MFU requires
+The work follows from a study's formula, or from counting operators. Both count *model* FLOPs, as MFU requires
 (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): the FLOPs of products and convolutions, two for a multiply-add,
-without recomputation. By formula, the backward pass takes twice the FLOPs of the forward pass. By counting, the
-backward pass lacks the gradient of the input.
+without recomputation. By formula, the backward pass takes twice the FLOPs of the forward pass. By counting, it takes
+less: the gradient of the model's input is not computed.
 
 Peaks are the rates of a large matrix product and of a copy in memory (Williams, Waterman and Patterson 2009,
 doi:10.1145/1498765.1498785). On a CPU, peaks are sums over threads that work independently.
@@ -41,7 +41,7 @@ from dlscale.train.precision import compute_dtype
 aten = torch.ops.aten
 Found = TypeVar("Found")
 
-#: Largest relative difference between forward FLOPs by formula and counted forward FLOPs without a warning.
+#: Relative difference between forward FLOPs by formula and by counting above which a warning is logged.
 TOLERANCE = 0.02
 
 
@@ -52,13 +52,13 @@ def attempt(what: str, work: Callable[[], Found]) -> Found | None:
     """
     try:
         return work()
-    except Exception as error:  # a model may raise anything
+    except Exception as error:  # a model may raise any exception
         logging.info("%s: %s: %s", what, type(error).__name__, brief(error))
         return None
 
 
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
-    """Return the work for one sample, (counted, by formula); log a failure and return None for the failed method."""
+    """Return the work per sample as (counted, by formula); log each failure, and return None in its position."""
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
     forward = attempt("the study's FLOPs formula fails", lambda: session.study.flops(session.run, session.manifest))
     if forward is None:
@@ -104,7 +104,7 @@ def counted(session: Session, batch: Batch) -> SampleWork:
 
 
 class OperatorCount(TorchDispatchMode):
-    """Context that sums the FLOPs and bytes of all operators that are called within the context, by phase."""
+    """Context manager that sums FLOPs and bytes of all operators called within the context, by phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **more: Any
 ) -> int:
-    """Return the FLOPs of four products, twice as many as in the forward pass; recomputed scores do not count."""
+    """Return the FLOPs of four matrix products; the forward pass has two. Recomputed scores do not count."""
     return 2 * int(sdpa_flop_count(query, key, value))
 
 
 def _convolution_backward(
     gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None, **more: Any
 ) -> int:
-    """Return the FLOPs of a forward pass for each requested gradient; PyTorch's formula ignores groups."""
+    """Return a forward pass's FLOPs for each requested gradient; PyTorch's own formula ignores groups."""
     transposed, wanted = rest[4], rest[7]
     places = (x if transposed else gradient)[2:].numel() * x[0]
     return 2 * places * weight.numel() * (int(wanted[0]) + int(wanted[1]))
@@ -192,7 +192,8 @@ FORMULAS: dict[Any, Any] = {
 
 # ---- bytes of operators ------------------------------------------------------------------------------
 
-#: Operators that write their first argument without reading it. (`..._like` and `new_...` read only the shape.)
+#: Operators that write their first argument without reading it. (`..._like` and `new_...`, which read only shapes, need
+#: no entry.)
 WRITE_ONLY = {
     "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
     "_foreach_copy_", "_foreach_zero_",
@@ -202,7 +203,7 @@ GATHER = {"gather": "self", "index": "self", "index_select": "self", "embedding"
 
 
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that one call of an operator reads and writes; views cost zero.
+    """Return the bytes that one call of an operator reads and writes.
 
     Each input counts as read once, each output as written once, and a tensor that changes in place as read and written.
     Operators in `WRITE_ONLY` and `GATHER` read less. Views, `empty` and queries count as zero.
@@ -210,7 +211,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     name = func._overloadpacket.__name__
     arguments, returns = func._schema.arguments, func._schema.returns
     if func.namespace != "aten" and not any(value is not None for value in tensors_in(result)):
-        return 0  # a query, or a range of a profiler
+        return 0  # a query, or the begin or end of a profiler's range
     if name.startswith(("empty", "new_empty")) or name == "_unsafe_view":
         return 0
     if any(each.alias_info and not each.alias_info.is_write for each in returns):
@@ -223,7 +224,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         size = sum(_size(value) for value in tensors_in(given.get(argument.name)))
         changed = bool(argument.alias_info and argument.alias_info.is_write)
         if argument.name == "grads" and name.startswith("_fused_") and given.get("grad_scale") is None:
-            changed = False  # contrary to the schema, gradients only change if there is a loss scale
+            changed = False  # unlike in the schema, gradients change only with a loss scale
         if GATHER.get(name) == argument.name:
             size = written
         reads = not shape_alone and not (place == 0 and name in WRITE_ONLY)
@@ -244,12 +245,13 @@ def _size(tensor: torch.Tensor) -> int:
 
 # ---- peaks of a device -----------------------------------------------------------------------------
 
-#: Seconds for measuring matrix products, by type of device, and seconds for measuring copies.
+#: Type of device → seconds for measuring matrix products; and seconds for measuring copies.
 PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
 COPY_SECONDS = 0.2
-#: Edges of the square matrices. A size is skipped if one product would take more than a quarter of `PRODUCT_SECONDS`.
+#: Type of device → edges of square matrices. Edges whose product would take over a quarter of `PRODUCT_SECONDS` are
+#: skipped.
 EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of the copied buffer, per GPU or for all CPU threads together. The buffer must be much larger than caches.
+#: Bytes of the copied buffer, per GPU or for all CPU threads together; much larger than caches.
 BUFFER = {"cpu": 2**28, "cuda": 2**30}
 #: Minimum bytes of the copied buffer per thread.
 MIN_COPY_BYTES = 2**24
@@ -258,7 +260,7 @@ PIECE = 2**23
 
 
 def common_peaks(precision: str, world: World) -> Peaks | None:
-    """Measure all devices of a run at the same time; return mean peaks, or None if a rank cannot measure its peaks."""
+    """Measure all devices of a run at the same time; return mean peaks, or None if any measurement fails."""
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     world.barrier()
@@ -282,7 +284,7 @@ def measure_peaks(precision: str, device: torch.device) -> Peaks:
 
 
 def at_least(peaks: Peaks, flops: float) -> Peaks:
-    """Return the peaks, with the FLOP/s that the run reached on a device if this rate is higher than the peak."""
+    """Return `peaks` with at least `flops`, the FLOP/s that the run reached on a device."""
     if flops <= peaks.flops:
         return peaks
     logging.warning(
@@ -299,10 +301,10 @@ def product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _best_product(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the highest FLOP/s of all products, cycling through the sizes.
+    """Return the highest FLOP/s of all products, cycling through the sizes of matrices.
 
-    A size that would take too long at the best rate so far is skipped. The size is tried again when the best rate
-    rises, for example after a slow first call.
+    A size that would take too long at the best rate so far is skipped until the best rate rises, for example after a
+    slow first call.
     """
     limit, best, products = PRODUCT_SECONDS[device.type], 0.0, dict[int, Callable[[], object]]()
     end = time.perf_counter() + limit
@@ -329,10 +331,10 @@ def copy_rate(device: torch.device) -> float:
 def _own_copies(size: int) -> float:
     """Return the bytes/s that a thread reads and writes in copies, while other threads also copy.
 
-    The time is the thread's own processor time. The rate is the median over the copies, because the fastest copy
-    happens while other threads pause.
+    The time is the thread's processor time. The rate is the median over copies, because the fastest copy happens while
+    other threads pause.
     """
-    # Ones, not zeros: Linux maps all unwritten zeros to the same page.
+    # Ones, because Linux would map zeros that were never written to a single page, which stays in the cache.
     source, target = (torch.ones(size, dtype=torch.uint8).split(PIECE) for _ in range(2))
     rates, end = list[float](), time.perf_counter() + COPY_SECONDS
     for here, there in itertools.cycle(zip(source, target, strict=True)):
@@ -351,7 +353,7 @@ def _at_once(work: Callable[[], float]) -> float:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return sum(each.result() for each in [pool.submit(work) for _ in range(count)])
     finally:
-        torch.set_num_threads(before)  # the pool's setting would also hold for new threads
+        torch.set_num_threads(before)  # the pool's setting of 1 would also hold for later threads
 
 
 def _threads() -> int:
@@ -360,7 +362,7 @@ def _threads() -> int:
 
 
 def operator_seconds(device: torch.device) -> float:
-    """Return the host's seconds per operator call, from products of single numbers and their gradients."""
+    """Measure the host's seconds per operator call, on products of single numbers and their gradients."""
     x = torch.ones(1, device=device, requires_grad=True)
 
     def chain() -> None:
@@ -387,7 +389,6 @@ def best_of(function: Callable[[], object], device: torch.device, limit: float) 
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, including its work on the device."""
     synchronize(device)
     begin = time.perf_counter()
     function()

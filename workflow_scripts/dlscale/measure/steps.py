@@ -1,4 +1,4 @@
-"""Training steps that are timed or profiled, and their batches."""
+"""Timing of training steps, and batches for measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlscale.train.loop import Batch, Hook, run_steps
 def timed_steps(
     consume: Callable[..., object], batches: Iterator[Batch], steps: int, device: torch.device
 ) -> tuple[int, float]:
-    """Return the samples and the seconds of `steps` steps, until the device has finished all steps."""
+    """Make `steps` steps; return their number of samples, and the seconds until the device has finished them."""
     counts = list[int]()
     count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
     start = time.perf_counter()

@@ -25,7 +25,7 @@ from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.measure import processes
 
 SECONDS = 1.0  #: Seconds between two samples.
-MIN_LAST_SECONDS = 0.1  #: Minimum seconds of the last sample, because Linux counts processor time in steps of 0.01 s.
+MIN_LAST_SECONDS = 0.1  #: Minimum duration of the last sample, s: Linux counts processor time in units of 0.01 s.
 #: Bit of `nvmlClocksEventReasons` (nvml.h) → cause of reduced clocks. Intended causes are not in the table: an idle GPU
 #: (0x1), clocks set by a user (0x2, 0x100), synchronised GPUs (0x10).
 REASONS = {
@@ -48,12 +48,12 @@ class Node:
         self._call = self._call_seconds()
 
     def sample(self) -> Sample:
-        """Return the resource use since the last call, or since the object was created."""
+        """Return the resource use since the previous call, or since this object was created."""
         now, machine, run, call = time.monotonic(), psutil.cpu_times(), self._used(), self._call_seconds()
         seconds = max(now - self._time, 1e-6)
-        busy = ("user", "nice", "system", "irq", "softirq")  # `user` includes the time of virtual machines
+        busy = ("user", "nice", "system", "irq", "softirq")  # `user` includes the time of guests (virtual machines)
         cpu = sum(getattr(machine, name) - getattr(self._machine, name) for name in busy) / seconds / self._cores
-        # A process that a daemon adopts leaves the tree with all its past use, so the sums may shrink.
+        # If a daemon adopts a process, all its past use leaves the tree, so the sums may shrink.
         rates = [max(0.0, after - before) / seconds for after, before in zip(run, self._run, strict=True)]
         cpu_run = rates[0] / self._cores
         jobs = None
@@ -82,7 +82,7 @@ class Node:
         return processes.used(self._root, without=(os.getpid(),))
 
     def _call_seconds(self) -> float | None:
-        """Return the processor seconds of all jobs of the workflow call; None if unknown."""
+        """Return the processor seconds of the workflow call's jobs; None if unknown."""
         try:
             return processes.used(self._caller, without=(os.getpid(),)).cpu_seconds if self._caller else None
         except psutil.Error:
@@ -118,7 +118,7 @@ def _watch(root: int, ranks: int, gpus: int) -> None:
 
 
 class Energy:
-    """Counter of the energy since its creation: energy of the node on Cray, or else of processors and memory (RAPL).
+    """Counter of energy since the object's creation: of the node on Cray, or else of processors and memory (RAPL).
 
     RAPL's counters are in microjoules and restart at `max_energy_range_uj` (Linux, Documentation/power/powercap). On
     most systems, only root may read these counters. Cray's file contains `JOULES J MICROSECONDS us`.
@@ -162,8 +162,8 @@ def _number(file: Path) -> float | None:
 def bus_ids(count: int) -> list[str]:
     """Return the PCI addresses of the first `count` devices that a CUDA program sees, in CUDA's order.
 
-    The CUDA driver applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. The query creates no context, because a context
-    would take memory on the device. The list is empty without a driver.
+    The CUDA driver applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. The query creates no context, which would take
+    memory on the device. The list is empty without a driver.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -181,7 +181,7 @@ def bus_ids(count: int) -> list[str]:
 
 
 class Gpus:
-    """The first `count` CUDA devices; empty without a driver."""
+    """The first `count` CUDA devices, sampled through NVML; empty without a driver."""
 
     def __init__(self, count: int) -> None:
         self.handles: list[Any] = []
@@ -194,13 +194,12 @@ class Gpus:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        # If each rank sees only its own GPU, the GPUs of this process have only a part of the run's energy, so power
-        # and energy are left out.
+        # If this process sees fewer GPUs than the run uses (each rank sees only its own), it sees only a part of the
+        # run's power and energy, so both are left out.
         self._whole = len(addresses) == count
         self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
 
     def sample(self) -> tuple[GpuSample, ...]:
-        """Return a sample of each GPU's activity."""
         return tuple(map(self._sample, self.handles, self._first))
 
     def _sample(self, handle: Any, first: float | None) -> GpuSample:

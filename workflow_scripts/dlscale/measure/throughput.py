@@ -1,8 +1,8 @@
 """Stage `throughput`: measure the samples/s of loading, of computing, and of training.
 
 Loading (IO) takes batches from the loader without using them. Computing (SYNTHETIC) trains on one batch that stays on
-the device. Training (FULL) trains on the loader's batches. Trials and JSON keys follow romerojosh/benchy. For a
-single-process run, paired timing then compares FULL with the first run of its plan (`dlscale.measure.turns`).
+the device. Training (FULL) trains on the loader's batches. Trials and JSON keys are those of romerojosh/benchy.
+For a single-process run, paired timing then compares FULL with the plan's first run (`dlscale.measure.turns`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
-#: Factor that raises the number of batches of a trial, because the duration of trials varies.
+#: Factor on the number of batches of a trial, so that trials also last long enough if steps become faster.
 MARGIN = 1.1
-#: Largest growth factor of the number of batches from one trial to the next, because a first trial may mislead.
+#: Largest growth of the number of batches from one warm-up trial to the next, because the first trial may be slow or
+#: fast.
 GROWTH = 16
 
 
@@ -73,15 +74,15 @@ def measure(settings: Settings, session: Session) -> Throughput:
     with contextlib.closing(session.loader("train")) as loader:
         x, y = next(loader.epoch(0))
         share = session.share()
-        cached = x.clone(), y.clone(), share.weight(0, loader.samples)  # the loader will reuse their memory
+        cached = x.clone(), y.clone(), share.weight(0, loader.samples)  # clones, as the loader reuses its memory
         if run.compile.mode != "none":
             compiling = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
-            if loader.samples % run.batch_size:  # compile for the smaller last batch before the trials
+            if loader.samples % run.batch_size:  # compile for the smaller last batch now, not in a trial
                 rest = len(share.indices(len(loader) - 1, loader.samples))
                 step.gradients(cached[0][:rest], cached[1][:rest])
         # The cached batch comes from epoch 0. IO and FULL start with epoch 1, which no worker has prefetched. As in
-        # training, batches include the weight of the rank's loss, so that all ranks record the same CUDA graph.
+        # training, batches include the weight of the rank's loss, on which the choice of a CUDA graph depends.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
             "IO": (training_batches(session, loader, 1), lambda *batch: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
@@ -93,8 +94,8 @@ def measure(settings: Settings, session: Session) -> Throughput:
         if world.data_size > 1 and run.can_step_alone:
             with step.strategy.unsynchronised():  # the last mode, because the ranks' weights differ afterwards
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
-            logging.info("SYNTHETIC (computing) without synchronised gradients: %.2f samples/s", modes["alone"].mean)
-    peak_memory = int(*world.max(memory.peak(world.device)))  # before operators are counted and peaks measured
+            logging.info("SYNTHETIC (computing) without averaged gradients: %.2f samples/s", modes["alone"].mean)
+    peak_memory = int(*world.max(memory.peak(world.device)))  # before sample_work and common_peaks, which need memory
     counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
     work, peaks = formula or counted, common_peaks(run.arithmetic, world)
     if work and peaks:
@@ -123,8 +124,8 @@ def trials(
 ) -> Trials:
     """Run warm-up and counted trials over one unbroken stream of batches.
 
-    All ranks begin a trial together, and the trial ends when the slowest rank ends. The last warm-up trial determines
-    the number of batches per trial. Warm-up trials are repeated until a trial takes half of `settings.seconds`.
+    All ranks begin a trial together, and the trial ends when the slowest rank ends. Warm-up trials are repeated until a
+    trial takes at least half of `settings.seconds`. The last warm-up trial determines the number of batches per trial.
     """
     size, warmed = settings.batches, 0
 

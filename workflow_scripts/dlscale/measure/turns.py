@@ -1,7 +1,7 @@
-"""Paired timing: time a run and the first run of its plan alternately, so that the machine's drift cancels.
+"""Paired timing: time a run and the first run of its plan in turns, so that the machine's drift cancels.
 
 Each run is a separate process, which is paused during the turn of the other run. Two identical processes differ in
-speed by up to 4 % for all of their lifetime, because of their placement in memory. Therefore both runs are opened
+speed by up to 4 % as long as they live, because of their placement in memory. Therefore both runs are opened
 (started anew) several times, and each opening is one measurement (Kalibera and Jones 2013,
 doi:10.1145/2464157.2464160).
 """
@@ -36,22 +36,22 @@ from dlscale.measure.steps import timed_steps, training_batches
 from dlscale.parallel.rendezvous import join
 from dlscale.train.build import open_session
 
-#: Seconds of a turn. A turn has many time slices of the scheduler, but is shorter than most disturbances by other
+#: Duration of a turn, s: many time slices of the operating system, but shorter than most disturbances by other
 #: programs.
 TURN = 0.25
 
-#: Number of openings of both runs.
+#: Number of openings: how often both runs are started anew.
 OPENINGS = 4
 
-#: Minimum number of rounds of an opening that ends early.
+#: Minimum number of rounds before an opening may end early. In a round, each run has one turn.
 MIN_ROUNDS = 8
 
-#: An opening is prolonged if its error is more than this multiple of the requested error.
+#: Multiple of the requested error above which an opening is prolonged.
 MAX_ERROR_RATIO = 3
 #: Longest duration of an opening, as a multiple of the planned duration.
 MAX_DURATION_RATIO = 3
 
-#: Timeout of an opening or a turn, seconds. Openings take the longest: a turn usually takes about `TURN` seconds.
+#: Timeout of an opening or a turn, seconds. Openings take longest; turns take about `TURN` seconds.
 PATIENCE = 600.0
 
 #: (Samples/s of a run, samples/s of the first run of its plan) in one round.
@@ -60,12 +60,12 @@ Round = tuple[float, float]
 
 @dataclass(frozen=True)
 class TimedRunSettings:
-    """Settings of a run that is timed."""
+    """Arguments of one of the two timed runs."""
 
-    config: str  #: Path of its `config.yaml`, or settings as JSON.
+    config: str  #: Path of the run's `config.yaml`, or its settings as JSON.
     manifest: str
     device: str  #: Value of `--device`.
-    threads: int | None  #: CPU threads.
+    threads: int | None  #: CPU threads of a node.
 
 
 class TurnFailed(Exception):
@@ -79,7 +79,7 @@ class Subject(Protocol):
     """
 
     def open(self) -> None:
-        """Begin to start the run, without waiting for it."""
+        """Start the run without waiting for it."""
 
     def wait(self) -> None:
         """Wait until the run has started and has made its warm-up steps."""
@@ -95,18 +95,17 @@ class Subject(Protocol):
 
 
 class Turns:
-    """The processes of both runs. Create them before the stage computes anything, because they are forks."""
+    """Processes of both runs, for all openings. Create them before the stage computes, because they are forks."""
 
     def __init__(self, own: TimedRunSettings, first: TimedRunSettings) -> None:
         self._first = first
-        # In a test, the run that was created and opened first was 1 % slower. Therefore the order alternates.
+        # In a test, a run was 1 % slower if it was created and opened first. Therefore the order alternates.
         self._couples = [
             (_subject(own), _subject(first)) if number % 2 else (_subject(first), _subject(own))[::-1]
             for number in range(OPENINGS)
         ]
 
     def close(self) -> None:
-        """End both runs and all processes that they have started."""
         for couple in self._couples:
             for subject in couple:
                 subject.close()
@@ -125,21 +124,19 @@ class Turns:
         found = Beside(compute=compute_digest(first), openings=rounds)
         ratio, error = interval(found.ratios)
         logging.info(
-            "paired timing with the plan's first run, %d openings: %.3f times as fast (relative error ± %.3f)",
+            "paired timing, %d openings: %.3f times as fast as the plan's first run (relative error ± %.3f)",
             *(len(rounds), math.exp(ratio), error),
         )
         return found
 
     def rounds(self, seconds: float, error: float) -> list[list[Round]]:
-        """Return the samples/s of both runs by opening and round.
-
-        Each opening has an even number of rounds.
+        """Time both runs; return their samples/s, [opening][round], with an even number of rounds per opening.
 
         Parameters
         ----------
         seconds
-            Planned seconds of all turns together. Each opening has at least two rounds. After the second opening, no
-            further opening begins if starting the runs has already taken this time.
+            Planned duration of all turns together, s. Each opening has at least two rounds. After the second opening,
+            no further opening begins if starting the runs has already taken this time.
         error
             Relative half-width of the ratio's 95 % interval at which an opening ends early. An opening with a
             half-width of more than three times this value is prolonged, up to three times its planned duration.
@@ -163,7 +160,7 @@ class Turns:
 
 
 def _open(couple: Sequence[Subject], order: tuple[int, int]) -> float:
-    """Open both runs in the order `order`, pause both, and return the seconds that this took."""
+    """Open both runs in the order `order`, pause both, and return the seconds that opening took."""
     start = time.monotonic()
     for number in order:
         couple[number].open()
@@ -188,7 +185,6 @@ def _rounds(couple: Sequence[Subject], order: tuple[int, int], seconds: float, e
 
 
 def _enough(rounds: list[Round], passed: float, seconds: float, error: float) -> bool:
-    """Return whether an opening with these rounds may end."""
     reach = interval([math.log(own / first) for own, first in rounds])[1]
     if passed < seconds:
         return len(rounds) >= MIN_ROUNDS and reach <= error
@@ -208,7 +204,7 @@ def paired(args: argparse.Namespace) -> Iterator[Turns | None]:
 
 
 def _subject(timed: TimedRunSettings) -> Subject:
-    """Return a run that is not open yet; the process of a study's run is forked here."""
+    """Return a run that is not open yet; fork the process of a study's run."""
     program = registry.provided("ProgramSubject", None) if read_settings(timed.config)[0].get("program") else None
     found: Subject = (program or _Study)(timed)
     return found
@@ -218,14 +214,14 @@ class _Study:
     """A run of a study in its own process group, so that all its processes can be paused together."""
 
     def __init__(self, timed: TimedRunSettings) -> None:
-        # Fork, as for loaders, because modules are already imported, and no CUDA context or thread pool exists yet.
+        # A fork saves imports, and is safe, because no CUDA context or thread pool exists yet.
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_play, args=(other, self._pipe, timed, os.getpid()))
         self._process.start()
         other.close()
         self._group = self._process.pid or 0
-        with contextlib.suppress(OSError):  # the child also calls `setpgid`, perhaps earlier
+        with contextlib.suppress(OSError):  # the child also calls `setpgid`, and may have been first
             os.setpgid(self._group, self._group)
 
     def open(self) -> None:
@@ -235,11 +231,11 @@ class _Study:
         self._answer()
 
     def _ask(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the process ended; `_answer` raises the reason
+        with contextlib.suppress(BrokenPipeError):  # the process ended; `_answer` will report this
             self._pipe.send(None)
 
     def _answer(self) -> float:
-        if not self._pipe.poll(PATIENCE):  # a loader hangs, or a user stopped the process
+        if not self._pipe.poll(PATIENCE):  # for example a loader hangs
             raise TurnFailed(f"process {self._group} of a run did not answer for {PATIENCE:.0f} s")
         try:
             answer = self._pipe.recv()

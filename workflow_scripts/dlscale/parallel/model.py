@@ -8,7 +8,7 @@ attention and MLP, tokens are gathered over tp; in attention, keys and values ar
 Each device's loss has the weight 1 / tp, and each exchange of the backward pass is the adjoint of the forward exchange.
 Therefore the gradients equal the gradients on one device after two operations: the gradients of unsharded weights are
 summed over tp, and all gradients are averaged over dp x cp. Outside the divided part, devices that share a model draw
-the same random numbers. Inside the divided part, each device draws different ones.
+the same random numbers. Inside the divided part, each device draws different random numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.shards import Cut
 from dlscale.parallel.world import Mesh, Pretended, PretendedAxes
 
-#: Mesh of devices that exchange tensors, real or pretended.
+#: Mesh of devices that exchange tensors, or its stand-in for predictions.
 Axes = DeviceMesh | PretendedAxes
 
 TOKENS = 1  #: Dimension of tokens in [B, N, E].
@@ -53,13 +53,13 @@ def named(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
 
 
 def cut_layers(model: nn.Module, sharding: Sharding) -> list[tuple[str, nn.Module, int]]:
-    """Return name, module and sharded weight dimension of each tensor-parallel layer."""
+    """Return name, module, and dimension along which the weight is sharded, of each tensor-parallel layer."""
     columns = [(name, module, 0) for name, module in named(model, sharding.columns).items()]
     return columns + [(name, module, 1) for name, module in named(model, sharding.rows).items()]
 
 
 def tied(model: nn.Module) -> list[list[str]]:
-    """Return a list of names for each parameter that has more than one name."""
+    """Return the list of names of each tied parameter (a parameter with several names)."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -127,9 +127,9 @@ class ModelParallel:
                 if p.dim() > dim:  # the bias of a layer in `rows` is not sharded: it is added once, to the sums
                     if names := shared.get(f"{layer_name}.{name}"):
                         raise UserError(
-                            f"geometry.tp: {' and '.join(names)} are one tensor of the model (tied weights), and "
-                            "tensor parallelism would shard it in only one of its modules. Use geometry.tp 1, or leave "
-                            "these layers out of `columns` and `rows` of the study's sharding"
+                            f"geometry.tp: {' and '.join(names)} are tied (one tensor of the model), and tensor "
+                            "parallelism would shard this tensor in only one of its modules. Set geometry.tp to 1, or "
+                            "remove these layers from `columns` and `rows` of the study's sharding"
                         )
                     cut = Cut(self._tp, dim, p.shape)  # type: ignore[arg-type]  # PretendedAxes has the methods that Cut calls
                     self.cuts[f"{layer_name}.{name}"] = (cut,)
@@ -182,12 +182,12 @@ class ModelParallel:
     def _gather(self, x_BNE: torch.Tensor) -> torch.Tensor:
         assert self._tp is not None
         kind = x_BNE.device.type
-        if torch.is_autocast_enabled(kind):  # the next layers compute in 16 bits, so casting here halves the sent bytes
+        if torch.is_autocast_enabled(kind):  # the next layers cast to 16 bits: casting here halves the sent bytes
             x_BNE = x_BNE.to(torch.get_autocast_dtype(kind))
         return _gathered(x_BNE, self._tp, TOKENS, Partial())
 
     def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this device's queries, and the keys and values of all tokens without padding."""
+        """Return this device's queries, and the keys and values of all tokens, without the padding tokens."""
         if self._cp:
             k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))
         return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v))
@@ -221,7 +221,7 @@ class ModelParallel:
 
 
 class _Adjoint(torch.autograd.Function):
-    """Identity in the forward pass; multiplies the gradient by a factor."""
+    """Identity in the forward pass; multiplies the gradient by a factor in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
@@ -256,7 +256,7 @@ def _scattered(x: torch.Tensor, mesh: Axes, dim: int) -> torch.Tensor:
 
 
 class _Pretend(torch.autograd.Function):
-    """Stand-in for `_gathered` or `_scattered`: the same shapes and memory, without exchanges."""
+    """Stand-in for `_gathered` and `_scattered`: the same shapes and memory, without exchanges."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, gather: bool, summed: bool) -> torch.Tensor:
@@ -282,7 +282,7 @@ def _part_like(x: torch.Tensor, parts: int, dim: int, summed: bool) -> torch.Ten
 
 
 class _Rows(nn.Module):
-    """Linear layer with a part of the input features.
+    """Row-parallel linear layer: each device has a part of the input features.
 
     The outputs are summed over the devices, and each device keeps the sums of a part of the tokens.
     """
@@ -293,7 +293,7 @@ class _Rows(nn.Module):
     def __init__(self, layer: nn.Module, mesh: Axes) -> None:
         super().__init__()
         assert isinstance(layer, nn.Linear)
-        self._parameters = layer._parameters  # keeps the names of the parameters
+        self._parameters = layer._parameters  # so that parameters keep their names
         self._mesh = mesh
 
     def forward(self, x_BNE: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Network between nodes that NCCL uses, as NCCL's own log names it.
+"""Network that NCCL uses between nodes, read from NCCL's log.
 
-Without its plug-in for the site's network, NCCL exchanges gradients over TCP (network `Socket`), many times slower, and
-reports this only in its log.
+Without a plug-in for the site's network, NCCL exchanges gradients over TCP (network `Socket`), which is many times
+slower. NCCL reports this only in its log.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dlscale.core.machine import FABRIC
 #: Environment variables that configure NCCL's log.
 VARIABLES = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 
-TCP = "Socket"  #: NCCL's name for TCP, which it uses without a plug-in and without InfiniBand.
-#: libfabric's names for TCP; NCCL's plug-in for Slingshot uses libfabric.
+TCP = "Socket"  #: NCCL's name for TCP, which NCCL uses if it has neither a plug-in nor InfiniBand.
+#: Names for TCP in libfabric, which NCCL's plug-in for Slingshot uses.
 TCP_PROVIDERS = {"tcp", "sockets", "udp", "net"}
 
 
 @contextlib.contextmanager
 def nccl_log() -> Iterator[Path | None]:
-    """Yield a temporary file to which NCCL writes its log; None if the environment configures this log."""
+    """Yield a temporary file to which NCCL writes its log; None if `VARIABLES` already configure this log."""
     if VARIABLES & set(os.environ):
         yield None
         return
@@ -35,15 +35,15 @@ def nccl_log() -> Iterator[Path | None]:
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=file.name)
         try:
             yield Path(file.name)
-        finally:  # NCCL has read the variables; child processes need their own file
+        finally:  # NCCL has read the variables; child processes must not log to this file
             for name in VARIABLES:
                 os.environ.pop(name, None)
 
 
 def read_network(log: str) -> str | None:
-    """Return the network in NCCL's log, such as `Socket`, `IB` or `AWS Libfabric: cxi`; None if the log has no network.
+    """Return the network that NCCL's log names, such as `Socket`, `IB` or `AWS Libfabric: cxi`, or None.
 
-    The word after a colon is libfabric's provider.
+    The word after the colon is the name of libfabric's provider.
     """
     networks = re.findall(r"NCCL INFO Using network ([^\n]+)", log)
     providers = re.findall(r"NET/OFI Selected provider is ([^\s,()]+)", log, re.IGNORECASE)
@@ -62,14 +62,14 @@ def is_tcp(network: str | None) -> bool:
 def check_network(network: str | None, logged: bool = True) -> None:
     """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`).
 
-    `logged`: whether NCCL wrote the log that should name the network.
+    `logged` is whether NCCL wrote a log, which should then name the network.
     """
     fabric = os.environ.get(FABRIC)
     if fabric and logged and network is None:
-        logging.warning("NCCL's log does not name the network between nodes; it is not known to be %s", fabric)
+        logging.warning("NCCL's log does not name the network between nodes; dlscale cannot check if it is %s", fabric)
     if fabric and is_tcp(network):
         raise UserError(
             f"site.fabric: the site's network is {fabric}, but NCCL exchanges data between nodes over TCP (network "
-            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: site.modules for "
-            "containers, LD_LIBRARY_PATH in site.environment without containers. To measure over TCP: fabric: ethernet"
+            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: by site.modules in "
+            "containers, otherwise by LD_LIBRARY_PATH in site.environment. To measure over TCP, set fabric: ethernet"
         )

@@ -14,7 +14,7 @@ class Device(Record):
     kind: str = ""
     name: str = ""
     threads: int | None = None
-    network: str | None = None  #: Network between nodes that NCCL uses, such as Socket (TCP); None if unknown.
+    network: str | None = None  #: Network that NCCL uses between nodes, such as Socket (TCP); None if unknown.
 
 
 class LinkLevel(Record):
@@ -25,9 +25,9 @@ class LinkLevel(Record):
 
     name: Literal["node", "switch", "network"]  #: Smallest unit of the machine that contains both ends of a link.
     size: int  #: Number of connected units: processes per node for level `node`, nodes for level `network`.
-    links: int  #: Number of measured pairs of processes.
+    links: int  #: Number of pairs of processes whose link was measured.
     alpha: Measured  #: Median latency, s: half the round-trip time of a small message.
-    beta: Measured  #: Median one-way time, s/byte, while other pairs of the level also send.
+    beta: Measured  #: Median one-way time per byte, s/byte, while other pairs of the level also send.
 
 
 class Links(Record):
@@ -36,8 +36,8 @@ class Links(Record):
     backend: str  #: nccl or gloo.
     processes: int
     nodes: int
-    seconds: float  #: Duration of the test.
-    levels: list[LinkLevel]  #: Levels with measured links; the level of the nearest devices is first.
+    seconds: float  #: Duration of the self-test.
+    levels: list[LinkLevel]  #: Levels with measured links, the level with the nearest devices first.
 
     def line(self) -> str:
         """Return latency and bandwidth of all levels in one line."""
@@ -66,8 +66,8 @@ class Memory(Record):
     """Memory of one device, bytes: predicted before a step, and measured during the step."""
 
     predicted: MemoryUse
-    #: Memory in use at the end of each phase: `set-up`, `forward`, `backward` and `step`. On a GPU, it is the memory of
-    #: tensors, on a CPU the memory of the process.
+    #: Memory in use at the end of each phase: `set-up`, `forward`, `backward` and `step`. On a GPU, tensors count; on a
+    #: CPU, all memory of the process counts.
     measured: dict[str, int] = {}
     peak: int | None = None  #: Peak of the memory in use.
     device: int | None = None  #: Capacity of the device.

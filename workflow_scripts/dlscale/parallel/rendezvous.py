@@ -1,4 +1,4 @@
-"""Rendezvous of a run's ranks."""
+"""Rendezvous of a run's ranks, and the end of runs that lost a rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,
-            device_id=own if kind == "cuda" else None,  # NCCL connects here, and not in the first exchange
+            device_id=own if kind == "cuda" else None,  # so that NCCL connects here, not in the first exchange
         )
         network = read_network(log.read_text(errors="replace")) if log else None
     failed = False
@@ -126,8 +126,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     """Return the store through which the ranks meet.
 
     On one node the store is a file, or a port of the loopback interface. On several nodes rank 0 listens only at
-    MASTER_ADDR, because PyTorch would listen at all addresses. If a user started PyTorch's torchrun by hand, the
-    process of torchrun hosts the store.
+    MASTER_ADDR, because PyTorch would listen at all addresses.
     """
     stores: Any = dist  # PyTorch defines the stores at run time only
     if geometry.nodes == 1:
@@ -172,7 +171,7 @@ def _listen(address: str, port: int) -> int:
     except OSError as error:
         raise UserError(
             f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of the first node and a "
-            "free port. The command needs NODE_RANK=1 on the second node, NODE_RANK=2 on the third"
+            "free port. On other nodes, the command needs another rank: NODE_RANK=1 on the second node, and so on"
         ) from None
     return listener.detach()
 
@@ -182,7 +181,7 @@ def _interface_to(address: str) -> str | None:
     with contextlib.suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing, but selects the local address
+            probe.connect(place)  # sends no data, but selects the local address
             mine = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.family == family and each.address.partition("%")[0] == mine for each in addresses):
@@ -194,7 +193,8 @@ def _rendezvous(geometry: Geometry) -> None:
     """Set MASTER_ADDR and MASTER_PORT if the launcher did not set them.
 
     On several nodes, the address is the first node of Slurm's list. On one node, the address is always 127.0.0.1, even
-    if the launcher set another address. The port follows from the Slurm job and step, or else from the parent process.
+    if the launcher set another address. The port depends on the numbers of the Slurm job and step, or else of the
+    parent process.
     """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if geometry.nodes > 1 and nodes:

@@ -1,4 +1,4 @@
-"""Names of the modules at which devices divide or gather a model. This file does not import PyTorch."""
+"""Names of the modules at which devices shard a model or gather its tokens. This file does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sharding:
-    """Names of modules by which devices divide a study's model; `*` stands for one part of a dotted name.
+    """Names of modules by which devices divide a study's model; `*` matches one part of a dotted name.
 
     FSDP uses `units`. The other fields are for models of tokens [B, N, E]: tensor- and context-parallel devices divide
     the part of the model between `first` and `last`.
@@ -18,7 +18,7 @@ class Sharding:
     tokens: int = 0  #: Number of tokens, N.
     first: str = ""  #: Module that returns all tokens; devices divide the tokens after this module.
     last: str = ""  #: Module that computes one output per token; devices gather the outputs after this module.
-    gather: Sequence[str] = ()  #: Modules that contain `columns` and `rows`, and take all tokens as input.
-    columns: Sequence[str] = ()  #: Linear layers divided by outputs: each device computes some of the outputs.
-    rows: Sequence[str] = ()  #: Linear layers divided by inputs (outputs of `columns`); partial outputs are summed.
+    gather: Sequence[str] = ()  #: Modules that contain `columns` and `rows`; tokens are gathered before these modules.
+    columns: Sequence[str] = ()  #: Linear layers sharded by outputs: each device computes some of the outputs.
+    rows: Sequence[str] = ()  #: Linear layers sharded by inputs (outputs of `columns`); partial outputs are summed.
     attend: Sequence[str] = ()  #: Modules that take queries, keys and values [B, heads, N, head dimension].

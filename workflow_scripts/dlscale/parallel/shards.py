@@ -1,4 +1,4 @@
-"""Shards of tensors with their offsets in the full tensor, so that other devices can shard the tensor differently."""
+"""Shards of tensors with their offsets in the full tensor: a resumed run may shard the tensor differently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Cut:
 
     @property
     def offset(self) -> int:
-        """Offset of this device's part along `dim`."""
         each = -(-self.shape[self.dim] // self.mesh.size())
         return min(each * self.mesh.get_local_rank(), self.shape[self.dim])
 
@@ -46,7 +45,7 @@ class Shard:
     """
 
     tensor: torch.Tensor
-    cuts: tuple[Cut, ...] = ()  #: successive cuts from the full tensor to the shard
+    cuts: tuple[Cut, ...] = ()  #: cuts that make the shard from the full tensor, in order
 
     @property
     def shape(self) -> torch.Size:
@@ -55,7 +54,6 @@ class Shard:
 
     @property
     def offsets(self) -> torch.Size:
-        """Offsets of the shard in the full tensor."""
         offsets = [0] * len(self.shape)
         for cut in self.cuts:
             offsets[cut.dim] += cut.offset
@@ -110,11 +108,12 @@ class Shard:
 def own_shards(shards: Mapping[str, Shard], world: World, first: Container[str] = ()) -> dict[str, Shard]:
     """Return the shards that this device writes, so that all devices together write each part of a tensor once.
 
-    Devices that hold the same parts write equal amounts. If `first` contains a tensor's name, the first of these
-    devices writes the part.
+    Devices that hold the same parts write about equal amounts. Parts of the tensors named in `first` are written by the
+    first device that holds them.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
-    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])  # along tp, along replicas
+    # position of this rank along tp, and among the ranks with the same position along tp
+    across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])
     holders: dict[str, tuple[int, int]] = {}
     total, before = Counter[int](), Counter[int]()
     for name, shard in shards.items():

@@ -28,7 +28,7 @@ from dlscale.parallel.world import World
 #: PyTorch's default size of a bucket of gradients, MB (`torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB`).
 BUCKET_MB = 25
 
-#: Option of `DistributedDataParallel` to broadcast buffers, by its newer or older name.
+#: Name, in this version of PyTorch, of the option of `DistributedDataParallel` that broadcasts buffers.
 BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -52,14 +52,14 @@ class Strategy:
         self.wrapped: nn.Module = nn.Identity()  #: module that the training calls: the network or its wrapper
 
     def wrap(self, network: Any, sharding: Sharding, stream: Callable[[], AbstractContextManager[object]]) -> None:
-        """Wrap a network, whose model may change in place.
+        """Wrap `network`; FSDP changes the network's model in place.
 
         `stream` returns a context (a CUDA stream) in which hooks of the backward pass must be created.
         """
         self.wrapped = network
 
     def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function that predicts from inputs."""
+        """Return the function that maps inputs to predictions."""
         predict: Callable[[torch.Tensor], torch.Tensor] = network.predict
         return predict
 
@@ -99,7 +99,7 @@ class Replicated(Strategy):
         }
         if settings.first_bucket_mb is not None:  # the last size applies to all further buckets
             options["bucket_cap_mb_list"] = [settings.first_bucket_mb, settings.bucket_mb or BUCKET_MB]
-        # DDP keeps the autograd nodes that accumulate gradients, and a node runs on the stream that created the node.
+        # DDP creates the autograd nodes that accumulate gradients, and each node runs on the stream that created it.
         with stream():
             self.wrapped = DistributedDataParallel(network, **options)
         # By default, DDP times every hundredth step with CUDA events. The host waits for these events, and a CUDA graph
@@ -125,8 +125,8 @@ class Replicated(Strategy):
             self._register()
 
     def _register(self) -> None:
-        # DDP accepts only one hook, and refuses a hook whose annotations are strings, as in this file. A lambda has no
-        # annotations.
+        # DDP accepts only one hook, so this hook looks up `self._hook`. It is a lambda, because DDP refuses a function
+        # whose annotations are strings, as in this file.
         self.wrapped.register_comm_hook(self.wrapped.process_group, lambda group, bucket: self._hook(group, bucket))
 
 
@@ -199,12 +199,11 @@ class DataParallelNetwork(nn.Module):
         return self.copies(x, y).mean()
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the prediction, as `Network.predict` does."""
         return self.copies(x)
 
 
 class _Each(nn.Module):
-    """Module that DataParallel copies: return the loss of each sample, or the prediction if targets are missing."""
+    """Module that DataParallel copies; it returns the loss of each sample, or the prediction if `y` is None."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -272,20 +271,20 @@ class Gradients:
                 self._groups["fsdp"] = p.device_mesh.get_group("shard")
 
     def complete(self) -> None:
-        """Sum the gradients over the tensor-parallel devices."""
+        """Sum the gradients of unsharded parameters over the tensor-parallel devices."""
         if self._model:
             self._model.sum_gradients(self._parameters)
 
     def clip(self, updated: Sequence[torch.Tensor]) -> torch.Tensor:
         """Scale the gradients down if their norm exceeds `clip_norm`; return the norm before scaling.
 
-        `updated` has the tensors that the optimiser updates, in the order of names. The norm is over all gradients
-        together, float32, as in `torch.nn.utils.clip_grad_norm_`.
+        `updated` has the tensors that the optimiser updates, in the order of the parameters. The norm is over all
+        gradients together, float32, as in `torch.nn.utils.clip_grad_norm_`.
         """
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}
         whole: list[torch.Tensor] = []
-        cut: list[torch.Tensor] = []  # gradients of sharded parameters: other tp devices have the other parts
+        cut: list[torch.Tensor] = []  # gradients of tp-sharded parameters: this device has a part of each
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
                 (cut if name in cuts else whole).append(p.grad)
@@ -299,7 +298,7 @@ class Gradients:
         return norm
 
     def scaler(self, enabled: bool) -> torch.amp.GradScaler:
-        """Return the scaler of the loss; an overflow on one device counts on all devices that share the model."""
+        """Return the loss scaler; after an overflow on one device, all devices that share the model skip the update."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
 
@@ -315,7 +314,7 @@ class _Scaler(torch.amp.GradScaler):
         self._groups = groups
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
-        # PyTorch's own ShardedGradScaler also overrides this method.
+        # PyTorch's ShardedGradScaler overrides this private method, too.
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(*arguments, **options)
         for group in self._groups:
             for overflow in found.values():

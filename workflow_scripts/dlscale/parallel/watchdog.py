@@ -31,14 +31,14 @@ from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BACKGROUND
 
 BEAT = 1.0  #: Seconds between two heartbeats.
-#: Maximum duration of a step's range (`ranges`), as a multiple of the longest recent range; at least `Limits.stuck`.
+#: Timeout of a range of a step (`core.ranges`), as a multiple of the longest recent range; at least `Limits.stuck` s.
 MAX_RANGE_RATIO = 10.0
-WINDOW = 200  #: Number of recent ranges among which the longest counts for `MAX_RANGE_RATIO`.
+WINDOW = 200  #: Number of recent ranges; `MAX_RANGE_RATIO` multiplies the longest of them.
 GRACE = 1800.0  #: Seconds allowed without progress while data and code are set up, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
-NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks, if the limit is longer.
+NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks, if the timeout is longer.
 
 #: Phrases in libraries' error messages that indicate that another rank is gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
@@ -47,7 +47,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 THERE = "still running"
 STOPPED = "stopped by a signal"
 ENDED = "gone: killed, or ended by itself"
-UNSEEN = "killed or stopped, or its node is gone, or its code holds Python's lock"
+UNSEEN = "killed or stopped, or its node is gone, or its code holds Python's lock (GIL)"
 
 
 class Heartbeat(NamedTuple):
@@ -57,13 +57,13 @@ class Heartbeat(NamedTuple):
     host: str = ""
     place: str = ""  #: Host and PID namespace, within which `process` is meaningful.
     process: int = 0  #: Process number (PID).
-    entered: int = 0  #: Number of ranges and parts entered or left.
-    range: str = ""  #: Current range.
-    kind: str = ranges.OPENING  #: Kind of the current range.
+    entered: int = 0  #: Number of ranges entered, and of parts of the run entered or left.
+    range: str = ""  #: Name of the current range or part.
+    kind: str = ranges.OPENING  #: Kind of the current work, which decides the timeout.
     exchanges: int = 0  #: Number of exchanges begun by the steps.
     background: int = 0  #: Number of exchanges begun by the thread that writes checkpoints.
     age: float = 0.0  #: Seconds since `entered`, `exchanges` or `background` changed.
-    longest: float = 0.0  #: Longest recent range of steps, s.
+    longest: float = 0.0  #: Duration of the longest recent range in steps, s.
     sees: dict[str, str] = {}  #: States of the other processes of the rank's node, by rank.
     failed: str = ""  #: Reason why this rank ends.
     verdict: str = ""  #: Reason why all ranks end.
@@ -108,7 +108,7 @@ class Watchdog:
     """Watchdog over a run's ranks, from construction until `close`; every rank must construct a watchdog."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """Start to watch; `per_node` is the number of consecutive ranks per node.
+        """Start watching; `per_node` is the number of ranks per node, which are consecutive.
 
         Without `limits`, only a failed exchange ends the run.
         """
@@ -168,7 +168,7 @@ class Watchdog:
         self._store.set(f"sign-{self.rank}", json.dumps(self._heartbeat))
 
     def _look(self) -> None:
-        """Read the heartbeats of other ranks if all exist: thousands of processes do not start at the same time."""
+        """Read the heartbeats of other ranks once all exist, because thousands of processes take time to start."""
         known = list(self._known)
         keys = [f"sign-{rank}" for rank in known]
         for rank, text in zip(known, self._store.multi_get(keys), strict=True) if self._store.check(keys) else ():
@@ -184,7 +184,7 @@ class Watchdog:
                 if steps:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
-            age, steps = age + BEAT, steps and kind == ranges.STEPS  # whether all of the range was in steps
+            age, steps = age + BEAT, steps and kind == ranges.STEPS  # `steps`: the whole range was in steps
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {
                 str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
@@ -197,8 +197,8 @@ class Watchdog:
                 self._unanswered = 0.0
                 if self._judges:
                     self._judge()
-            except Exception as error:  # _await_answer counts the seconds without an answer
-                logging.info("watchdog: no answer: %s", brief(error))
+            except Exception as error:  # `_await_answer` ends the process if this lasts
+                logging.info("watchdog: the store does not answer: %s", brief(error))
 
     def _judge(self) -> None:
         """End this process if the heartbeat of rank 0 or 1 contains a verdict.
@@ -269,7 +269,7 @@ class Watchdog:
         return f"all other processes have waited for {limit:.0f} s{others}, for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
-        """Return the longest limit, seconds, among the limits for the current ranges of these ranks."""
+        """Return the longest timeout, seconds, among the timeouts for the current work of these ranks."""
         seconds = {
             ranges.STEPS: max(self.limits.stuck, MAX_RANGE_RATIO * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
@@ -308,7 +308,7 @@ class Watchdog:
 
 
 def _exchanges() -> tuple[int, int]:
-    """Return how many exchanges this rank has begun in its steps, and in its background thread."""
+    """Return how many exchanges this rank has begun in its steps, and in the thread that writes checkpoints."""
     groups = list[Any](distributed_c10d._world.pg_map)
     begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
     own, others = (sum(count for background, count in begun if background == kind) for kind in (False, True))
@@ -316,7 +316,7 @@ def _exchanges() -> tuple[int, int]:
 
 
 def state(process: int) -> str:
-    """Return the state of this node's process number `process` (proc(5))."""
+    """Return the state of the process `process` (PID) of this node (proc(5))."""
     try:
         letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 AXES = ("dp", "cp", "tp")
 Value = TypeVar("Value")
 
-#: Description of process groups for background threads; their exchanges do not count as progress of steps.
+#: Description of the process groups of background threads, whose exchanges do not count as progress of steps.
 BACKGROUND = "background"
 
 
@@ -34,7 +34,7 @@ class World:
     device: torch.device = CPU  #: device of this process
     control: Any = None  #: process group that exchanges values on the host; None: the default group
     mesh: Mesh | None = None  #: mesh of all ranks if ranks share a model; None: every rank has a complete model
-    network: str | None = None  #: network between nodes that NCCL uses; None: unknown, or another backend
+    network: str | None = None  #: network that NCCL uses between nodes; None: unknown, or another backend
 
     @property
     def main(self) -> bool:
@@ -58,7 +58,7 @@ class World:
 
     @property
     def lead(self) -> bool:
-        """Whether this rank is the first of the ranks that share a model."""
+        """Whether this rank is the first in its group of ranks that share a model."""
         return self.mesh is None or self.mesh.rank("cp") == self.mesh.rank("tp") == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class Mesh:
     replicas
         Process group of this rank's row of `ranks`.
     model
-        One-dimensional mesh of the ranks that share a model, ascending; None if each rank has its own model.
+        One-dimensional mesh of the ranks that share a model, ascending; None if each rank has a complete model.
     places
         Position in `model` for each pair of positions along cp and tp, as a list in which tp varies fastest.
     """
@@ -148,18 +148,15 @@ class Mesh:
         self.model: DeviceMesh | None = self.devices[several[0]] if several else None
         if len(several) > 1:  # one collective over both axes; `DeviceMesh[several]` would need two collectives
             self.model = DeviceMesh(kind, shared.sort().values, mesh_dim_names=("dp", "model"))["model"]
-        self.places: list[int] = shared[0].argsort().argsort().tolist()  # equal for all models
+        self.places: list[int] = shared[0].argsort().argsort().tolist()  # equal in all groups that share a model
 
     def rank(self, axis: str) -> int:
-        """Return this rank's position along an axis."""
         return self.devices.get_local_rank(axis)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis."""
         return self.devices.size(AXES.index(axis))
 
     def group(self, axis: str) -> Any:
-        """Return the process group of this rank along an axis."""
         return self.devices.get_group(axis)
 
     def along(self, axis: str) -> DeviceMesh | None:
@@ -168,7 +165,7 @@ class Mesh:
 
 
 class Pretended:
-    """Mesh as the first rank would see it, without other ranks, for the prediction of memory.
+    """Stand-in for the first rank's mesh, without other ranks, to predict memory.
 
     An exchange in this mesh returns a tensor of the right shape, but does not transfer data.
     """
@@ -191,7 +188,7 @@ class Pretended:
 
 @dataclass(frozen=True)
 class PretendedAxes:
-    """Axes of a pretended mesh, with the methods of `DeviceMesh`."""
+    """Stand-in for a `DeviceMesh` along one or two axes."""
 
     ranks: int
 

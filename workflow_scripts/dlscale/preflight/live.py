@@ -28,7 +28,7 @@ OVERDUE = 0.1
 class Job:
     """A job of a workflow call."""
 
-    name: str  #: PLAN.RUN, or another product such as `data NAME`.
+    name: str  #: Name of the job: PLAN.RUN, `plan NAME`, `data NAME`, or else the rule.
     rule: str
     log: str
     benchmark: str
@@ -63,7 +63,7 @@ class CallProgress:
         """Return the remaining time of a job.
 
         A remaining time that the stage reports takes precedence. Otherwise the job's total time is its expected time,
-        times actual / expected time of the finished jobs.
+        multiplied by actual / expected time of the finished jobs.
         """
         timed = [other for other in self.done if other.timed]
         expected = sum(other.seconds for other in timed)

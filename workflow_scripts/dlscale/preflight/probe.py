@@ -41,7 +41,7 @@ class Finding:
 
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
-    """Check the raw files that a dataset still needs or watches for changes; None if no problem was found."""
+    """Check a dataset's raw files, if they are still needed or watched for changes; return None without a problem."""
     paths, kind = Results(results), parts.kind_of(dataset)
     made, recorded = Path(paths.manifest(name)).exists(), Path(paths.dataset_settings(name))
     read_once = made and kind.acquirer(dataset) is not None
@@ -54,7 +54,7 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     source = read_yaml(recorded).get("source") if made and recorded.exists() else None
     of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
     if read_once or (made and of_these):
-        text = f"{trouble}; the dataset made from it is kept"
+        text = f"{trouble}; the dataset made from this file is kept"
         return Finding(f"data {name}", "warn", text, "put the file back, unless you removed it on purpose")
     return Finding(f"data {name}", "FAIL", trouble, f"put the file there, or correct datasets.{name}.source")
 

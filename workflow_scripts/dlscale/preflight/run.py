@@ -81,7 +81,7 @@ class Waiting:
     known: bool = False  #: Whether the job ran before.
     failed: bool = False  #: Whether the last attempt failed; Snakemake then removed its outputs.
     before: Sequence[str] = ()  #: Recorded parameters (as `repr`) that the job no longer has.
-    now: Sequence[str] = ()  #: Parameters (as `repr`) that are not recorded.
+    now: Sequence[str] = ()  #: New parameters (as `repr`), which the last run's record lacks.
     newer: Sequence[str] = ()  #: Inputs that changed since the last run.
     inputs: bool = False  #: Whether the list of inputs changed.
     follows: bool = False  #: Whether the same call makes some of the job's inputs.
@@ -155,7 +155,7 @@ def refuse_late_words(targets: Iterable[str], configuration: Configuration) -> N
 
 
 def typed_target(word: str, configuration: Configuration) -> Target:
-    """Return the target that a word on the command line names, also PLAN, `all` or `image`."""
+    """Return the target that a word names: PLAN, `all`, `image`, or a word for `read_target`."""
     if word in ("all", "image"):
         return Target(word)
     if found := read_target(f"plan_{word}" if word in configuration.plans else word, configuration):
@@ -196,7 +196,7 @@ class Typed:
     dry: bool = False
     commands: bool = False  #: Whether to print the commands of jobs.
     help: bool = False
-    rest: list[str] = field(default_factory=list)  #: Snakemake's words.
+    rest: list[str] = field(default_factory=list)  #: Options and targets for Snakemake.
 
 
 def sort(words: Iterable[str]) -> Typed:
@@ -279,7 +279,7 @@ def site_words(profile: str | None) -> list[str]:
 
 
 def dry_run(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
-    """Make a dry run with the profile and settings of `args`; return exit status, output, and result or None."""
+    """Make a dry run with the profile and settings of `args`; return exit status, output, result (None if failed)."""
     command = [sys.executable, "-P", "-m", "snakemake", "--dry-run", *site_words(args.profile)]
     for option in ("configfile", "config"):
         command += [f"--{option}", *values] if (values := getattr(args, option)) else []
@@ -350,7 +350,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if not Path("Snakefile").is_file() and not {"-s", "--snakefile", "-d", "--directory"} & set(call.rest):
         raise UserError(
-            "Snakefile: no such file here. Run this command in the repository, or in a folder of `dlscale init`"
+            "Snakefile: no such file here. Run this command in the repository, or in a folder made by `dlscale init`"
         )
     _, asked, over = configured(call)
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # Snakemake would inherit that dlscale ignores these signals

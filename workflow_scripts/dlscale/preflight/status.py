@@ -42,7 +42,7 @@ State = Literal["running", "silent", "failed", "done", "waiting"]
 SILENT = 60 * LINE_SECONDS
 #: Seconds between two updates of `--watch`, and between two queries of Slurm's queue, which all users share.
 EVERY, QUEUE_EVERY = 5.0, 60.0
-#: Seconds without a running or queued job after which `--watch` ends, if a stage failed.
+#: Seconds without a running or queued job after which `--watch` ends, if a stage failed or is silent.
 IDLE = 60.0
 
 
@@ -125,7 +125,7 @@ def read(file: Path) -> StageStatus | None:
 def alive(doing: StageStatus) -> bool:
     """Return whether a stage's process runs.
 
-    For a process of this machine outside containers, the process number decides. For other processes, the age of the
+    If the process shares this PID namespace, its PID decides; otherwise (another host, a container) the age of the
     status decides.
     """
     if doing.place == place():
@@ -210,9 +210,9 @@ def progress_of(row: Row) -> str:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the progress of `args.plans`, or the targets; with `--watch` repeat until all stages are done.
+    """Print the progress of `args.plans` (default: target plans); with `--watch` repeat until all stages are done.
 
-    Return 0, or 1 if a stage failed and `--watch` saw no job for a minute.
+    Return 0, or 1 if a stage failed or is silent and `--watch` saw no job for a minute.
     """
     plans = check_plans(args.plans, configuration)
     assert configuration

@@ -21,7 +21,7 @@ class Bound:
     what: str  #: Name of the limit, in a few words.
     key: str  #: Kind of the limit, and its CSS class on the page: `io`, `synthetic` or `both`.
     why: str  #: Reason, in sentences.
-    share: float  #: FULL / the slower of IO and SYNTHETIC; 1 for an external program.
+    share: float  #: Rate of FULL / lower rate of IO and SYNTHETIC; 1 for an external program.
     loading: float | None  #: Fraction of the time spent loading; None unless loading and computing take turns.
 
 

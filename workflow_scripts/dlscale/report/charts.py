@@ -19,7 +19,7 @@ from dlscale.core.files import atomic_write, write_text
 from dlscale.core.text import escape_formula
 from dlscale.measure.records import MODES
 
-#: Values for Vega-Lite or for the template.
+#: Variables of the page's template, or a part of a Vega-Lite specification.
 View = dict[str, Any]
 
 #: Colours of runs are variables of style.css, so that charts follow the theme. Shapes also distinguish the runs.
@@ -36,7 +36,7 @@ DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 #: Units of time: (shortest time that is shown in the unit, s; length of the unit, s; name of the unit).
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
-#: Bars have a logarithmic axis if the longest bar is more than this many times the shortest bar.
+#: Bars that are not stacked have a logarithmic axis if the longest is more than this many times the shortest.
 WIDEST = 50.0
 
 #: Widths of the first and the last line, pixels. Later lines are thinner, so that an equal line below stays visible.
@@ -45,7 +45,7 @@ WIDTHS = (5.0, 1.5)
 #: Pixels between the marks and the frame, so that no point is cut.
 PADDING = 6
 
-#: A chart with its legend fills the available width.
+#: Sizing of a line chart: it fills the available width, axes and legend included.
 FIT = {"type": "fit", "contains": "padding"}
 
 #: Configuration of all charts.
@@ -98,7 +98,7 @@ class Chart:
         return json.dumps(self.spec, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
     def of(self, runs: Collection[str]) -> View:
-        """Return the specification with only some runs, in the same way as the page's script."""
+        """Return the specification with only the given runs, filtered as in the page's script."""
         spec: View = json.loads(json.dumps(self.spec))
         main = spec["layer"][0]
         main["data"]["values"] = [row for row in self.rows if row.get("run") in (None, *runs)]
@@ -109,7 +109,7 @@ class Chart:
         return spec
 
     def write(self, folder: Path, runs: Collection[str]) -> None:
-        """Write the chart with only some runs as SVG and PDF, in the light theme's colours, and all rows as CSV."""
+        """Write the chart of the given runs as SVG and PDF, in the light theme's colours, and all rows as CSV."""
         import pandas as pd
         import vl_convert
 
@@ -162,7 +162,7 @@ def _scale(values: Mapping[str, Any]) -> View:
 
 
 def _facts(facts: Mapping[str, str]) -> list[View]:
-    """Return the transformation that adds the `facts` of each run to the run's rows; empty without facts."""
+    """Return the Vega-Lite transform that adds each run's settings (`facts`) to its rows; empty without facts."""
     rows = [{"run": run, "settings": said} for run, said in facts.items()]
     return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
 
@@ -309,7 +309,7 @@ def bars(
     length
         Title of the axis of lengths.
     marked
-        Field of a vertical line's position.
+        Field with the position of a vertical line.
     shown
         Fields of the tooltip, with their titles.
     room

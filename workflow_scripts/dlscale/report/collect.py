@@ -88,7 +88,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
             key = f"metric {name}" if name in row else name
             row |= _mean(plan, run, key, lambda epoch, name=name: epoch.metrics.get(name))  # type: ignore[misc]
         for mode in MODES if scaled else ():
-            point = points.get(run)  # None for a twin without gradient averaging
+            point = points.get(run)  # None for a run without gradient averaging
             row |= _of(point and point.efficiency(mode), **{f"{mode.lower()}_efficiency": "value"})
             row |= _of(point and point.communication(mode), **{f"{mode.lower()}_communication": "value"})
         rows.append(row)
@@ -110,7 +110,7 @@ def _speed_up(name: str, found: SpeedUp | None) -> Row:
 
 
 def _mean(plan: PlanResult, run: RunResult, key: str, value: Callable[[Epoch], float | None]) -> Row:
-    """Return a value after the last epoch; if the plan repeats trainings, mean and standard deviation."""
+    """Return a value after the last epoch; with several seeds, its mean and standard deviation."""
     if not plan.repeats:
         return {key: value(run.last) if run.last else None}
     last = [epochs[-1] for epochs in (run.epochs, *run.repeats) if epochs]

@@ -1,4 +1,4 @@
-"""Evidence on a run, and findings: what slows the run, with the remedy."""
+"""Measurements of a run, and causes that slow it, each with a remedy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Evidence:
                 plain = self.step_seconds or profiled or 1.0
                 share = max(0.0, 1 - busy * (profiled or plain) / plain)
                 idle = tool.activity.idle_seconds
-                for_data = idle.get("data", 0.0) + idle.get("copy", 0.0)  # the range `copy` lies within `data`
+                # Idle time counts for the innermost range, and `copy` lies within `data`.
+                for_data = idle.get("data", 0.0) + idle.get("copy", 0.0)
                 return share, min(share, for_data / plain)
         return None
 
@@ -81,21 +82,21 @@ class Evidence:
 
     @property
     def loading(self) -> float:
-        """Fraction of the time lost to loading; 0 if loading does not limit the run."""
+        """Fraction of training time lost to loading; 0 if loading does not limit the run."""
         io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
         if not (io and synthetic and full) or io > 0.8 * synthetic:
             return 0.0
         return max(0.0, 1 - full / synthetic)
 
     def usage(self, mode: str) -> Usage | None:
-        """Return the usage of processors and disks in a mode; None if it was measured for too short a time."""
+        """Return processor and disk usage while `mode` was timed; None if unknown or shorter than `MIN_SECONDS`."""
         trials = self.trials(mode)
         usage = trials.usage if trials else None
         return usage if usage and usage.seconds >= MIN_SECONDS else None
 
     @property
     def rungs(self) -> list[str]:
-        """The most useful settings of a ladder, as YAML, that the run could use but does not."""
+        """Settings as YAML that often speed up training, and that the run could use but does not."""
         strategy, captures = self.setting("parallel.kind"), self.setting("compile.mode", "none")
         lacks = {
             "precision: bf16": "16" not in str(self.setting("precision", "")),
@@ -114,7 +115,7 @@ class Evidence:
         """A sentence that suggests a faster loader; empty if the run has the fastest loader."""
         if self.setting("loader.kind") in ("direct", "synthetic"):
             return ""
-        return f"{DIRECT} loads fields on grids, rows and images with far less work."
+        return f"{DIRECT} loads fields on grids, rows and images with far less work than the loader in use."
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Table:
     note: str = ""  #: Text below the table.
     title: str = ""  #: Title of the fold that contains the table; empty if the table is always open.
     meaning: str = ""  #: Text next to the title.
-    style: str = ""  #: Class in CSS.
+    style: str = ""  #: CSS class.
 
 
 def table(columns: Iterable[tuple[str, str, Sequence[Cell]]], caption: str = "", about: str = "", **more: Any) -> Table:
@@ -110,7 +110,7 @@ class Section:
 
 
 def some(shown: int, of: int, what: str, rest: str) -> list[str]:
-    """Return a note on the number of items shown, in a list; an empty list if all items are shown."""
+    """Return a list with a note such as `8 of 20 runs: …`; empty if all items are shown."""
     return [f"{shown} of {of} {what}: {rest}"] if shown < of else []
 
 

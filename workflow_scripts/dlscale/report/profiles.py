@@ -1,4 +1,4 @@
-"""Build the sections on job efficiency and telemetry of the page, and divide the time of a step into parts."""
+"""Build the page's sections on job efficiency and telemetry, and divide a step's time into parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, View, lines, tim
 from dlscale.report.figures import Section, cell, heading, table
 from dlscale.results import PlanResult, RunResult
 
-#: Part of a step → (name, colour), in the order of a step. `other` is the time outside of all ranges, `unexplained` the
-#: time that no measurement covers.
+#: Part of a step → (name, colour), in the order of execution. `other` is the time outside of the profiler's ranges,
+#: `unexplained` the time that no measurement covers.
 PARTS = {
     "data": ("waiting for data", MODE_COLOURS["IO"]),
     "copy": ("copy to the device", COLOURS[6]),
@@ -74,9 +74,9 @@ def step(run: RunResult) -> StepTime | None:
 def of_tool(tool: ProfiledTool) -> dict[str, float]:
     """Return part → seconds per step; the sum of all parts is the step time.
 
-    If device times are known, the time of a part is the device's work in the range of the part, scaled to the device's
-    busy time if parts ran concurrently. `data` is then the device's idle time while the host waits for data. `other` is
-    the remaining time of the step.
+    If device times are known, the time of a part is the device's work in its range, scaled so that concurrent parts sum
+    to the device's busy time. `data` is then the device's idle time while the host waits for data. `other` is the
+    remaining time of the step.
     """
     ranges, idle = tool.ranges, tool.activity.idle_seconds
     found = {part: ranges[part] for part in PARTS if part in ranges}
@@ -85,7 +85,8 @@ def of_tool(tool: ProfiledTool) -> dict[str, float]:
         seconds = tool.seconds_per_step or 0.0
         side_by_side = min(1.0, max(0.0, seconds - sum(idle.values())) / whole.device_seconds)
         parts = {part: side_by_side * (time.device_seconds or 0.0) for part, time in found.items()}
-        parts["data"] = idle.get("data", 0.0) + idle.get("copy", 0.0)  # the range `copy` lies within `data`
+        # Idle time counts for the innermost range, and `copy` lies within `data`.
+        parts["data"] = idle.get("data", 0.0) + idle.get("copy", 0.0)
     else:
         seconds = whole.seconds if whole else 0.0
         parts = {part: time.seconds for part, time in found.items()}
@@ -120,7 +121,7 @@ class JobUse:
 
 
 def job(run: RunResult) -> JobUse | None:
-    """Return the resources used by training, or else by the run's first stage; None without telemetry."""
+    """Return the resources used by training, or else by the first stage with telemetry; None without telemetry."""
     stage, nodes = next(((stage, nodes) for stage, nodes in run.telemetry.items() if nodes), ("", []))
     known = [sample for sample in nodes[0] if sample.cpu_run is not None] if nodes else []
     if not known:
@@ -191,10 +192,10 @@ def watched(plan: PlanResult) -> Section | None:
     )
     about += f" Neighbouring values of a long run are averaged, to at most {POINTS} points."
     chart = lines(f"{plan.name}-watched", about, rows, {"time": f"time ({unit})"}, there, zero=True, logarithmic=False)
-    return Section("What the machine did meanwhile", charts=[chart])
+    return Section("Telemetry of the machine", charts=[chart])
 
 
-#: Telemetry column → (label on the page, factor to the label's unit; None: times the number of cores).
+#: Telemetry column → (label on the page, factor to the label's unit; None: the factor is the number of cores).
 WATCHED: dict[str, tuple[str, float | None]] = {
     "cpu_run": ("CPU: this run (cores)", None),
     "cpu_others": ("CPU: other programs (cores)", None),
@@ -208,7 +209,7 @@ WATCHED: dict[str, tuple[str, float | None]] = {
 }
 
 
-#: Maximum number of points in the chart of a run.
+#: Maximum number of points per run in the telemetry chart.
 POINTS = 600
 
 
@@ -226,7 +227,7 @@ def thinned(rows: Sequence[View]) -> list[View]:
 
 
 def of_node(samples: Sequence[Sample]) -> list[View]:
-    """Return a row with the known quantities of a node for each sample."""
+    """Return a row for each sample of a node, with its known quantities."""
     rows = []
     for sample in samples:
         row: View = {"time": sample.time - begin(samples)}

@@ -1,6 +1,6 @@
 """Choose the trials of a sweep for the next rung of successive halving (stage `promote`).
 
-The sweep's metric ranks the trials of the rung before. The best are promoted, without diverged trials (Jamieson and
+The sweep's metric ranks the trials of the rung before. The best that did not diverge are promoted (Jamieson and
 Talwalkar 2016, arXiv:1502.07943).
 """
 
@@ -16,7 +16,7 @@ from dlscale.results import read_plan
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write `args.out` from the runs of the rung before `args.rung`."""
+    """Write the trials promoted to rung `args.rung` into `args.out`."""
     plan = read_plan(args.plan, args.rung - 1)
     assert plan.record.sweep is not None  # the workflow calls this stage only for sweeps
     ranked, metric = plan.ranked, plan.record.sweep.metric

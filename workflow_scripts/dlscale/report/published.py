@@ -1,4 +1,4 @@
-"""Published figures of a study, each with the hardware of its measurement."""
+"""Select and format the figures that tutorials published, each with its hardware."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlscale.core.text import NONE, count, number, unit
 
 
 def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
-    """Return the published FULL throughputs of a run, or of a run with the same step."""
+    """Return the FULL throughputs published for a run or its kind of step (`Published.like`)."""
     return [figure for figure in figures if figure.speed_of(f"{plan}.{run}")]
 
 
@@ -21,8 +21,8 @@ def values(figures: Iterable[Published], plan: str, run: str, metric: str | None
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
     """Return the published FULL throughputs of a plan's runs: name of a run → figure.
 
-    All figures are from one source and one hardware, because ratios between sources mean nothing. The source with
-    figures for the most runs is chosen.
+    All figures have the same source and hardware, because other ratios mean nothing. The pair with figures for the
+    most runs is chosen.
     """
     by_source: dict[tuple[str, str], dict[str, Published]] = {}
     for run in runs:
@@ -78,5 +78,5 @@ def columns(figures: Sequence[Published]) -> dict[str, list[str]]:
 
 
 def digits(value: float | None) -> str:
-    """Return a number with all published digits."""
+    """Format a number with all published digits."""
     return number(None) if value is None else f"{value:,.15g}"

@@ -37,7 +37,7 @@ from dlscale.report.profiles import devices
 from dlscale.report.sections import Page, picture, plan_view
 from dlscale.results import PlanResult, read_plan
 
-#: Maximum number of figures of predictions in the page, and per plan.
+#: Maximum number of prediction figures on the page, and per plan; every plan may show one.
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
 #: Minimum time between two writes of a live page, seconds.
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
 def live_page(page: str | Path) -> Path:
     """Return the path of the live page of `page`, which shows finished plans while jobs run.
 
-    It is not an output of a rule, so Snakemake ignores it.
+    The live page is not a rule's output, so Snakemake ignores it.
     """
     return Path(page).with_suffix(".live.html")
 
@@ -74,7 +74,7 @@ def write_live(options: str) -> None:
     given["datasets"] = [path for path in given["datasets"] if all(Path(path, name).exists() for name in needed)]
     try:
         _write(argparse.Namespace(**given | {"out": live}), live=True, to_come=to_come)
-    except UserError as error:  # another job may be writing a record
+    except UserError as error:  # a record may be incomplete while another job writes it
         logging.info("the live page is not written: %s", error)
     except Exception:  # a job must not fail because of the live page
         logging.exception("the live page is not written")
@@ -100,8 +100,8 @@ def page(
 ) -> str:
     """Return the page as HTML, with links relative to the folder `place`.
 
-    `call` is the command that starts the workflow. Browsers reload a `live` page every few seconds; it lists the
-    unfinished plans `to_come`. With `exported`, charts are also written into the subfolder `figures`.
+    `call` is the command that starts the workflow. Browsers reload a `live` page every five seconds; the
+    page lists the unfinished plans `to_come`. With `exported`, charts are also written into the subfolder `figures`.
     """
     import jinja2
     from markupsafe import Markup, escape
@@ -117,7 +117,7 @@ def page(
     }
     environment.filters["joules"] = joules
     environment.filters["code"] = lambda said: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(said))))
-    named = {folder.absolute().name: folder for folder in folders}  # a symbolic link keeps its own name
+    named = {folder.absolute().name: folder for folder in folders}  # a linked folder is shown under the link's name
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     guides = Path("docs")  # relative to the folder in which the workflow was started
     docs = Path(os.path.relpath(guides, place)).as_posix() if (guides / "measuring.md").exists() else ""
@@ -151,7 +151,7 @@ def page(
 
 def _views(plans: Sequence[PlanResult], shown: Page) -> list[View]:
     view = partial(plan_view, page=shown)
-    for module in registry.page_modules():  # once, and not in each forked process
+    for module in registry.page_modules():  # once, before the processes are forked
         registry.load(module)
     if len(plans) < 2:
         return [view(plan) for plan in plans]
@@ -178,7 +178,7 @@ def _study(name: str, plans: Sequence[PlanResult]) -> View:
 
 
 def dataset(folder: Path, name: str) -> View:
-    """Return the dataset in `folder` for the template: its `manifest.json` and `preview.png`."""
+    """Return the template's variables for the dataset in `folder`, from `manifest.json` and `preview.png`."""
     manifest = Manifest.read(folder / "manifest.json")
     settings = manifest.provenance.get("settings") or {}
     splits = {split: files for split, files in manifest.splits.items() if files}

@@ -1,4 +1,4 @@
-"""Build the sections on scaling, convergence and parallelism of the page."""
+"""Build the page's sections on scaling, convergence and parallelism."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dlscale.results import (
 #: Order of the modes in this section.
 ORDER = tuple(reversed(MODES))
 
-#: IO is left out of a chart if its rate is more than this many times the other rates.
+#: IO is left out of a chart if its lowest rate is more than this many times the highest other rate.
 CLOSE = 10.0
 
 
@@ -39,7 +39,7 @@ CLOSE = 10.0
 
 @dataclass(frozen=True)
 class Headline:
-    """Efficiency of FULL in the series with the most devices; of several such series, in the most efficient."""
+    """Efficiency of training (FULL) on the most devices; among several such series, the highest efficiency."""
 
     series: Series
     point: Point
@@ -47,7 +47,7 @@ class Headline:
 
     @property
     def is_known(self) -> bool:
-        """Whether both runs were undisturbed, and the noise is less than half of the efficiency."""
+        """Whether run and base were undisturbed, and the noise is less than half of the efficiency."""
         quiet = not (self.point.run.foreign_cpu_fraction or self.point.base.foreign_cpu_fraction)
         return quiet and self.efficiency.noise < self.efficiency.value / 2
 
@@ -75,13 +75,13 @@ class Headline:
 
     @property
     def communication(self) -> Ratio | None:
-        """Fraction of a FULL step that communication costs; None if it is within noise, small or unknown."""
+        """Fraction of a FULL step that communication costs; None if unknown, within noise, or below `MIN_FRACTION`."""
         found = self.point.communication("FULL") if self.is_known else None
         return found if found and found.value >= MIN_FRACTION and found.value > found.noise else None
 
 
 def headline(plan: PlanResult) -> Headline | None:
-    """Return the efficiency of a scaling plan; None for other plans or if no series has two numbers of devices."""
+    """Return the efficiency of a scaling plan; None for other plans, or if each series has one number of devices."""
     last = [(each, each.points[-1]) for each in series(plan) if len(each.points) > 1]
     known = [Headline(each, point, found) for each, point in last if (found := point.efficiency("FULL"))]
     if plan.record.kind not in SCALING or not known:
@@ -121,9 +121,9 @@ def section(plan: PlanResult) -> Section | None:
     return Section(
         "Scaling",
         f"{'Weak' if weak else 'Strong'} scaling: {batch} stays the same. The ideal is the rate on the fewest devices, "
-        "scaled to the number of devices. Efficiency is the measured rate divided by the ideal. Communication is the "
-        "fraction by which a step is shorter without averaging gradients. ± is a 95 % interval over the trials. For a "
-        "ratio of two runs, ± is at least 5 %.",
+        "scaled in proportion to the number of devices. Efficiency is the measured rate divided by the ideal. "
+        "Communication is the fraction by which a step is shorter without averaging gradients. ± is a 95 % interval "
+        "over the trials. For a ratio of two runs, ± is at least 5 % of the ratio.",
         [*_charts(plan.name, several), *_energies(plan, several)] if several else [],
         [_table(plan, [point for each in found for point in each.points])] if found else [],
         notes,
@@ -156,7 +156,7 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
         for what, rate in (("with", point.rate("SYNTHETIC")), ("without", _apart(point)))
     ]
     if any(point.twin for each in several for point in each.points):
-        about = "Overhead of communication: computing with (solid) and without (dashed) gradient averaging."
+        about = "Overhead of communication: rate of computing with (solid) and without (dashed) gradient averaging."
         y = {"value": "computing (samples/s)"}
         looks: View = {"by": "series", "dashes": ["with", "without"], "doubling": True, "logarithmic": True}
         charts.append(lines(f"{plan}-overhead", about, apart, axis, y, **looks))
@@ -251,8 +251,8 @@ def _table(plan: PlanResult, rows: Sequence[Point]) -> Table:
         if mode == "SYNTHETIC":
             columns.append(("One process", "communication", [_ratio(point.alone) for point in rows]))
     caption = (
-        "One row per number of devices. Small figures are the ideal rate, the 95 % interval (±), and published "
-        "figures for the full-size model and data."
+        "One row per series and number of devices. In small print: the ideal rate, the 95 % interval (±), and "
+        "published figures for the full-size model and data."
     )
     return table(columns, caption, f"Scaling of {plan.title}")
 
@@ -323,12 +323,12 @@ def convergence(plan: PlanResult) -> Section | None:
     which = "the target" if compared == target_of(plan.trained[0]) else "the lowest value that all trainings reach"
     return Section(
         "Convergence",
-        f"The same training with larger and larger batches. The goal is {target}, {which}. The cost of the goal is "
-        "counted from the first step to the end of the validation that reached the goal.",
+        f"The same training with larger and larger batches. The goal is {target}, {which}. The cost to reach the goal "
+        "is counted from the first step to the end of the validation that reached the goal.",
         tables=[
             table(
                 columns,
-                "Means over the seeds; small figures are the least and the greatest value.",
+                "Means over the seeds. In small print: the least and the greatest value.",
                 f"Convergence of {plan.title}",
             )
         ],

@@ -1,4 +1,4 @@
-"""Build the card and the sections of a plan for the page.
+"""Build a plan's part of the page: its summary (card) and sections.
 
 Each function in `SECTIONS` makes one section, or returns None if the plan has no data for this section.
 """
@@ -46,19 +46,19 @@ from dlscale.results import (
     without_seed,
 )
 
-#: Maximum number of bars in a card, for runs and for metrics.
+#: Maximum number of bars for runs, and of bars for metrics, in a plan's card.
 CARD = 6
 
 #: Maximum number of runs that the charts of a plan show at first.
 DRAWN = 8
 
-#: Maximum size of a plan's picture in the first table, pixels; the page shows the picture at half this size.
+#: Maximum width and height of a plan's picture in the table of all plans, pixels. It is shown at half this size.
 THUMBNAIL = (280, 120)
 
 #: Maximum number of trials in the table of a sweep.
 TRIALS = 40
 
-#: Maximum number of runs in the tables by channel.
+#: Maximum number of runs in a table of errors by channel.
 CHANNEL_ROWS = 40
 
 
@@ -66,11 +66,11 @@ CHANNEL_ROWS = 40
 class Page:
     """Settings of the page that shows the plans."""
 
-    folder: Path = Path()  #: Folder of the page; links to files are relative to it.
+    folder: Path = Path()  #: Folder of the page, to which links to files are relative.
     plans: frozenset[str] = frozenset()
     datasets: frozenset[str] = frozenset()
-    pictures: int = 3  #: Maximum number of predictions per plan.
-    references: Sequence[Path] = ()  #: Files of the imported logs.
+    pictures: int = 3  #: Maximum number of prediction figures per plan.
+    references: Sequence[Path] = ()  #: `reference.json` of each imported log.
     call: str = "snakemake"  #: Shell command that starts the workflow.
 
 
@@ -80,7 +80,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
     sections = [section for make in _sections() if (section := make(plan, page))]
     names = list(dict.fromkeys(run for section in sections for chart in section.charts for run in chart.runs))
     least = first_and_least(plan.runs, DRAWN, lambda run: (run.final_loss, slowness(run)))
-    # Charts of a convergence plan name groups of runs instead of runs.
+    # Charts of a convergence plan name groups of runs; if no run has such a name, show the first groups.
     first = {run.called for run in least} & set(names) or set(names[:DRAWN])
     lacking: dict[str, list[str]] = {}
     for run, what in plan.record.left_out.items():
@@ -114,7 +114,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
 
 
 def added(plan: PlanResult) -> View:
-    """Return additions of extensions to a plan's card: verdicts on tuned runs, and the winner for the first of them."""
+    """Return the extensions' additions to a card: verdicts on tuned runs, and the first tuned run's best settings."""
     view: View = {"tuned": [], "winner": None}
     for name in registry.cards():
         view |= registry.named(name)(plan)
@@ -122,7 +122,7 @@ def added(plan: PlanResult) -> View:
 
 
 def lead(card: View) -> str:
-    """Return the first lines of a plan's card: the gain, the limit, and the next thing to try."""
+    """Return the first lines of a plan's card: speed-up, limit of the speed, next remedy."""
     said, found, bound = list[str](), card["speed"], card["bound"]
     if swept := card["swept"]:
         said.append(f"“{swept['best']}” is the best of {swept['of']} trials.")
@@ -148,7 +148,7 @@ def environments(plan: PlanResult) -> list[str]:
     """Return a line for each way in which runs differ from the first run in machine or software."""
     found = dict[str, list[str]]()
     for run in plan.runs[1:]:
-        # The commit is left out: after a change of code that affects a run, the run starts again.
+        # Ignore the commit: a run is repeated if code that affects it changes.
         apart = [each for each in environment_changes(plan.runs[0], run) if not each.startswith("commit ")]
         if apart:
             found.setdefault(", ".join(apart), []).append(run.label)
@@ -195,7 +195,7 @@ def line(plan: PlanResult) -> str:
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
-    """Return the fastest group of runs, the groups equal to it within noise, and all groups; None without speeds."""
+    """Return the fastest group of runs, the groups equally fast within noise, and all groups; None without speeds."""
     measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     speeds = SpeedUps(plan.runs)
     groups = [group for group in speeds.groups if group.runs[0] in measured]
@@ -205,21 +205,21 @@ def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
 def speed(plan: PlanResult) -> View | None:
     """Return the fastest run, and bars for the first run and the fastest runs; None if no speed was measured.
 
-    The first run leads unless another run is significantly faster. Runs that do the same work count as one run with
-    their mean speed.
+    The first run is the fastest unless another run is significantly faster. Runs that do the same work count as one
+    run with their mean speed.
     """
     if (found := _fastest(plan)) is None:
         return None
     (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
     known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    # Published figures for the same step at another size, for example of a demo, appear only in the table.
+    # Figures published for another size, such as a demo's full-size model, appear only in the table of all runs.
     figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
-    # Ratios from paired timing if known, because quotients of separately measured speeds would contradict them.
+    # Prefer ratios from paired timing: quotients of the separately measured speeds may contradict these ratios.
     base = first.speed or fastest.speed
     ratios = {id(group): group.gain.ratio if group.gain else group.speed / base for group in groups}
     greatest = max(ratios.values())
-    # The fastest run by paired timing need not have the highest separately measured speed.
+    # Always show the run that is fastest by paired timing, even if its separately measured speed is lower.
     shown = first_and_least(groups, CARD, lambda group: -math.inf if group is fastest else -group.speed)
     return {
         "full": bool(fastest.runs[0].throughput),
@@ -253,7 +253,7 @@ def speed(plan: PlanResult) -> View | None:
 
 
 def _efficiency(plan: PlanResult) -> View | None:
-    """Return the efficiency on the largest number of devices; None for plans without weak scaling."""
+    """Return the weak-scaling efficiency on the most devices; None for other plans or if unknown."""
     found = scaling.headline(plan) if plan.record.kind == "weak_scaling" else None
     if found is None:
         return None
@@ -269,7 +269,7 @@ def _label(group: Group) -> str:
 
 
 def fastest_bound(plan: PlanResult, call: str) -> View | None:
-    """Return the limit of the fastest run for the card; None if the limit was not measured."""
+    """Return the limit of the fastest run (in scaling: on the most devices) for the card; None if unknown."""
     if (found := _fastest(plan)) is None:
         return None
     scaled = scaling.headline(plan)
@@ -309,7 +309,7 @@ def next_plan(plan: PlanResult, run: RunResult, rung: str, call: str) -> str:
 
 
 def quality(plan: PlanResult) -> View | None:
-    """Return the losses, the leading metric and the skills of the best run; None if no run was trained."""
+    """Return the losses, the leading metric and the skill scores of the best run; None without a best run."""
     if plan.best is None:
         return None
     last, lead = plan.best.mean, None
@@ -338,7 +338,7 @@ def quality(plan: PlanResult) -> View | None:
 
 
 def targets(plan: PlanResult) -> list[View]:
-    """Return the first run that reached each target, and the runs that missed the target."""
+    """Return for each target the run that reached it first, and the runs that missed it."""
     by_aim: dict[str, list[tuple[RunResult, Reached]]] = {}
     for run in plan.runs:
         if found := reached(run):
@@ -348,7 +348,8 @@ def targets(plan: PlanResult) -> list[View]:
         there = [(run, found) for run, found in all_ if found.epoch]
         missed = [(run.called, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
-        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])  # can be pickled
+        # Without the `RunResult`, because a process pool pickles the views.
+        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])
         views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": told})
     return views
 
@@ -471,7 +472,7 @@ def _times(ratio: float) -> str:
 
 
 def _of_bytes(run: RunResult, row: Row, name: str) -> str:
-    return "bytes of the step before compilation" if run.throughput and run.throughput.compile is not None else ""
+    return "from the bytes of the uncompiled step" if run.throughput and run.throughput.compile is not None else ""
 
 
 def _of_published(run: RunResult, row: Row, name: str) -> str:
@@ -540,7 +541,7 @@ def _channel_table(
 
 
 def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> list[float | None]:
-    """Return the value of each metric if all runs have the same value, for example of a baseline; else None."""
+    """Return for each metric the value that all runs share, as for a baseline; None if the runs differ."""
     columns = [[values.get(name or "") for values in last] for name in names]
     return [
         column[0]
@@ -557,7 +558,7 @@ STEPS = {"first": COLOURS[0], "faster": MODE_COLOURS["FULL"], "within noise": MU
 
 
 def waterfall(plan: PlanResult, page: Page) -> Section | None:
-    """Return the gain of each rung, and the limit of the rung before; None for plans that are not ladders."""
+    """Return the chart of each rung's speed-up, with the limit of the rung before; None for other plans."""
     speeds = SpeedUps(plan.runs)
     runs = speeds.runs if plan.record.kind == "ladder" else []
     if len(runs) < 2:
@@ -576,7 +577,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         reached = over.ratio
     words = (
         "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before. The label of "
-        "a bar is the speed-up over the rung before, followed by the limit of the rung before."
+        "a bar is the speed-up over the rung before, followed by the limit of that rung's speed."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
@@ -640,7 +641,7 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
 
 
 def sweep_view(plan: PlanResult) -> View | None:
-    """Return the best trial of a sweep; None for other plans or if no trial was trained."""
+    """Return the best trial of a sweep; None for other plans or without a finite score."""
     if plan.record.sweep is None or plan.best is None:
         return None
     score, better = plan.score(plan.best)
@@ -691,7 +692,7 @@ def _method(record: SweepRecord) -> str:
     if record.method != "halving":
         return {"grid": "all combinations", "random": "drawn at random"}[record.method]
     rungs = [f"{trials} for {until} epoch{'s' * (until != 1)}" for until, trials in record.rungs]
-    return f"successive halving: {', '.join(rungs)}; the best of each rung continue"
+    return f"successive halving: {', '.join(rungs)}; the best trials of each rung continue"
 
 
 def _setting(value: Any) -> Cell:
@@ -719,7 +720,7 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
 
 
 def thumbnail(plan: PlanResult) -> str | None:
-    """Return the top of the best run's (or else another run's) prediction as a small JPEG file in base 64."""
+    """Return the top of the best run's prediction figure (or else another run's) as a small base-64 JPEG file."""
     from PIL import Image
 
     run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
@@ -765,7 +766,7 @@ def _made(plan: PlanResult, run: RunResult, page: Page) -> View:
     files |= {"configuration": run.folder / "config.yaml", "epochs": run.folder / "metrics.jsonl"}
     files |= {title: run.folder / "profile" / name for title, name in traces}
     owner, _, name = run.owner.partition("/")
-    # Folders of later rungs (`RUN-rungN`) are not runs of the page.
+    # The page has no runs named after the folders of later rungs (`RUN-rungN`), so these folders get no link.
     shown = owner in page.plans and (owner != plan.name or any(each.name == name for each in plan.runs))
     return {
         "id": plan.anchor(run),

@@ -1,9 +1,9 @@
 """Compute speed-ups between runs, and scaling over devices, each with its 95 % interval.
 
-Single-process runs have paired timing with the first run of their plan (`dlscale.measure.turns`). The interval of such
-a ratio comes from the spread of the ratios, pooled over all runs of the plan. For runs that were measured separately,
-the interval comes from the spread of their trials. Both intervals are widened by the difference that two measurements
-of the same work may have.
+Single-process runs are timed alternately with the first run of their plan (paired timing, `dlscale.measure.turns`). The
+interval of such a ratio comes from its spread over restarts of both runs, pooled over the plan's runs. For separately
+measured runs, the interval comes from the spread of their trials. Both intervals are widened by the difference that two
+measurements of the same work may have.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dlscale.core.text import number, percent
 from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
 from dlscale.results import PlanResult, RunResult
 
-#: Two separately measured speeds are equal within noise if the logarithm of their ratio is below this value.
+#: Separately measured speeds that differ by at most 5 % are equal within noise: |log ratio| up to this value.
 MIN_LOG_DIFFERENCE = math.log1p(0.05)
 
-#: Two speeds by paired timing are equal within noise if the logarithm of their ratio is below this value. In 15
-#: measurements of equal runs, the ratio had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
+#: Speeds by paired timing are equal within noise if |log ratio| is at most this value. In 15 measurements of equal
+#: runs, the ratio had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
 FLOOR = 0.015
 
 
@@ -69,7 +69,7 @@ class SpeedUp:
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
-        """Return the geometric mean of ratios with the mean of their errors, which may have a common cause."""
+        """Return the geometric mean of ratios; errors are averaged, because they may have a common cause."""
         return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
 
 
@@ -77,12 +77,12 @@ class SpeedUp:
 
 
 def spread(trials: Trials, looks: int = 1) -> float:
-    """Return the half-width of a mean rate's 95 % interval relative to the rate, from the spread of its trials."""
+    """Return the half-width of a mean rate's 95 % interval, as a fraction of the rate, from its trials."""
     return reach(trials.std / trials.mean, len(trials.trial_time), looks) if trials.mean else math.inf
 
 
 def spread_of(run: RunResult, looks: int = 1) -> float:
-    """Return the half-width of a speed's 95 % interval relative to the speed, from FULL trials or else from epochs."""
+    """Return the half-width of a speed's 95 % interval, as a fraction of the speed, from FULL trials or else epochs."""
     if trials := run.trials("FULL"):
         return spread(trials, looks)
     speeds = [epoch.samples_per_second for epoch in run.timed[1:] if epoch.samples_per_second is not None]
@@ -90,7 +90,7 @@ def spread_of(run: RunResult, looks: int = 1) -> float:
 
 
 def between(before: Trials, after: Trials, floor: float = MIN_LOG_DIFFERENCE) -> SpeedUp:
-    """Return the ratio of two separately measured rates; equal rates may differ by `floor`, a logarithm."""
+    """Return the ratio after / before of two separately measured rates, with an error of at least `floor`."""
     return SpeedUp(math.log(after.mean / before.mean), math.hypot(spread(before), spread(after), floor))
 
 
@@ -118,9 +118,9 @@ def paired_ratio(
     """Return the ratio of two runs' speeds by paired timing.
 
     `own` and `its` are the paired timings of the two runs with a common third run; None stands for the third run
-    itself. `opening` is (standard deviation of the ratio between openings, pooled over all runs; its degrees of
-    freedom). A run whose ratio varies more uses its own standard deviation. Equal runs may differ by `floor`,
-    a logarithm.
+    itself. An opening starts both runs anew. `opening` is (standard deviation of the log ratio between openings,
+    pooled over all runs; its degrees of freedom). A run whose ratio varies more uses its own standard deviation.
+    The error is at least `floor`.
     """
     log = (statistics.fmean(own.ratios) if own else 0.0) - (statistics.fmean(its.ratios) if its else 0.0)
     spread, freedom = opening
@@ -163,7 +163,7 @@ class SpeedUps:
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
         """Return the speed-up of a run over another; None if a speed is unknown or the speeds are not comparable.
 
-        For several comparisons (`looks`), each interval is wider, so that all intervals hold together with 95 %.
+        For several comparisons (`looks`), intervals are wider, so that all are right with 95 % probability.
         """
         if not (run.speed and other.speed and _is_comparable(run, other)):
             return None
@@ -173,18 +173,18 @@ class SpeedUps:
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
-        """(Standard deviation of the ratio between openings, pooled over all runs; its degrees of freedom)."""
+        """(Standard deviation of the log ratio between openings, pooled over all runs; its degrees of freedom)."""
         return pooled([run.throughput.beside.ratios for run in self.runs if run.throughput and run.throughput.beside])
 
     @cached_property
     def floor(self) -> float:
-        """Greatest log ratio of runs with equal work by paired timing, if it exceeds its noise; at least `FLOOR`."""
+        """Greatest log ratio beyond noise between runs with equal work, by paired timing; at least `FLOOR`."""
         same = [found for one, other in self._alike() if (found := self._in_turns(one, other))]
         return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def separate_floor(self) -> float:
-        """Greatest log ratio of runs with equal work, measured separately; at least `MIN_LOG_DIFFERENCE`."""
+        """Greatest log ratio of separate measurements of runs with equal work; at least `MIN_LOG_DIFFERENCE`."""
         return max([MIN_LOG_DIFFERENCE, *(abs(math.log((a.speed or 1) / (b.speed or 1))) for a, b in self._alike())])
 
     def _in_turns(self, run: RunResult, other: RunResult, floor: float = 0.0, looks: int = 1) -> SpeedUp | None:
@@ -223,8 +223,8 @@ class SpeedUps:
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
         """Return the fastest group, and the groups that are equally fast within noise.
 
-        The group of the first run is the fastest unless another group is significantly faster. The intervals of these
-        comparisons hold together with 95 %.
+        The group of the first run is the fastest unless another group is significantly faster. All these
+        comparisons together are right with 95 % probability.
         """
         looks = max(len(groups) - 1, 1)
         ranked = sorted(groups, key=lambda group: -(group.gain.log if group.gain else 0.0))
@@ -244,7 +244,7 @@ class SpeedUps:
 #: Kinds of plans that measure scaling.
 SCALING = ("weak_scaling", "strong_scaling")
 
-#: Settings that may differ within a series: geometry, batch, and settings that do not affect the step time.
+#: Settings that may differ within a series: geometry, batch, averaging, and those that do not affect the step time.
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
 
@@ -263,11 +263,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Point:
-    """A run of a series: one number of devices."""
+    """The run of a series on one number of devices."""
 
     run: RunResult
     base: RunResult  #: The run of the series with the fewest devices.
-    twin: RunResult | None  #: The same computation without gradient averaging.
+    twin: RunResult | None  #: Run of the same computation without gradient averaging.
 
     @property
     def devices(self) -> int:
@@ -283,7 +283,7 @@ class Point:
         return trials.mean if trials else None
 
     def ideal(self, mode: str) -> float | None:
-        """Return the samples/s of `base`, scaled to the number of devices."""
+        """Return the samples/s of `base`, scaled in proportion to the devices."""
         base = self.base.trials(mode)
         return base.mean * self.devices / self.base.devices if base else None
 
@@ -296,7 +296,7 @@ class Point:
         return Ratio(value, value * between(base, own).error if self.run is not self.base else 0.0)
 
     def communication(self, mode: str) -> Ratio | None:
-        """Return the fraction of a step that communication costs: 1 - step time of the twin / step time of the run."""
+        """Return the fraction of a step that communication costs: 1 - step time of `twin` / step time of `run`."""
         twin = self.twin if self.twin and self.twin.unit == self.run.unit else None
         return _share(self.run.trials(mode), twin.trials(mode) if twin else None, MIN_LOG_DIFFERENCE)
 
@@ -311,15 +311,15 @@ class Series:
     """Runs that differ only in their number of devices, in increasing order."""
 
     label: str
-    batch: int  #: Samples per step: in weak scaling per device (or devices that share a model), else in total.
+    batch: int  #: Samples per step: in weak scaling per device (or per group that shares a model), else in total.
     points: list[Point]
 
 
 def series(plan: PlanResult) -> list[Series]:
-    """Group runs with gradient averaging by batch and settings; skip runs without samples/s.
+    """Group the runs that average gradients by batch and settings; skip runs without samples/s.
 
-    The twin of a run has the same devices, batch and settings, except for the settings `parallel`, which have no effect
-    without gradient averaging.
+    The twin, a run without averaging, has the same devices, batch and settings, except for the settings `parallel`,
+    which have no effect without averaging.
     """
     weak = plan.record.kind == "weak_scaling"
     batch = {run: _batch(run, weak) for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE}

@@ -21,7 +21,7 @@ class Disturbance:
     """Load from other programs or jobs while runs of a plan were measured."""
 
     tag: str  #: Name, in a few words.
-    summary: str  #: Other programs, fraction of the cores that they used, and disturbed runs, in one clause.
+    summary: str  #: Clause that names the other programs, their fraction of the cores, and the disturbed runs.
     advice: str  #: Consequence and remedy, in sentences.
 
     @property
@@ -68,7 +68,7 @@ class Verdict:
     """The verdict on a run."""
 
     bound: Bound | None  #: Limit of the training speed; None if it was not measured.
-    findings: list[Finding]  #: Causes, the most expensive first.
+    findings: list[Finding]  #: Causes, sorted as in `verdict`: disturbances first, then by cost.
     limit: str  #: Distance of the training speed from the device's limit, in words; empty if not measured.
     todo: str  #: Remedies: for other programs, if any; then for the most expensive cause, or else for the limit.
     rung: str = ""  #: Settings of the last remedy in `todo`, as YAML; empty if this remedy is not a setting.
@@ -87,10 +87,10 @@ def verdict(evidence: Evidence) -> Verdict:
     """Judge a run by its measurements."""
     every = list(findings(evidence))
     found = [finding for finding in every if finding.share is None or finding.share >= MIN_FRACTION]
-    if any(finding.cause == "straggler" for finding in every):  # ranks that wait for one rank seem to communicate
+    if any(finding.cause == "straggler" for finding in every):  # waiting for a slow rank looks like communication
         found = [finding for finding in found if finding.cause != "communication"]
     # Other programs come first, because they make all other findings uncertain. TCP and swapping follow,
-    # because they cause the slow exchanges and slow loading of other findings. Findings without a cost are last.
+    # because they may cause the slow exchanges and slow loading of other findings. Findings without a cost are last.
     first = {"neighbour": 0, "network": 1, "swapping": 2}
     found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
@@ -146,10 +146,10 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
             looked = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
         return f"{_more_threads(evidence)}{looked}", ""
     if bounding is None:
-        return "Measure throughput, which shows the limit of the run.", ""
+        return "To see the run's limit, add `throughput` to the plan's `measure`.", ""
     if bounding.key == "io":
         faster = evidence.faster_loader
-        return faster or "The fastest loader is in use. Store less data, or use more nodes.", DIRECT if faster else ""
+        return faster or "The fastest loader is in use. Store fewer bytes, or use more nodes.", DIRECT if faster else ""
     if not (rungs := evidence.rungs):
         return "No further setting is suggested. Try a larger batch, or more devices.", ""
     return f"{', '.join(rungs)}.", rungs[0]

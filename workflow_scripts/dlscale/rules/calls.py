@@ -239,7 +239,7 @@ def missing_results(
         gone = [name for name in kept if not any(Path(folder).glob(f"{name}*" if name.endswith("/") else name))]
         if gone and Path(folder, first).exists() and f"{folder}/{first}" not in making:
             call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
-            lines.append(f"{what}: {are_gone(gone)}, and no target needs this; to make it again: {call}")
+            lines.append(f"{what}: {are_gone(gone)}, and no job would restore this; to do so: {call}")
     return lines
 
 
@@ -257,7 +257,6 @@ def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:
 
 
 def _facts(manifest: Path) -> list[str]:
-    """Return the short facts of a dataset, such as its number of skipped files."""
     with contextlib.suppress(UserError):
         return Manifest.read(manifest).facts
     return []

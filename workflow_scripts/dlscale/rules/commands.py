@@ -1,4 +1,4 @@
-"""Arguments before the commands of jobs, and Slurm requests of jobs."""
+"""Prefixes of the jobs' commands (variables, container, starter), and Slurm requests of jobs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Commands:
     def completed(self, words: list[str], secrets: bool = False) -> list[str]:
         """Add the user's studies to a command, and remove environment variables that the stage must not get.
 
-        These are secrets, unless `secrets` is set, and the calling shell's numbers of processes, such as RANK. A
-        starter sets such numbers for each process.
+        Removed are secrets, unless `secrets` is set, and launchers' variables of the calling shell, such as RANK, which
+        the process starter sets for each process.
         """
         names = [urls.VARIABLE] if self.context.configuration.secrets and not secrets else []
         names += [name for name in LAUNCHED if name in os.environ]
@@ -82,7 +82,7 @@ class Commands:
 
         @functools.lru_cache(maxsize=1)  # Snakemake requests each resource of a job separately
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
-            """Return all resources of a job; the time limit grows with attempts and uses the latest rates."""
+            """Return all resources of a job; the time limit grows with attempts and uses the latest measured rates."""
             configuration = self.context.configuration
             geometry: Geometry | None = None
             processes: Geometry | None = None

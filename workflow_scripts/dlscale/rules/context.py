@@ -1,6 +1,6 @@
 """State that the rules of one call share: configuration, site, and parameters of jobs.
 
-A job's parameters are one dict: the SHA-256 of the sources that the stage reaches, the settings of the stage, and, if
+A job's parameters are one dict: the SHA-256 of the code that the stage imports, the settings of the stage, and, if
 set, the image and the site's packages. Snakemake compares parameters as a set of values, so names and values stay
 together only in one dict. Functions that also take `input` do not make jobs run again: Snakemake does not compare their
 results.
@@ -40,12 +40,12 @@ class Context:
     call: Sequence[str]  #: Command that calls the workflow again with this call's settings.
     own_settings: Sequence[str]  #: Arguments of `call` that contain the settings.
     is_live: bool  #: Whether the call writes a live page of the targets.
-    image: str  #: The image's identity, if any.
+    image: str  #: Identity of the container image; empty without an image.
     say: Callable[[Finding], None]  #: Prints a finding, and ends the call on FAIL.
     refuse: Callable[[object], NoReturn]
     rung_file: Callable[[str, int], str]  #: Returns the file with the trials of a plan's rung, once it exists.
-    keep_going: Callable[[], bool]  #: Whether a broken dataset fails in its own jobs only.
-    looked: set[str] = field(default_factory=set)  #: Names checked so far, because each name is reported once.
+    keep_going: Callable[[], bool]  #: Returns whether a broken dataset fails only its own jobs, not the call.
+    looked: set[str] = field(default_factory=set)  #: Datasets and runs that were checked; each is reported once.
 
     def __post_init__(self) -> None:
         workflow = self.configuration.workflow

@@ -88,7 +88,7 @@ class Datasets:
             return [self.raw_path(name, raw) for raw in raws]
         try:
             return kind.prepared_files(dataset)
-        except UserError:  # this error was printed already, and the dataset's jobs report it
+        except UserError:  # this error was printed already, and the dataset's jobs report it again
             return kind.origins(dataset)
 
     def files(self, wildcards: Wildcards) -> list[str]:
@@ -126,7 +126,7 @@ class Datasets:
         return self._broken[name]
 
     def _stamp(self, name: str, raw: Any) -> list[int] | None:
-        """Return size and modification time of a user's file; if the file is missing, the values in the manifest.
+        """Return size and modification time of a user's file; if it is missing, the values recorded in the manifest.
 
         Return None without such values, and for an origin that is not a file of the user.
         """

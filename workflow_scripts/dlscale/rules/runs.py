@@ -33,7 +33,7 @@ def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
-    whole = ("samples", "parallel", *STAGES[stage].settings)  # includes the number of samples, and the self-test
+    whole = ("samples", "parallel", *STAGES[stage].settings)  # with numbers of samples and the self-test
     return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 

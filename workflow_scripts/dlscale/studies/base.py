@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedLog:
-    """TensorBoard tags of the published program, which are written in addition to dlscale's tags."""
+    """TensorBoard tags of the program that a study repeats, which dlscale writes in addition to its own tags."""
 
-    tags: Mapping[str, str] = field(default_factory=dict)  #: Published tag → dlscale's tag (see `dlscale.train.logs`).
-    over: Literal["step", "epoch"] = "step"  #: Unit in which the published log counts; 0 is before training.
-    percent: frozenset[str] = frozenset()  #: Published tags with values in per cent.
+    tags: Mapping[str, str] = field(default_factory=dict)  #: Program's tag → dlscale's tag (see `dlscale.train.logs`).
+    over: Literal["step", "epoch"] = "step"  #: Unit of the program's step numbers; 0 is before training.
+    percent: frozenset[str] = frozenset()  #: Tags of the program with values in per cent.
 
 
 #: Function from predictions and targets [B, ...], float32, to the loss of each sample [B].
@@ -48,7 +48,7 @@ class Metrics:
         return []
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return name → values [B, ...] of each sample of a batch; the arguments are in model units."""
+        """Return name → values [B, ...] of each sample of a batch; the arguments are in the model's units."""
         return {}
 
     def naive(self, indices: range, split: str = "valid") -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ class Study(ABC):
     Model: ClassVar[type[Strict]]  #: Settings of the model (key `model`).
     Loss: ClassVar[type[Strict]]  #: Settings of the loss (key `loss`).
     loss_info: ClassVar[LossInfo] = LossInfo()  #: Title and unit of the loss.
-    #: Operations of the model for which libraries have known defects; any of `conv2d`, `conv3d`, `attention`.
+    #: Operations whose known defects in libraries `dlscale doctor` checks; any of `conv2d`, `conv3d`, `attention`.
     operations: ClassVar[frozenset[str]] = frozenset()
     #: Optional abilities of the model; any of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
@@ -93,7 +93,7 @@ class Study(ABC):
         """Return the model, initialised from torch's random state, on torch's default device."""
 
     def sharding(self, model: nn.Module) -> Sharding:
-        """Return the names of the modules that devices divide or gather."""
+        """Return the names of the modules by which FSDP, tp and cp divide the model over devices."""
         return Sharding()
 
     def draws(self, run: Any) -> bool:

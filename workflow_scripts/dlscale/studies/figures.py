@@ -87,7 +87,6 @@ def beside_bars(
 
 
 def _colours(figure: Figure, image: Any, place: Any, unit: str) -> None:
-    """Draw the colour bar of a picture."""
     bar = figure.colorbar(image, cax=figure.add_subplot(place))
     bar.set_label(unit, fontsize=7)
     bar.ax.tick_params(labelsize=6)

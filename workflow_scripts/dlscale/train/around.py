@@ -1,6 +1,6 @@
-"""Context of every stage of a run: connect and test the ranks, and verify the data.
+"""Context manager of every stage of a run: connect and test the ranks, and verify the data.
 
-A failed allocation in this context becomes one message that names settings that would fit.
+If memory runs out in this context, the error suggests settings that need less.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import World
 from dlscale.train.memory import available, total
 
-#: Type of device → largest predicted memory of a step, as a fraction of (free memory - `RESERVE`). The rest is for
-#: workspaces, threads and unused blocks, which are not predicted; on a CPU they took up to 0.6 of the predicted memory.
+#: Type of device → limit of a step's predicted memory, as a fraction of (free memory - `RESERVE`). The rest is for
+#: workspaces, threads and unused blocks, which are not predicted; on a CPU they took up to 0.6 times the prediction.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
-#: Type of device → part of the free memory that a step must leave, bytes.
+#: Type of device → memory that a step must leave free, bytes.
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: Name of a function → part of a stage, as messages name it. The first of these names in the traceback counts.
+#: Name of a function → part of a stage, for messages. The first function of this table that is in the traceback counts.
 PLACES = {
     "Tensor.backward": "the backward pass",
     "Step._backward": "the forward pass",
@@ -48,11 +48,11 @@ PLACES = {
 #: Folders of the code that loads data, in dlscale and in PyTorch.
 LOADING = tuple(str(Path(module.__file__).parent) for module in (loaders, torch.utils.data) if module.__file__)
 
-#: Texts about too little memory from libraries that have no exception type for it: CUDA and NCCL, statuses of cuBLAS,
-#: cuDNN and other libraries, and allocators of CPU memory.
+#: Parts of error messages about too little memory, from libraries without an exception type for this error: CUDA, NCCL,
+#: cuBLAS, cuDNN and other libraries, and allocators of CPU memory.
 _TEXTS = r"out of memory|_ALLOC_FAILED|_ALLOCATION_FAILED|can't allocate memory|std::bad_alloc"
 
-#: Texts of PyTorch's DataLoader after one of its processes was killed.
+#: Error messages of PyTorch's DataLoader after one of its worker processes was killed.
 _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly(?! with))"
 
 
@@ -60,7 +60,7 @@ _KILLED = r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unex
 def run_context(
     run: RunCore, manifest: str | Path, device: str, splits: Sequence[str] = ("train", "valid")
 ) -> Iterator[tuple[World, Links | None]]:
-    """Connect the ranks of a run, verify the files of its `splits`, and yield the ranks and their links.
+    """Connect the ranks of a run, verify the files of its `splits`, and yield the ranks and the links, if measured.
 
     A failed allocation within this context becomes a `UserError`.
     """
@@ -92,16 +92,15 @@ def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
 
 @contextlib.contextmanager
 def translate_memory_errors(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
-    """Turn a failed allocation within this context, which includes the set-up, into a `UserError`."""
+    """Turn a failed allocation within this context into a `UserError`."""
     free = available(world.device)
     try:
         yield
     except Exception as error:
         if any(re.search(_KILLED, str(each)) for each in chain(error)):
             raise UserError(
-                "a process of the loader was killed, as the system does if memory is short; use fewer "
-                "`loader.workers`, a smaller `loader.prefetch` or batch_size, or request more memory (--mem of a Slurm "
-                "job)"
+                "a worker process of the loader was killed, probably because memory ran out; lower loader.workers, "
+                "loader.prefetch or batch_size, or request more memory (--mem of a Slurm job)"
             ) from None
         if isinstance(error, UserError) or not is_exhaustion(error):
             raise
@@ -110,7 +109,7 @@ def translate_memory_errors(run: RunCore, manifest: str | Path, world: World) ->
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Return whether an exception, or one that it was raised from, reports too little memory."""
+    """Return whether an exception or one of its causes (`chain`) reports too little memory."""
     return any(map(_says, chain(error)))
 
 
@@ -123,7 +122,7 @@ def _says(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes: the exceptions from which, or during whose handling, it was raised."""
+    """Return an exception and its causes: those named by `raise … from`, and those handled when it was raised."""
     found: list[BaseException] = []
     more: BaseException | None = error
     while more and more not in found:
@@ -135,7 +134,7 @@ def chain(error: BaseException) -> list[BaseException]:
 def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
     """Return a message: where memory ran out, how much the device has, and which settings would fit.
 
-    `free` is the memory that this process could allocate on its device when it started, bytes.
+    `free` is the memory that this process could allocate on its device at the start, bytes.
     """
     kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
     said = brief(cause) or type(cause).__name__
@@ -164,4 +163,4 @@ def place(error: BaseException) -> str:
     if found := [place for function, place in PLACES.items() if function in names]:
         return found[0]
     loading = any(code.co_filename.startswith(LOADING) for code in codes)
-    return "the loading of data" if loading else "the code around the steps"
+    return "the loading of data" if loading else "code outside of the steps"

@@ -24,11 +24,12 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-#: Largest number of elements of the score matrices for which a trial includes `math`, which stores all elements. If no
-#: other kernel works, `math` is tried in any case.
+#: Largest number of elements of the score matrices [B, H, T, T] for which a trial includes the kernel `math`, which
+#: stores these matrices. If no other kernel works, `math` is always tried.
 MAX_SCORES = 2**28
 
-#: Function that returns the context of a forward and backward pass; recomputed activations choose a kernel again.
+#: Function that returns a context for the forward and backward pass. The backward pass needs the context, too, because
+#: recomputed activations choose a kernel again.
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -39,10 +40,10 @@ def attention_context(
     device: torch.device,
     agreed: Callable[[str], str] = lambda kind: kind,
 ) -> Context:
-    """Return the context in which all attention uses the kernel `kind` (the run's `attention`).
+    """Return a function for contexts in which all attention uses the kernel `kind` (the run's `attention`).
 
     `shape` is the shape of queries: samples, heads, tokens, head dimension. `agreed` returns the first rank's choice on
-    all ranks, because kernels round differently, and times differ by chance.
+    all ranks, because times differ by chance between ranks, and kernels round differently.
     """
     if kind == "default":
         return nullcontext
@@ -57,8 +58,8 @@ def attention_context(
         except RuntimeError:
             usable = trial(shape, dtype, device, repeats=1)
             raise UserError(
-                f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens of width {shape[3]} on {device.type}"
-                f"; use default, auto or one of: {', '.join(usable)}"
+                f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens, head dimension {shape[3]}, on "
+                f"{device.type}; use default, auto or one of: {', '.join(usable)}"
             ) from None
     return partial(only, kind)
 
@@ -77,12 +78,12 @@ def only(kind: str) -> Iterator[None]:
 def trial(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, repeats: int = 5
 ) -> dict[str, float]:
-    """Return usable kernel → time of a forward and backward pass, seconds; the shortest of `repeats` times."""
+    """Time each usable kernel: return its name → shortest of `repeats` times of a forward and backward pass, s."""
     times: dict[str, float] = {}
     for name in BACKENDS:
         if name == "math" and times and math.prod(shape[:3]) * shape[2] > MAX_SCORES:
             continue
-        # A kernel may be missing, or need too much memory. If no kernel works, the error of `math` is raised.
+        # Kernels that are missing or need too much memory are skipped. If no kernel works, `math` raises its error.
         with nullcontext() if name == "math" and not times else suppress(RuntimeError):
             _seconds(name, shape, dtype, device)  # warms up
             times[name] = min(_seconds(name, shape, dtype, device) for _ in range(repeats))
@@ -93,7 +94,7 @@ def trial(
 
 
 def _seconds(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> float:
-    """Time one forward and backward pass on random values, in the memory order of a linear layer's output."""
+    """Time one forward and backward pass on random values, whose memory order is that of a linear layer's output."""
     samples, heads, tokens, width = shape
 
     def random(count: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Build a run's step from the run's settings; training repeats the step, and throughput measures the step."""
+"""Build a run's training step from the run's settings; training and measurements use the same step."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def build_step(
     if run.cuda_graph and device.type != "cuda":
         raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set cuda_graph to false")
     set_matmul_precision(run.precision)
-    torch.backends.cudnn.benchmark = True  # use the fastest algorithm for each shape, as published programs do
+    torch.backends.cudnn.benchmark = True  # use the fastest algorithm for each shape
 
     # 1. Make the model. Weights are drawn on the host from the seed, so weights are equal on any device and any
-    #    number of ranks. (A model too large for a host would be made on `meta`, and get its weights after step 2.)
+    #    number of ranks. (A model too large for a host would need `meta` tensors here, and weights after 2.)
     torch.manual_seed(run.seed)
     model = make()
     partition = sharding(model)
@@ -106,7 +106,7 @@ def assemble(
     graphs: CudaBackend | None = None,
     scores: SampleLoss | None = None,
 ) -> Step:
-    """Return the step of a model that has its device and memory format; the step is not compiled yet."""
+    """Return the uncompiled step of a model that is already on its device and in its memory format."""
     exact = convert(model, run.precision)
     # 4. Wrap model and loss, so that gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format), scores)
@@ -125,7 +125,7 @@ def random_seed(*numbers: int) -> int:
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
-    """Return PyTorch's format for the run's `memory_format`; the model's convolutions decide between 2D and 3D."""
+    """Return PyTorch's format for the run's `memory_format`; 3D if the model has weights with five axes."""
     if kind == "contiguous":
         return torch.preserve_format
     volumes = any(p.dim() == 5 for p in model.parameters())
@@ -142,7 +142,7 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:
-    """Return a study's loss with a check of the shape of its result."""
+    """Wrap a study's loss with a check that it returns one number per sample."""
 
     def call(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         losses = loss(prediction, target)
@@ -159,7 +159,7 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
 
 @dataclass(frozen=True)
 class Session:
-    """Parts of a run that a stage uses."""
+    """An opened run: settings, data, ranks, study and training step."""
 
     run: RunCore
     manifest: Manifest
@@ -212,7 +212,7 @@ def _keep_to(cpus: int, local_rank: int, processes: int) -> None:
         raise UserError(
             f"geometry.cpus: {cpus} CPUs per process, but this process may use only {len(there)}; lower geometry.cpus"
         )
-    # In a Slurm task, the usable CPUs may already be this process's part.
+    # Slurm may already have restricted the usable CPUs to this process's part.
     first = cpus * local_rank if len(there) >= cpus * processes else 0
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
@@ -225,7 +225,7 @@ def open_session(
     world: World,
     threads: int | None = None,
 ) -> Session:
-    """Set up all parts of a run except the loaders.
+    """Set up all parts of a run (`Session`) except its loaders.
 
     `threads` is the number of CPU threads of a node. Equal numbers of threads give bitwise equal results on a CPU.
     """
@@ -244,7 +244,7 @@ def open_session(
     samples = run.samples.model_dump()
     for key in ("input", "target"):
         if samples.get("kind") == "rows" and key in samples:
-            known_field(data, key, samples[key])  # checked before the study reads the field
+            known_field(data, key, samples[key])  # raises here, before the study reads a missing field
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)

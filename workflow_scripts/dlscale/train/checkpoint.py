@@ -45,9 +45,9 @@ from dlscale.parallel.world import BACKGROUND, World
 #: Name of a tensor → this device's shard of the tensor.
 State = dict[str, Shard]
 
-# PyTorch warns about this at every checkpoint of a single process.
+# PyTorch would give this warning at every checkpoint of a single process, where it is harmless.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-# DCP logs its progress, and each error with a traceback.
+# Silence DCP, which logs its progress, and each error with a traceback.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
 
@@ -57,22 +57,22 @@ class CheckpointRecord(Record):
 
     step: int = 0  #: completed optimiser steps
     history: list[Epoch] = []  #: completed epochs
-    #: Sums of the unfinished epoch for each data-parallel rank: losses, then training metrics.
+    #: Sums over the current epoch for each data-parallel rank: the loss, then the training metrics.
     sums: list[list[Number]] = []
-    seconds: float = 0.0  #: time spent on this epoch's steps in all tries, seconds
-    wall_time: float = 0.0  #: end of this epoch's steps, seconds since 1970-01-01 UTC; 0 if unfinished
-    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in this epoch.
+    seconds: float = 0.0  #: time spent on the current epoch's steps in all tries, seconds
+    wall_time: float = 0.0  #: end of the current epoch's steps, seconds since 1970-01-01 UTC; 0 until then
+    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step; only in records of the first epoch
     places: dict[str, Any] = {}  #: mesh and device type; random states are restored only if both are unchanged
     scaler: dict[str, float] = {}  #: state of the loss scaler
-    best: bool | None = None  #: whether the best weights are stored separately; None: no best epoch is known
-    files: dict[str, str] = {}  #: name of each other file of the checkpoint → SHA-256
+    best: bool | None = None  #: whether the best weights are stored in addition to the last; None if no epoch is best
+    files: dict[str, str] = {}  #: name of each safetensors file of the checkpoint → SHA-256
     run: str = ""  #: name of the folder of the checkpoints: the training's fingerprint
     own: str = ""  #: SHA-256 of this record without this key
 
     def rank_sums(self, rank: int, ranks: int) -> list[float]:
-        """Return the sums with which a rank continues the epoch; an empty list stands for zeros.
+        """Return the sums from which a resumed rank continues the epoch; an empty list stands for zeros.
 
         If the number of ranks has changed, the first rank gets the sums over all ranks.
         """
@@ -81,14 +81,14 @@ class CheckpointRecord(Record):
         return [] if rank else [sum(values) for values in zip(*self.sums, strict=True)]
 
 
-#: Number of newest checkpoints of a run that are kept.
+#: Number of a run's newest checkpoints that are kept.
 KEPT = 2
 
 
 class Checkpoints:
     """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` with `checkpoint.json` and safetensors files.
 
-    All ranks call its methods together, except `tidy` and `clear`, which only the first rank calls.
+    All ranks call the methods together, except `tidy` and `clear`, which only the first rank calls.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
@@ -103,7 +103,7 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
 
     def tidy(self) -> None:
-        """Repair the folder after a process was killed while it saved."""
+        """Clean up after a process that was killed during a save."""
         for torn in self.folder.glob(".step-*.part"):
             shutil.rmtree(torn, ignore_errors=True)
         for former in self.folder.glob(".step-*.old"):  # moved aside by a save of the same step
@@ -182,7 +182,7 @@ class Checkpoints:
         if main:
             known = [step for step in self.steps() if self._until is None or step <= self._until]
             earlier = [step for step in known if step < record.step]
-            later = [step for step in known if step > record.step]  # made before a restart at an earlier step
+            later = [step for step in known if step > record.step]  # left from before a restart at an earlier step
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
@@ -207,10 +207,10 @@ class Checkpoints:
                 return found
             problem = next(problem for problem, _ in told if problem)
             logging.warning("%s: not used (%s); trying an earlier checkpoint", self._path(step), problem)
-            if not any(damaged for _, damaged in told):  # a retry, or the code that wrote it, may succeed
+            if not any(damaged for _, damaged in told):  # a retry, or the version that wrote it, may read it
                 useless = useless or (
                     f"{self._path(step)}: this training cannot resume from this checkpoint ({problem}), nor from an "
-                    "earlier one, but the checkpoint is not known to be damaged; try again, or remove the folder to "
+                    "earlier one, but the checkpoint is not known to be damaged; try again, or remove this folder to "
                     "start from the beginning"
                 )
         if useless:
@@ -234,7 +234,7 @@ class Checkpoints:
             fill(path, state)
         except (Exception, CheckpointException) as error:  # an earlier checkpoint may be usable
             cause = _cause(error)
-            # A file that cannot be opened or read now, or too little memory, does not prove damage.
+            # Too little memory, or a file that cannot be opened or read now, does not prove damage.
             damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
             return None, f"{type(cause).__name__}: {cause}".splitlines()[0], damaged
         return (record, state), "", False
@@ -263,7 +263,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # PyTorch's method would search for `meta` tensors, and convert `Shard`, a type that this method does not know.
+        # PyTorch's method would replace tensors on `meta`, and also each `Shard`, a type that it does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
@@ -272,7 +272,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors with names that begin with `prefix`, gathered on the host.
+    """Return those tensors of a checkpoint whose names begin with `prefix`, gathered on the host.
 
     Raise `UserError` for a damaged checkpoint.
     """

@@ -24,17 +24,18 @@ PICTURE = "Visualization, "
 
 
 class RunLogs:
-    """Logs in a run's folder `out`, which begin with the epochs in `history`.
+    """Logs of a run in its folder `out`; they begin with the epochs in `history`.
 
     `metrics.jsonl` is always written again. TensorBoard's files are continued after step `step`. If these files are
-    missing, or the published tags count epochs, the epochs in `history` are written again, without pictures.
+    missing, or the tutorial's tags (`published`) count epochs, the epochs in `history` are written again, without
+    pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, self._folder = out / "metrics.jsonl", out / board.NAME
         self._published = published or PublishedLog()
         # Existing files are continued: writing thousands of epochs again takes ten times as long as opening the files.
-        # TensorBoard drops the points after `step`, but only if tags count steps, not epochs.
+        # The points after `step` must go. TensorBoard can drop them only if tags count steps, not epochs.
         goes_on = step > 0 and bool(board.files(self._folder)) and self._published.over == "step"
         self._board = board.writer(self._folder, step if goes_on else -1)
         self._metrics.unlink(missing_ok=True)
@@ -82,11 +83,11 @@ class RunLogs:
     def finish(self, record: Epoch, picture: Path, settings: dict[str, Any], best: Best | None = None) -> None:
         """Add the picture of a prediction, the best epoch, the settings and the final losses; close the files.
 
-        After a failure the files are not closed, because an interrupt may have left the writer's queue locked.
+        Do not call this after a failure: an interrupt may have left the writer's queue locked.
         """
         from matplotlib.image import imread
 
-        pixels = imread(picture)  # reused, because drawing again would take seconds
+        pixels = imread(picture)  # read from the file, because drawing again would take seconds
         self._board.close()
         final = {"final/train_loss": record.train_loss, "final/valid_loss": record.valid_loss}
         plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat(settings).items()}
@@ -101,7 +102,7 @@ class RunLogs:
 
 
 def quantities(record: Epoch, steps: int) -> dict[str, float]:
-    """Return the numbers of an epoch of `steps` steps, by TensorBoard tag."""
+    """Return losses, metrics and rates of an epoch of `steps` steps, by TensorBoard tag."""
     return {
         "loss/train": record.train_loss,
         "learning_rate": record.learning_rate,
@@ -114,7 +115,7 @@ def quantities(record: Epoch, steps: int) -> dict[str, float]:
 
 
 def _times(record: Epoch, steps: int) -> dict[str, float]:
-    """Return the mean times of an epoch's `steps` and validation batches, by TensorBoard tag."""
+    """Return seconds per step of training and validation, and validation's rate, by TensorBoard tag."""
     times = {"seconds_per_step": record.epoch_seconds / steps} if steps else {}
     if record.valid_steps and record.valid_seconds:
         times["valid_samples_per_second"] = record.valid_samples / record.valid_seconds
@@ -123,5 +124,5 @@ def _times(record: Epoch, steps: int) -> dict[str, float]:
 
 
 def validation(record: Epoch | Untrained) -> dict[str, float]:
-    """Return the numbers of a validation, by TensorBoard tag."""
+    """Return loss and metrics of a validation, by TensorBoard tag."""
     return {"loss/valid": record.valid_loss, **{f"valid/{name}": value for name, value in record.metrics.items()}}

@@ -1,4 +1,4 @@
-"""Loop over batches for training, validation and measurements; hooks do everything else."""
+"""Loop over batches for training, validation and measurements; hooks do the rest, such as saving."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Hook:
 def run_steps(
     step: Callable[..., Any], batches: Iterator[Batch], numbers: Iterable[int], hooks: Sequence[Hook] = ()
 ) -> None:
-    """For each of `numbers`, call `step(*batch)` with the next batch, and call the hooks before and after it."""
+    """For each of `numbers`, call `step(*batch)` with the next batch, and call the hooks before and after the step."""
     around = ranges.kind()
     with ranges.part("steps", ranges.STEPS):
         for count, number in enumerate(numbers):

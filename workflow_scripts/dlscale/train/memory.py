@@ -1,7 +1,7 @@
 """Memory of a device, and steps on fake tensors.
 
 Fake tensors have shapes, types and a device, but no memory. A step on fake tensors calls the same operators as in
-training without computing anything, so its memory and work can be counted in advance.
+training without computing anything, so memory and work can be counted in advance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dlscale.train.build import assemble, memory_format
 
 
 def peak(device: torch.device) -> int:
-    """Return the peak memory since `reset_peak`, bytes: of tensors on a GPU, or of this process on a CPU."""
+    """Return the peak memory of tensors on a GPU, or of this process on a CPU, since the last reset, bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # `ru_maxrss` is used only without VmHWM, because a process inherits `ru_maxrss` from its parent.
@@ -102,7 +102,7 @@ class FakeStep:
         with torch.device("meta"):
             model = make()
         model.to(memory_format=memory_format(model, run.memory_format))  # type: ignore[call-overload]
-        made: dict[int, torch.Tensor] = {}  # keeps shared tensors shared
+        made: dict[int, torch.Tensor] = {}  # a tensor with two names gets one fake tensor
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
@@ -112,12 +112,12 @@ class FakeStep:
         with self._mode:
             if run.geometry.model_size > 1:
                 divided = ModelParallel(model, plan, Pretended(run.geometry), device)
-            alone = run.model_copy(update={"parallel": DDP(), "precision": run.arithmetic})  # on one rank
+            alone = run.model_copy(update={"parallel": DDP(), "precision": run.arithmetic})  # as on one rank
             self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided, scores=scores)
         self._begin()
 
     def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
-        """Make one step on a batch from `like`; `marker` opens the step's ranges, and `mode` receives its operators."""
+        """Make one step on a batch from `like`; `marker` opens the step's ranges, and `mode` sees all operators."""
         step = self.step
         with marking(marker):
             with self._mode, mode:
@@ -126,7 +126,7 @@ class FakeStep:
                 step.weights.collect_gradients()
                 if step.scaler.is_enabled() and not step.optimizer.defaults.get("fused"):
                     step.scaler.unscale_(step.optimizer)
-                    step.optimizer.step()  # `scaler.step` would read values of gradients
+                    step.optimizer.step()  # `scaler.step` would read values, which gradients lack here
                 else:
                     step.scaler.step(step.optimizer)
                 step.weights.distribute()
@@ -138,10 +138,10 @@ class FakeStep:
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _begin(self) -> None:
-        """Make the optimiser's state, as the first step of a training does; the counters in it are real tensors."""
+        """Make the optimiser's state, as the first step of a training does; its step counters are real tensors."""
         step = self.step
         if self._device.type == "cuda" and not step.optimizer.defaults.get("fused"):
-            for group in step.optimizer.param_groups:  # PyTorch's default on CUDA, but not for fake tensors
+            for group in step.optimizer.param_groups:  # the default for real tensors on CUDA, not for fake tensors
                 group["foreach"] = True
         for p in step.weights.updated:
             if p.grad is None and p.requires_grad:
@@ -158,7 +158,7 @@ def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention:
 
 
 def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
-    """Return a batch of the local size on `meta`, with the shapes and types of the dataset's samples."""
+    """Return one rank's batch on `meta`, with the shapes and types of the dataset's samples."""
     samples: Any = open_samples(run, manifest, "train")
     x, y = (
         torch.empty((run.local_batch_size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")

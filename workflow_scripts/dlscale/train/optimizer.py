@@ -49,7 +49,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for p in group["params"]:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
     optimizer.step()
-    # Counters are 1 now, and moments may contain weight decay. With a momentum of 0, the moment is None.
+    # Reset counters, which are 1 now, and moments, which may contain weight decay or be None (momentum 0).
     for value in (each for state in optimizer.state.values() for each in state.values() if each is not None):
         value.zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

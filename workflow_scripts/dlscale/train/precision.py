@@ -9,8 +9,8 @@ The formats, with their names in Apex (https://nvidia.github.io/apex/amp.html):
 `fp16_pure`, `bf16_pure`        O3    weights, computation and optimiser state in 16 bits
 ==============================  ====  =============================================================================
 
-`fp16` and `fp16_master` scale the loss, since small gradients are zero in float16. Except in O3, normalisation stays in
-float32. The loss is always in float32, because it is a long sum.
+`fp16` and `fp16_master` scale the loss, because small gradients would become zero in float16. Except in O3,
+normalisation stays in float32. The loss is always in float32, because it is a long sum.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dlscale.parallel.shards import Cut, Shard, cut, local
 #: Precisions that scale the loss.
 SCALED = ("fp16", "fp16_master")
 
-#: Class of a convolution layer → function that computes the convolution.
+#: Class of a convolution layer → PyTorch's function for the same convolution.
 CONVOLUTIONS: dict[type, Any] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
-#: Largest relative error of a correct convolution in bf16; rounding alone gives an error of a few thousandths.
+#: Relative error above which a convolution in bf16 counts as wrong; rounding alone causes a few thousandths.
 WRONG = 0.05
 
 #: Minimum input channels with which oneDNN 3.12 computes strided 1×1 convolutions in channels-last memory correctly.
@@ -65,7 +65,7 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of the model's forward pass."""
+    """Return the context of the forward pass, which is autocast only for `fp16` and `bf16`."""
     if precision not in FLOAT16:
         return nullcontext()
     return torch.autocast(device.type, FLOAT16[precision])
@@ -75,8 +75,8 @@ def check_convolutions(model: nn.Module) -> None:
     """Raise a `UserError` for a convolution that this processor computes wrong in bf16.
 
     On Intel's AMX, oneDNN 3.12 (PyTorch 2.13) returns wrong results without an error if the stride equals the kernel
-    size and there are few channels. Such layers are compared with float32 on fixed values, so that the random state
-    does not change.
+    size and there are few channels. Layers with such strides are compared with float32 on fixed values, so
+    that the random state does not change.
     """
     for name, layer in model.named_modules():
         suspect = type(layer) in CONVOLUTIONS and layer.stride == layer.kernel_size and layer.padding_mode == "zeros"
@@ -99,10 +99,10 @@ def check_convolutions(model: nn.Module) -> None:
 
 
 def check_channels_last(model: nn.Module) -> None:
-    """Raise a `UserError` for a convolution whose gradient a processor computes wrong in channels-last memory.
+    """Raise a `UserError` for a convolution whose gradient CPUs compute wrong in channels-last memory.
 
-    For a strided 1×1 convolution with fewer than 8 (AVX2) or 16 (AVX-512) input channels, computing the weights'
-    gradient writes outside of its memory. The result is wrong, or the program hangs or crashes
+    For a strided 1×1 convolution with fewer than 8 (AVX2) or 16 (AVX-512) input channels, oneDNN writes beyond the
+    buffer of the weights' gradient. The gradient is wrong, or the program hangs or crashes
     (https://github.com/uxlfoundation/oneDNN/issues/6035).
     """
     for name, layer in model.named_modules():
@@ -110,9 +110,9 @@ def check_channels_last(model: nn.Module) -> None:
             continue
         if layer.in_channels // layer.groups < CHANNELS:
             raise UserError(
-                f"memory_format: channels_last: PyTorch on a processor computes the gradient of the layer {name} wrong "
-                f"or crashes (a 1×1 convolution with stride {max(layer.stride)} and fewer than {CHANNELS} input "
-                "channels); use memory_format: contiguous, or a wider model"
+                f"memory_format: channels_last: on a CPU, PyTorch computes the gradient of the layer {name} wrong or "
+                f"crashes (a 1×1 convolution with stride {max(layer.stride)} and fewer than {CHANNELS} input "
+                "channels); use memory_format: contiguous, or more channels"
             )
 
 
@@ -166,18 +166,18 @@ class Weights:
             p.grad = None
 
     def collect_gradients(self) -> None:
-        """Give the model's gradients to the updated tensors; master weights get copies."""
+        """Pass the model's gradients to the updated tensors; master weights get copies."""
         for name, part in self._parts.items():
             part.grad = None if (gradient := self.named[name].grad) is None else local(gradient)
         for exact, own, p in zip(self._exact, self._gradients, self._rounded, strict=True):
-            exact.grad = None if p.grad is None else own  # None if the loss did not use the weight
+            exact.grad = None if p.grad is None else own  # None if the loss does not depend on the weight
         known = [(own, p.grad) for own, p in zip(self._gradients, self._rounded, strict=True) if p.grad is not None]
         if known:
             torch._foreach_copy_([own for own, _ in known], [gradient for _, gradient in known])
 
     @torch.no_grad()
     def distribute(self, frozen: bool = False) -> None:
-        """Round the updated master weights into the model; with `frozen`, also master weights that are not trained."""
+        """Round the updated master weights into the model; with `frozen`, also untrained master weights."""
         if self._rounded:
             torch._foreach_copy_(self._rounded, self._exact)
         for name, p in self._masters.items() if frozen else ():
@@ -188,7 +188,7 @@ class Weights:
         return Shard(local(tensor).detach(), self._cuts.get(name, ()))
 
     def names(self) -> dict[str, list[str]]:
-        """Map the first name of each tensor of the model's state to all its names; tied weights have several."""
+        """Map the first name of each tensor of the model's state to all its names; tied weights have several names."""
         firsts: dict[int, str] = {}
         names: dict[str, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
@@ -228,7 +228,7 @@ def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.
         value = each.gathered()
         if keep:
             value = value.float() if value.is_floating_point() else value
-            state[name] = value.cpu() if each.cuts else value  # a device may be too small for all gathered tensors
+            state[name] = value.cpu() if each.cuts else value  # all gathered tensors may not fit on a device
     return state
 
 

@@ -1,4 +1,4 @@
-"""Provenance of a training: command, machine and data; `dlscale.core.environment` records the software."""
+"""Provenance of a training: command, machine and data. `dlscale.core.environment` records versions of software."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Provenance(Record):
     slurm: dict[str, str] = {}
     device: Device = Device()
     processes: int = 1
-    devices: int = 0  #: Number of processes, or of GPUs if a process drives several; 0 if unknown.
+    devices: int = 0  #: Number of processes, or of GPUs if one process drives several; 0 if unknown.
     cores: int | None = None  #: Usable cores of a node.
     memory_bytes: int | None = None  #: Usable memory of a node.
     seed: int | None = None
@@ -37,13 +37,13 @@ class Provenance(Record):
     training_samples: int | None = None
     validation_samples: int | None = None
     dataset: str | None = None
-    manifest: dict[str, Any] = {}  #: Origin of the dataset.
+    manifest: dict[str, Any] = {}  #: Provenance of the dataset, from its manifest.
     fingerprint: str | None = None  #: First digits of the run's fingerprint: the name of its checkpoint folder.
     resumed_from_step: int | None = None
     links: Links | None = None  #: Latency and bandwidth between processes, if the self-test measured them.
     best: Best | None = None
     loss: LossInfo = LossInfo()
-    metrics: list[Metric] = []  #: Descriptions of the metrics of the run's epochs.
+    metrics: list[Metric] = []  #: Descriptions of the run's validation metrics.
 
 
 def now() -> str:

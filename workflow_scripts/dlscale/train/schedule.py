@@ -27,9 +27,9 @@ def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_
 
     - `constant`: the rate is `peak`.
     - `step`: the rate is multiplied by `gamma` after every `step_epochs` epochs, or at the epochs in `milestones`.
-    - `exponential`: the rate is multiplied by `gamma` per epoch after the warm-up, by the same factor at each step.
-    - `cosine`, `linear`, `polynomial`: the rate falls to `end_lr` at step == total, along half a cosine, along a line,
-      or along the square of the fraction of steps left.
+    - `exponential`: after the warm-up, the rate is multiplied by `gamma` ** (1 / steps per epoch) at each step.
+    - `cosine`, `linear`, `polynomial`: the rate falls from `peak` to `end_lr` at step == total, as half a cosine, as a
+      line, or as the square of the fraction of steps left.
     """
     warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
     if step < warmup:

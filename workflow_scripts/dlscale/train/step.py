@@ -1,4 +1,4 @@
-"""One optimiser step, which training repeats and throughput measures."""
+"""One optimiser step, in training or in a measurement, with CUDA graphs and compilation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Network(nn.Module):
-    """Model and loss as one module, to be wrapped and compiled.
+    """Model and loss as one module, to be wrapped by DDP and compiled.
 
     `layout` is the memory format of the model's inputs. `scores` maps prediction and target to metrics of each training
     sample, [B, n].
@@ -67,7 +67,7 @@ class Network(nn.Module):
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Return the prediction of inputs [B, ...], float32."""
-        numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices
+        numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices and keep their type
         x = self._arranged(x, self._input_dtype if numbers else x.dtype)
         with autocast(self._precision, x.device):
             prediction: torch.Tensor = self.model(x)
@@ -104,8 +104,8 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
-        self._overwritten = False  #: whether the next step overwrites the loss
-        self._known = set[object]()  #: calls that ran before: batch shape, and `predict` for predictions
+        self._overwritten = False  #: whether the next step overwrites the loss's memory
+        self._known = set[object]()  #: keys of earlier calls: the batch's shape, with `predict` for predictions
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
         self._loss_of: Callable[..., torch.Tensor] = strategy.wrapped
         self._predict: Callable[..., torch.Tensor] = strategy.predict(network)
@@ -117,7 +117,7 @@ class Step:
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass with the loss, and the forward pass of predictions, in the run's `compile.mode`."""
-        self._overwritten = mode in ("reduce-overhead", "max-autotune")  # these modes use CUDA graphs of their own
+        self._overwritten = mode in ("reduce-overhead", "max-autotune")  # these modes reuse memory in CUDA graphs
         self._loss_of = compiled(self.strategy.wrapped, mode, self.device)
         self._predict = compiled(self._predict, mode, self.device)
 
@@ -135,7 +135,7 @@ class Step:
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
-        """Return the context of a call; the first call of a shape has a longer timeout, because it compiles code."""
+        """Return the context of a call: the first call of a shape, which may compile, has a longer watchdog timeout."""
         if key in self._known:
             return nullcontext()
         self._known.add(key)
@@ -159,7 +159,7 @@ class Step:
         if not self.model.training:  # `train` at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
-        # A small last batch may not fill all parts; with FSDP all ranks need the same number of passes.
+        # A small last batch may have fewer samples than parts. With FSDP, all ranks need equal numbers of passes.
         parts = self._accumulation if self.strategy.gathers else min(self._accumulation, len(x))
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
@@ -207,7 +207,7 @@ class Step:
         counters: list[torch.Tensor] = []
         states = self.optimizer.state
         for name, p in zip(self.weights.named, self.weights.updated, strict=True):
-            # A weight without a gradient so far gets the state that other weights had before their first step.
+            # For a weight that had no gradient yet, save zeros, as other weights had before their first step.
             known = p in states or not p.requires_grad
             for kind, value in (states.get(p, {}) if known else next(iter(states.values()), {})).items():
                 if kind == "step":
@@ -220,7 +220,7 @@ class Step:
         return shards
 
     def load(self, shards: Mapping[str, Shard], scaler: Mapping[str, float]) -> None:
-        """Load the result of `shards` and the loss scaler's state; without its shards, clear the optimiser's state."""
+        """Load the result of `shards()` and the loss scaler's state; clear an optimiser state that `shards` lacks."""
         if any(name.startswith("optimizer.") for name in shards):
             make_state(self.optimizer)
         else:
@@ -231,9 +231,9 @@ class Step:
             self.weights.distribute(frozen=True)
             counters = iter(shards["optimizer.step"].tensor if "optimizer.step" in shards else ())
             for p in self.weights.updated:
-                if "step" in self.optimizer.state.get(p, {}):  # indexing would make a state
+                if "step" in self.optimizer.state.get(p, {}):  # indexing `state` would add an empty state
                     self.optimizer.state[p]["step"].copy_(next(counters))
-        known = self.scaler.state_dict()  # integers, which `scaler` has as floats, become integers again
+        known = self.scaler.state_dict()  # its integers are floats in `scaler`
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()
@@ -255,7 +255,7 @@ EAGER_STEPS, EAGER_STEPS_OF_RANKS = 3, 11
 
 
 class Graphed:
-    """Caller of `body(x, y)`, a complete training step, with one CUDA graph for each shape of batch.
+    """Callable that runs `body(x, y)`, a complete training step, as a CUDA graph for each shape of batch.
 
     The first `eager_steps` batches of a shape train without a graph, so that no graphs are made for rare shapes.
     """
@@ -265,7 +265,7 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs; this is necessary when memory that the graphs use is replaced."""
+        """Drop all graphs, as is necessary if memory that they use was replaced."""
         self._backend.reset()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -288,7 +288,7 @@ class Graphed:
         static_x.copy_(x)
         static_y.copy_(y)
         replay()
-        return loss.clone()  # the next replay overwrites it
+        return loss.clone()  # the next replay overwrites `loss`
 
 
 class CudaBackend:
@@ -304,7 +304,7 @@ class CudaBackend:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run this context's work on the side stream, between earlier and later work on the current stream."""
+        """Run this context's work on the side stream, after earlier and before later work of the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -312,14 +312,14 @@ class CudaBackend:
         current.wait_stream(self._stream)
 
     def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Run a body now, on the side stream."""
+        """Run `body` on the side stream, without a graph."""
         with self.aside():
             return body(x, y)
 
     def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
-        """Record a body without running it; return the function that replays it, and the tensor of its result."""
+        """Record `body` without running it; return a function that replays it, and the tensor that gets its result."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: a loader's thread may pin memory meanwhile, which must not end the recording.
+        # thread_local: other threads, such as a loader's, may pin memory during the recording without an error.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             loss = body(x, y)
         return graph.replay, loss
@@ -329,7 +329,7 @@ class CudaBackend:
 
 
 def compiled(function: Function, mode: str, device: torch.device) -> Function:
-    """Return the function compiled in this mode (the run's `compile.mode`), once for each shape of batch."""
+    """Return the function, compiled in this mode (the run's `compile.mode`) for each shape of batch."""
     if mode == "none":
         return function
     if device.type == "cpu":

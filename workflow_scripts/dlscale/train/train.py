@@ -1,7 +1,7 @@
 """Stage `train`: train one run and write its metrics, logs, weights and a figure.
 
-All code that affects weights is in `dlscale.train.trainer` and its imports. Changes of this module do not make any run
-train again.
+All code that affects weights is in `dlscale.train.trainer` and its imports, so a change of this module does not make
+any run train again.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from dlscale.train.weight_files import weights_digest
 #: Largest number of epochs with pictures in TensorBoard.
 PICTURES = 50
 
-#: Settings that do not change the weights after a given step: when to save and to stop, trackers, devices, loader. The
-#: path of initial weights is not part of the fingerprint either, but the content of the file is.
+#: Settings left out of the fingerprint, because they do not change the weights after a given step: when to save and to
+#: stop, trackers, devices, loader. For initial weights (`weights`), the file's content counts instead of its path.
 NOT_FINGERPRINTED: Any = {
     "training": {
         *("checkpoint_epochs", "target", "stop_after", "on_divergence", "trackers", "weights"),
@@ -72,7 +72,7 @@ REQUESTS = {
     signal.SIGINT: Request.END,
 }
 
-#: Largest number of steps between two exchanges of requests, even of fast steps, which may suddenly become slow.
+#: Largest number of steps between two exchanges of requests. More steps, even fast ones, could suddenly take long.
 MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
@@ -119,7 +119,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     shown = _Shown(session, trainer.epochs)
 
     def on_epoch(record: Epoch) -> None:
-        session.manifest.check_files()  # HDF5 would read a truncated part as zeros
+        session.manifest.check_files()  # if an open file was truncated, HDF5 reads zeros
         prediction = shown.predict() if shown.drawn(record) else None
         drawn = prediction is not None
         logs.add(record, session.study.picture(run, session.manifest, shown.y, prediction) if drawn else None)
@@ -135,7 +135,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         _write_weights(out / "model.pt", session.step.weights.state_dict())
         if trainer.best_weights:
             _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
-        write_text(out / "metrics.jsonl", epoch_lines(history))  # the file may have been removed meanwhile
+        write_text(out / "metrics.jsonl", epoch_lines(history))  # a user may have removed this file
         _provenance(run, session, trainer, started, cores, links).write(out / "provenance.json")
         _remove_other_checkpoints(trainer.checkpoints.folder)
 
@@ -156,7 +156,7 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
 
     prediction = shown.predict()
     assert prediction is not None
-    with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text; saving makes the tick labels, too
+    with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text; saving is here: it makes tick labels
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
         save_png(figure or figures.values(shown.y, prediction), file, dpi=100)
 
@@ -191,13 +191,13 @@ def _remove_other_checkpoints(folder: Path) -> None:
 
     These checkpoints were kept until the end of this training, in case the user undid the change.
     """
-    for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # only folders with a fingerprint as name
+    for other in folder.parent.glob("[0-9a-f]" * len(folder.name)):  # only folders named by a fingerprint
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _follow(session: Session, trainer: Trainer) -> None:
-    """Train as any other rank, with the joint predictions and gathers in the same order as in `_lead`."""
+    """Train as a rank other than the first, with predictions and gathers in the same order as in `_lead`."""
     shown = _Shown(session, trainer.epochs)
     fit_with_signals(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
     with ranges.part("writing", ranges.BETWEEN):
@@ -214,7 +214,7 @@ def fit_with_signals(
 ) -> list[Epoch]:
     """Run `trainer.fit` while showing progress and obeying signals; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
-    headline = described[0].name if described else ""  # prefers a metric that has a baseline without learning
+    headline = described[0].name if described else ""  # a metric with a baseline without learning comes first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
     latest = _Latest(samples)
 
@@ -242,7 +242,7 @@ def fit_with_signals(
 
 
 class Interruption:
-    """Context that turns signals into requests, on which all ranks agree.
+    """Context manager that turns signals into requests, on which all ranks agree.
 
     Ranks may get a signal at different steps, but must all save at the same step. Therefore they exchange requests on
     the host, about every `seconds` seconds, and at least every `MAX_STEPS` steps.
@@ -266,14 +266,14 @@ class Interruption:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         request = REQUESTS[signal.Signals(number)]
-        with contextlib.suppress(OSError):  # not by `logging`, which may be writing a line now
+        with contextlib.suppress(OSError):  # not by `logging`, which this signal may have interrupted
             os.write(2, f"received {signal.Signals(number).name}\n".encode())
         if number == signal.SIGINT:  # a second Ctrl-C ends the process without saving
             signal.signal(number, signal.default_int_handler)
         self._received = max(self._received, request)
 
     def poll(self) -> Request:
-        """Return the most urgent request of any rank, once; all ranks call this before each batch."""
+        """Return the most urgent new request of any rank, or NONE; all ranks call this before each batch."""
         if self._world.size == 1:
             request, self._received = self._received, Request.NONE
             return request
@@ -295,8 +295,8 @@ class _Latest:
     """Loss of the last step on this rank, and samples/s of all ranks since the last call of `values`."""
 
     def __init__(self, samples: int) -> None:
-        self._samples, self._loss = samples, torch.tensor(math.nan)  # samples per step
-        self._steps, self._before = 0, (time.perf_counter(), 0)  # steps of this process; time and steps at last call
+        self._samples, self._loss = samples, torch.tensor(math.nan)  # samples per step of all ranks
+        self._steps, self._before = 0, (time.perf_counter(), 0)  # steps so far; time and steps at the last `values`
 
     def add(self, number: int, batch: Batch, loss: torch.Tensor) -> None:
         self._loss = loss
@@ -312,14 +312,14 @@ class _Latest:
 
 
 class _Shown:
-    """First validation sample, whose prediction is drawn after some epochs."""
+    """First validation sample; its prediction is drawn after some epochs."""
 
     def __init__(self, session: Session, epochs: int) -> None:
         self.x, self.y = session.samples("valid").read(0, 0)
         self._session, self._epochs, self._every = session, epochs, -(-epochs // PICTURES)
 
     def drawn(self, record: Epoch) -> bool:
-        """Return whether an epoch has a picture."""
+        """Return whether the prediction is drawn after an epoch."""
         return record.epoch % self._every == 0 or record.epoch == self._epochs
 
     def predict(self) -> np.ndarray | None:
@@ -346,7 +346,7 @@ def run_fingerprint(run: Run, manifest: Manifest, sources: str = "") -> str:
     decisive = {
         "run": run.model_dump(mode="json", exclude=NOT_FINGERPRINTED),
         "parallel": run.parallel.model_dump(include=set(LEARNT), exclude_defaults=True),
-        # All loaders deliver the same samples, except `synthetic`, which delivers no data.
+        # All loaders deliver the same samples, except `synthetic`, which delivers random numbers.
         "synthetic": run.loader.kind == "synthetic",
         "data": {split: [file.digest for file in files] for split, files in manifest.splits.items()},
         "fields": {name: info.model_dump(mode="json") for name, info in manifest.fields.items()},

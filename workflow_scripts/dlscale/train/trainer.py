@@ -48,7 +48,7 @@ def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[T
 class Trainer:
     """Trainer that validates after every epoch, and saves checkpoints after epochs and on signals.
 
-    All ranks do the same, and each rank writes its part of the checkpoints. With `training.keep_best`, checkpoints
+    All ranks run this trainer, and each rank writes its part of the checkpoints. With `training.keep_best`, checkpoints
     include the weights of the best epoch.
     """
 
@@ -65,17 +65,18 @@ class Trainer:
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
-        #: number of epochs; the last epoch may be cut short
+        #: number of epochs; `training.steps` may cut the last epoch short
         self.epochs = -(-self.total_steps // len(self.train_loader))
-        self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)  #: last epoch of this process
+        #: last epoch before the training pauses (`stop_after`) or ends
+        self.last_epoch = min(self.epochs, run.training.stop_after or self.epochs)
         self.last_step = min(self.total_steps, len(self.train_loader) * self.last_epoch)
-        self.history: list[Epoch] = []  #: completed epochs
-        self.resumed_from: int | None = None  #: step of the loaded checkpoint
+        self.history: list[Epoch] = []  #: records of completed epochs
+        self.resumed_from: int | None = None  #: step of the loaded checkpoint, if any
         self.best_weights: dict[str, Shard] | None = None  #: weights of the best epoch, on the host
-        self._untrained: Untrained | None = None  #: scores before the first step
+        self._untrained: Untrained | None = None  #: loss and metrics before the first step
         self._resumed = CheckpointRecord()
         self._made_with = run.model_dump(mode="json", include={"geometry", "parallel", "threads", "loader"})
-        self._made_with["geometry"].pop("memory_mb")  # does not affect times
+        self._made_with["geometry"].pop("memory_mb")  # a request to the scheduler, does not affect times
         at = run.geometry
         self._places = {
             "ranks": world.size,
@@ -84,10 +85,10 @@ class Trainer:
             "order": at.order if at.model_size > 1 else "",
             "device": world.device.type,
         }
-        self._naive: dict[str, torch.Tensor] | None = None  # mean errors of baselines over all validation samples
+        self._naive: dict[str, torch.Tensor] | None = None  # mean validation errors of baselines without learning
         kept, self._target = run.training.keep_best, run.training.target
         self._judge = metric_called(kept, metrics, "training.keep_best") if kept else None
-        self._best: Epoch | None = None  # kept separately, because the history may be long
+        self._best: Epoch | None = None  # kept, because searching a long history takes time
         self._goal = metric_called(self._target.metric, metrics, "training.target.metric") if self._target else None
 
     @property
@@ -145,21 +146,21 @@ class Trainer:
                 while not self._done:
                     epoch = len(self.history)
                     record = self._epoch(epoch, poll, hooks)
-                    if record.epoch == first:  # from now on, all files are open and all code is compiled
+                    if record.epoch == first:  # files are open and code is compiled: shorter watchdog timeout
                         later.enter_context(ranges.part("epoch", ranges.BETWEEN))
                     with ranges.part("writing"):
                         on_epoch(record)
                     self.history.append(record)
                     if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
-                        logging.warning("diverged in epoch %d: stopped (training.on_divergence)", record.epoch)
-                        break  # the newest checkpoint has the weights of an earlier epoch
+                        logging.warning("diverged in epoch %d: stopped (training.on_divergence: stop)", record.epoch)
+                        break  # unsaved: the newest checkpoint has weights of an earlier epoch
                     if self._improves(record):
                         shards = self.step.weights.shards()
                         self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
                     if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:
-            # After other errors, other ranks may have ended without their part of the save.
+            # After other kinds of errors, other ranks may be gone, and waiting for their parts of the save could hang.
             if isinstance(error, UserError) or self.world.size == 1:
                 self.checkpoints.wait()  # finishes a save of the last good state
             raise
@@ -179,7 +180,7 @@ class Trainer:
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
     def _begin(self) -> None:
-        """Validate before the first step, unless an earlier try did so; epoch times do not include this validation."""
+        """Validate before the first step, unless an earlier try of the run did so; no epoch's time includes this."""
         if self._untrained or self._resumed.step:
             return
         start = time.perf_counter()
@@ -188,7 +189,7 @@ class Trainer:
         logging.info(f"before training: valid loss {valid_loss:.6f} ({time.perf_counter() - start:.1f} s)")
 
     def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
-        """Return the scores before the first step, with the first batch's loss if known; all ranks must call this."""
+        """Return the scores before the first step, with the first batch's loss if known; call this on all ranks."""
         if self._untrained and sums.first_loss is not None:
             samples = min(self.run.batch_size, self.train_loader.samples)
             loss = float(self.world.sum(sums.first_loss.clone())) / samples
@@ -199,8 +200,8 @@ class Trainer:
         done, seen = (self.history[-1].step, self.history[-1].samples or 0) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
-        before, self._resumed = self._resumed, CheckpointRecord()  # only a try's first epoch may begin in the middle
-        first = max(before.step - done, 0)  # above 0 if an earlier try was stopped in this epoch
+        before, self._resumed = self._resumed, CheckpointRecord()  # only a resumed epoch may begin in its middle
+        first = max(before.step - done, 0)  # above 0 if training resumed in the middle of this epoch
         scored = registry.study(self.run.study).train_metrics
         sums = _EpochSums(before, done + first, self.world, self.step.device, 1 + len(scored))
         made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
@@ -215,12 +216,13 @@ class Trainer:
         sums.finish()
         requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
-        self._naive_answers([requests])  # before `start`, because the time of validation must not include baselines
+        self._naive_answers([requests])  # before `start`: the time of validation excludes baselines
         start = time.perf_counter()
         valid_loss, metrics = math.nan, dict[str, float]()
         if self._finite(epoch, "training", train_loss):
             valid_loss, metrics = self.validate([requests])
-            self._finite(epoch, "validation", valid_loss)  # the training loss is from before the last update
+            # Checked even if the training loss is finite, because that loss is from before the last update.
+            self._finite(epoch, "validation", valid_loss)
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,
@@ -270,7 +272,7 @@ class Trainer:
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
-            self.step.optimizer.state.clear()  # `_wanted` may have made this state before a read failed
+            self.step.optimizer.state.clear()  # a failed read may have left a state from `_wanted`
             if again:
                 logging.info("%s", again)
                 if self.world.main:
@@ -297,8 +299,8 @@ class Trainer:
         """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
         end = self._end(record.history)
         if end and record.step > end.step:
-            return f"the checkpoint is beyond epoch {end.epoch}, which reaches the target: training to this epoch again"
-        # A checkpoint of the last step may be from before the last validation. This validation is then still to do.
+            return f"the checkpoint is later than epoch {end.epoch}, which reached the target: training up to it again"
+        # A checkpoint of the last step may be from before the last validation, which is then missing in `history`.
         trained = record.step == self.last_step and len(record.history) >= self.last_epoch
         if (end or trained) and record.made_with != self._made_with:
             return (
@@ -313,7 +315,7 @@ class Trainer:
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
         self._save(sums.step, sums=sums.by_rank(), untrained=untrained, **times)
-        self.checkpoints.wait()  # before the log line, because this process may be ended after it
+        self.checkpoints.wait()  # before the log line, after which this process may be killed
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
             self.world.barrier()  # if a rank ended first, ranks that still save would be killed
@@ -321,7 +323,7 @@ class Trainer:
 
     def _save(self, step: int, **partial: Any) -> None:
         best = self.best
-        if step and self.step.scaler.is_enabled():  # no state exists if all gradients so far overflowed
+        if step and self.step.scaler.is_enabled():  # if all gradients overflowed, the optimiser has no state yet
             make_state(self.step.optimizer)
         # Right after the best epoch, the model has the best weights, so these weights are written only once.
         apart = self.best_weights if best and best.step != step else None
@@ -375,9 +377,9 @@ class Trainer:
 
 
 class _EpochSums:
-    """Sums of an epoch's losses and of `count - 1` training metrics on this rank, and the time of the epoch's steps.
+    """Sums over an epoch's samples on this rank: the loss and `count - 1` training metrics; and the time of the steps.
 
-    The sums and the time continue from the checkpoint `before`, from step `first` on.
+    Sums and time continue from the checkpoint `before`; the next step is `first`.
     """
 
     def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device, count: int) -> None:
@@ -385,11 +387,11 @@ class _EpochSums:
         sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
         self._sums = torch.tensor(sums, dtype=torch.float64, device=device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
-        self._seconds = before.seconds  # used after the last step
-        self.first_loss: torch.Tensor | None = None  #: sum of the losses of the training's first step
+        self._seconds = before.seconds  # valid if `wall_time` is set: after the epoch's steps
+        self.first_loss: torch.Tensor | None = None  #: sum of this rank's losses in the training's first step
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
-        sums = means * len(batch[0])  # stays on the device, so that no step waits
+        sums = means * len(batch[0])  # stays on the device, so that the host does not wait
         self._sums += sums
         if number == 0:
             self.first_loss = sums.reshape(-1)[0]
@@ -401,7 +403,7 @@ class _EpochSums:
         return self._seconds if self.wall_time else time.perf_counter() - self._start
 
     def finish(self) -> None:
-        """Stop the clock after the last step, unless an earlier try did so."""
+        """Stop the clock after the epoch's last step, unless an earlier try did so."""
         if not self.wall_time:
             self._seconds, self.wall_time = self.seconds, time.time()
 
@@ -411,6 +413,5 @@ class _EpochSums:
         return sums
 
     def by_rank(self) -> list[list[float]]:
-        """Return the sums of each data-parallel rank."""
         sums = dict(self._world.gather((self._world.data_rank, self._sums.tolist())))
         return [sums[rank] for rank in sorted(sums)]

@@ -41,7 +41,7 @@ class MetricSum:
 def naive_means(
     metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = (), split: str = "valid"
 ) -> dict[str, torch.Tensor]:
-    """Return the mean error over a split of each baseline without learning; each rank computes its part."""
+    """Return the mean errors over a split of the baselines without learning; each rank computes its part."""
     sums = MetricSum()
     shares = ((share.indices(number, loader.samples),) for number in range(len(loader)))
     run_steps(lambda indices: sums.add(metrics.naive(indices, split)), shares, range(len(loader)), hooks)
@@ -57,9 +57,9 @@ def validate(
     hooks: Sequence[Hook] = (),
     naive: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """Return loss and metrics over all samples, each once, on all ranks; `naive` is from `naive_means`."""
+    """Return loss and metrics over all samples on all ranks; each sample counts once. `naive` is from `naive_means`."""
     sums = MetricSum()
-    # Running statistics differ by rank. Validation uses the statistics of the first rank, which are also saved.
+    # Batch normalisation's statistics differ by rank. Use the statistics of the first rank, which are also saved.
     world.broadcast(step.model.buffers())
 
     def add(x: torch.Tensor, y: torch.Tensor) -> None:

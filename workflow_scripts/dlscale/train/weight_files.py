@@ -39,7 +39,7 @@ def read_weights(path: str | Path) -> State:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
     except (Exception, CheckpointException):
-        # Reading a damaged pickle may raise any exception.
+        # Reading a damaged pickle may raise exceptions of any type.
         raise UserError(
             f"{path}: not readable as weights: the file is damaged, or holds more than tensors and plain values; "
             "expected a state dict that torch.save wrote"
@@ -69,7 +69,7 @@ def load_weights(weights: Weights, path: str | Path) -> None:
     """Load the weights of a file; raise `UserError` if names or shapes do not fit the model."""
     state, expected = read_weights(path), weights.state_dict()
     apart = []
-    for names in weights.names().values():  # the file may have any name of a tied tensor
+    for names in weights.names().values():  # a tied tensor may have any of its names in the file
         if held := [state[name] for name in names if name in state]:
             state = dict.fromkeys(names, held[0]) | state
             if not all(torch.equal(value.float(), held[0].float()) for value in held[1:]):
@@ -90,19 +90,19 @@ def load_weights(weights: Weights, path: str | Path) -> None:
             (f"{many(len(missing), 'tensor')} of the model that the file lacks", missing),
             (f"{many(len(foreign), 'tensor')} that the model lacks", foreign),
             ("other shapes", shapes),
-            ("one tensor in the model, several in the file", apart),
+            ("tied in the model, different in the file", apart),
         )
         if names
     ]
     if wrong:
-        raise UserError(f"{path}: not the weights of this model; {'; '.join(wrong)}; see the run's `model`")
+        raise UserError(f"{path}: not the weights of this model; {'; '.join(wrong)}; compare the run's `model`")
     weights.load_state_dict(state)
 
 
 def _load(path: str | Path) -> Any:
     """Return the content of a file of `torch.save`, on the host; verify its checksums (since PyTorch 1.6)."""
     with open(path, "rb") as file:
-        archive = file.read(4) == b"PK\x03\x04"  # the test that torch.load uses
+        archive = file.read(4) == b"PK\x03\x04"  # torch.load tests the same bytes
     if archive:
         _check(path)
     return torch.load(path, map_location="cpu", weights_only=True)
@@ -116,7 +116,7 @@ def _check(path: str | Path) -> None:
             damaged = archive.testzip() or next(iter(folders), None)
     except (OSError, zipfile.BadZipFile):
         raise
-    except Exception as error:  # a damaged header may name any compression, or ask for a password
+    except Exception as error:  # a damaged header may name any compression, or require a password
         raise zipfile.BadZipFile(f"not readable: {error}") from None
     if damaged:
         raise zipfile.BadZipFile(f"{damaged}: changed after it was written")

@@ -21,7 +21,7 @@ class LogHandler(LogHandlerBase):
                 "reason": record.reason,
                 "message": record.rule_msg,
                 "command": record.shellcmd,
-                # Leave out sizes that are only known when the job starts: they are not numbers yet.
+                # Leave out resources without a value, such as sizes that are only known when the job starts.
                 "resources": {key: value for key, value in record.resources.items() if isinstance(value, int | str)},
             }
             with open(os.environ["JOBS_LOG"], "a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Settings of the loaders; each loader has a module `KIND_loader` with a function `build`.
 
-All loaders deliver the same sample stream. Extensions add further loaders.
+All loaders except `synthetic` deliver the same samples. Extensions add further loaders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlscale.core.schema import Few, Strict, Workers
 
 
 class Reading(Strict):
-    """Settings of all loaders that read data."""
+    """Common settings of all loaders that read data."""
 
     staging: Literal["none", "memory", "local"] = Field(
         "none",
@@ -25,7 +25,7 @@ class Reading(Strict):
 
 
 class TorchLoader(Reading):
-    """PyTorch's DataLoader: worker processes, the published baseline."""
+    """PyTorch's DataLoader with worker processes, the tutorials' loader."""
 
     kind: Literal["torch"]
     workers: Workers = Field(2, description="Number of loader processes; 0: the training process loads the data.")
@@ -52,14 +52,14 @@ class SyntheticLoader(Strict):
     kind: Literal["synthetic"]
 
 
-#: Classes of the loaders' settings; the configuration's key `loader` has the settings of one class.
+#: Classes of settings, one per loader; a run's key `loader` is an object of one of these classes.
 LOADERS = (TorchLoader, DirectLoader, *registry.loader_settings(), SyntheticLoader)
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Ignore signals in a worker process.
+    """Ignore signals in a worker process, because the training ends its workers after it has saved.
 
-    Slurm, for example, may signal all processes of a job. The training still has to save, and then ends its workers.
+    Slurm, for example, may signal all processes of a job at once.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

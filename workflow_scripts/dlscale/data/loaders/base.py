@@ -1,4 +1,4 @@
-"""Interface of all loaders, the wrapper for arranged samples, and functions that open a run's samples and loader."""
+"""Interface of all loaders, and functions that open a run's samples and loader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dlscale.config.run import RunCore
     from dlscale.data.manifest import Manifest
 
-#: Input and target of B samples, as the samples declare them: [B, *input_spec.shape], [B, *target_spec.shape].
+#: Inputs and targets of B samples: [B, *input_spec.shape], [B, *target_spec.shape].
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,14 +44,14 @@ class Share:
         return min(self.batch_size, samples - step * self.batch_size)
 
     def indices(self, step: int, samples: int) -> range:
-        """Return this rank's samples of global step `step`, by their numbers in the epoch."""
+        """Return the numbers, within the epoch, of this rank's samples in global step `step`."""
         first, count = step * self.batch_size, self.count(step, samples)
         return range(first + count * self.rank // self.size, first + count * (self.rank + 1) // self.size)
 
     def weight(self, step: int, samples: int) -> float:
-        """Return the weight of this rank's mean in step `step`.
+        """Return the weight of this rank's mean loss in step `step`.
 
-        With these weights the mean over ranks equals the mean over samples.
+        The mean of the weighted losses over ranks equals the mean over samples.
         """
         return len(self.indices(step, samples)) * self.size / self.count(step, samples)
 
@@ -64,7 +64,7 @@ class Loader(ABC):
     def __init__(self, samples: Samples, share: Share, device: torch.device) -> None:
         self.samples = samples.size
         self._share, self._device = share, device
-        # A weak reference, so that an epoch ends when the caller drops it, and its last batch leaves the device.
+        # A weak reference: if the caller drops an epoch's generator, the epoch ends and its last batch is freed.
         self._open: Callable[[], Generator[Batch] | None] = lambda: None
 
     def __len__(self) -> int:
@@ -73,9 +73,9 @@ class Loader(ABC):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield batches (x, y) of an epoch from global step `start` on, on the loader's device.
 
-        Shapes and types follow the samples' specs. A rank's part of a small last batch may be empty. Requesting the
-        next batch may reuse the memory of the previous batch. A new epoch ends the previous epoch. On a GPU, work on
-        the current stream may use a batch at once.
+        Shapes and types are those of `input_spec` and `target_spec`. A rank's part of a small last batch may be empty.
+        The next batch may reuse the memory of the previous batch. A new epoch ends the previous epoch. On a GPU, work
+        on the current stream may use a batch at once.
         """
         self._end()
         batches = self._batches(epoch, start)
@@ -100,7 +100,7 @@ def on_grids(samples: Samples, loader: str) -> GridSamples:
     if not isinstance(samples, GridSamples):
         raise UserError(
             f"loader.kind: {loader} reads only arrays on grids, but these samples are {type(samples).__name__}; "
-            "use torch"
+            "set loader.kind to torch"
         )
     return samples
 
@@ -113,7 +113,7 @@ class ArrangedLoader(Loader):
         self._loader, self._arranged = loader, samples
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
-        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # one copy per epoch: no step waits
+        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once per epoch
         for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
             indices = self._share.indices(step, self.samples)
             yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
@@ -124,15 +124,15 @@ class ArrangedLoader(Loader):
 
 
 def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
-    """Return the samples of a split, as the study's kind of dataset opens them."""
+    """Open the samples of a split, by the function of the study's kind of dataset."""
     module = registry.module_of(registry.study(run.study).dataset, "samples")
-    assert module is not None  # kinds without a `samples` module use rows
+    assert module is not None  # for kinds without `samples`, it is the module of `Rows`
     samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
     return samples
 
 
 def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
-    """Return the run's loader of these samples; the loader `synthetic` makes complete inputs, so it is not wrapped."""
+    """Return the run's loader of these samples; the loader `synthetic` needs no `ArrangedLoader`."""
     build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
     if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)

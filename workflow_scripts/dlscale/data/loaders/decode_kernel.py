@@ -1,6 +1,6 @@
-"""Triton kernel that computes the formula of `DecodePlan`, and writes each value only once, in the model's form.
+"""Triton kernel that decodes boxes by the formula of `DecodePlan`, and writes each value once, as the model takes it.
 
-The kernel moves 14 MB for a crop of 64^3 cells and 9 channels in float16; PyTorch's operations move about 130 MB.
+For a box of 64^3 cells and 9 channels in float16, the kernel reads and writes 14 MB, and PyTorch's operations 130 MB.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: Values that one program of the kernel writes.
+#: Number of values that one program (instance) of the kernel writes.
 BLOCK = 1024
 
 

@@ -23,7 +23,7 @@ from dlscale.data.samples import BoxField, BoxIndex, GridSamples, WritingSamples
 #: Cells added to the two faster axes of a thread's buffer. Without padding, strides may be powers of two; neighbours
 #: along a slow axis would then compete for the same few lines of the processor's cache.
 PAD = 4
-#: Number of words that are fetched together and then decoded; these words fit into the fastest cache.
+#: Number of words that are fetched together and then decoded; they fit into the processor's L1 cache.
 BLOCK = 1024
 #: Values in a line of the processor's cache; the values of a line are written together and bypass the cache.
 LINE = 16
@@ -31,10 +31,10 @@ LINE = 16
 
 @intrinsic
 def _stream(typing, target, source):  # type: ignore[no-untyped-def]
-    """Write `source` into `target`, float32 [n], bypassing the cache: no line is read only to be overwritten.
+    """Write `source` into `target`, float32 [n], past the cache, which would first read each line from memory.
 
     n is a multiple of `LINE`, and `target` is aligned to a cache line (64 bytes). Other threads see the values after
-    this thread has released a lock, for example Python's at the end of a task.
+    this thread has released a lock, for example Python's global lock at the end of a task.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -65,23 +65,23 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
 
 
 def _compiled(half, wide):  # type: ignore[no-untyped-def]
-    # Numba's cache on disk finds compiled code by the closure's values. These values are booleans, because functions
-    # would differ in each process.
+    # The closure's values are keys of Numba's cache on disk. They are booleans, because functions would give other keys
+    # in each process.
     @numba.njit(nogil=True, cache=True)
     def decode(words, places, numbers, out):  # type: ignore[no-untyped-def]
         """Decode a box into `out`, float32 [C, n0, n1, n2]; the bounds of `words` are not checked.
 
-        `places` [4 + C] and `numbers` [3, C] are of one sample in a `DecodePlan`. `words` [n] are the stored values:
+        `places` [4 + C] and `numbers` [3, C] are a sample's rows of a `DecodePlan`. `words` [n] are the stored values:
         float32, or the bits of float16. If `wide`, channels are adjacent in memory, and word i has the bits of the four
         float16 values from value i on.
         """
         channels, n0, n1, n2 = out.shape
         s0, s1, s2 = places[1], places[2], places[3]
-        block = max(1, BLOCK // n2)  # rows decoded together, so that neighbours along any axis share cache lines
+        block = max(1, BLOCK // n2)  # rows per pass: neighbours along any axis then share cache lines
         rows, values = np.empty((block, n2), words.dtype), np.empty(n2, np.float32)
         stream = n2 % LINE == 0 and out.ctypes.data % 64 == 0
         for group in range(0, channels, 4 if wide else 1):
-            # The last group of four channels may overlap the group before it, so that no word reaches beyond its cell.
+            # The last group of four channels begins earlier if necessary, so that no word reaches beyond its cell.
             begin = min(group, channels - 4) if wide else places[4 + group]
             for top in range(0, n1, block):
                 count = min(block, n1 - top)
@@ -123,7 +123,7 @@ decode_single = _compiled(False, False)
 
 
 class HostField:
-    """Decoder of boxes of one field on the CPU."""
+    """Decoder of one field's boxes on the CPU."""
 
     def __init__(self, field: BoxField) -> None:
         self._field, self._local = field, threading.local()
@@ -141,7 +141,7 @@ class HostField:
         return whole if alike else None
 
     def _words(self, boxes: np.ndarray) -> np.ndarray:
-        """Return stored values, contiguous, as the words that `decode` reads; word i begins with value i."""
+        """Return stored values as contiguous words, which `decode` reads; word i begins with value i."""
         values = boxes.transpose(self._field.order).reshape(-1)
         if not self._wide:
             return values.view(np.uint16) if values.dtype == np.float16 else values
@@ -160,7 +160,7 @@ class HostField:
 
     def writers(self, boxes: BoxIndex, starts: np.ndarray, out: np.ndarray) -> Iterator[Callable[[], None]]:
         """Yield a task for each of n boxes, which begin at `starts` [n, 3]; tasks write `out`, float32 [n, C, ...]."""
-        # A box without symmetry in a contiguous file is decoded from the mapped file; other boxes are copied first.
+        # A box without symmetry is decoded from the mapped file if `_in_place` allows it; other boxes are copied first.
         mapped = [
             None if symmetry else self._mapped[file] for file, symmetry in zip(boxes.file, boxes.symmetry, strict=True)
         ]
@@ -182,7 +182,7 @@ class HostField:
     ) -> None:
         """Decode the box at `where` (file and start) into `out`.
 
-        `stored` is the mapped file's array. If it is None, read the box into a buffer first.
+        `stored` has the mapped values of the file. If it is None, read the box into a buffer first.
         """
         if stored is None:
             stored = self._buffer()
@@ -192,7 +192,7 @@ class HostField:
 
 
 class HostBoxes(WritingSamples):
-    """Boxes that are decoded on the CPU straight into batches."""
+    """Samples whose boxes are decoded on the CPU straight into batches."""
 
     def __init__(self, samples: GridSamples) -> None:
         self.size, self.input_spec, self.target_spec = samples.size, samples.input_spec, samples.target_spec

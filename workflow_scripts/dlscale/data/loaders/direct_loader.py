@@ -2,8 +2,8 @@
 
 On a CPU, threads decode boxes of the mapped files straight into reused batches (`direct_host`); other samples write
 themselves into the batches. On a GPU, threads copy stored values into page-locked buffers, and a separate stream copies
-the values to the device ahead of the step and decodes them. The setting `resident` decides whether all data are copied
-to the device only once.
+the values to the device ahead of the step and decodes them. If data are `resident`, they are copied to the device only
+once, and stay there.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dlscale.data.samples import BoxField, DecodePlan, GridSamples, Samples, Tab
 #: Largest fraction that resident data may take of the device memory that this process does not use. Both runs of a
 #: paired timing keep their data on the device; the rest of the memory is for activations, which are allocated later.
 RESIDENT_SHARE = 0.4
-#: Number of parts of a batch for each thread; with several parts, threads finish at about the same time.
+#: Number of parts of a batch per thread; with several parts per thread, all threads finish at about the same time.
 SHARES = 4
-#: Number of bytes that are copied to the device at a time while data become resident.
+#: Number of bytes per copy to the device while data become resident.
 SLAB = 2**26
 
-#: Batch, and the event after which the batch is ready; None if it is ready at once, as on a CPU.
+#: Batch, and the CUDA event after which the batch is ready; None instead of the event if the batch is ready at once.
 Made = tuple[Batch, torch.cuda.Event | None]
-#: Tasks that threads may run in any order, and the function that returns the batch after all tasks.
+#: Tasks that threads may run in any order, and the function that returns the batch when all tasks are done.
 Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 
 
 class Ring:
     """Reused host buffers of `slots` batches, and a separate stream that copies the buffers to the device.
 
-    `kinds` are the shapes and types of a slot's buffers. For a GPU, buffers are page-locked. On a CPU, the buffers are
-    the batch itself.
+    A slot has the buffers of one batch, of shapes and types `kinds`. For a GPU, they are page-locked. On a CPU, they
+    are the batch itself.
     """
 
     def __init__(self, kinds: list[tuple[tuple[int, ...], torch.dtype]], slots: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Ring:
         self._copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(slots)]
 
     def free(self, slot: int) -> list[torch.Tensor]:
-        """Return the buffers of a slot after the last copy out of these buffers has finished."""
+        """Wait until the last copy of a slot's buffers to the device has finished; return the buffers."""
         if (event := self._copied[slot]) is not None:
             event.synchronize()
         return self._buffers[slot]
@@ -74,7 +74,7 @@ class Ring:
 
 
 class Written:
-    """Samples that write themselves into the buffers of a ring."""
+    """Batches of `WritingSamples`, which write themselves into the buffers of a ring."""
 
     def __init__(self, samples: WritingSamples, batch: int, slots: int, device: torch.device) -> None:
         self._samples = samples
@@ -206,9 +206,9 @@ def on_device(stored: torch.Tensor, plan: DecodePlan, field: BoxField) -> torch.
 
 @functools.cache
 def kernel(device: torch.device) -> Callable[..., None] | None:
-    """Return the fused kernel for a GPU; on a CPU, return None unless TRITON_INTERPRET=1 lets Triton interpret it.
+    """Return the Triton kernel for a GPU; on a CPU, return None unless TRITON_INTERPRET=1 lets Triton interpret it.
 
-    PyTorch for CUDA installs Triton.
+    PyTorch for CUDA includes Triton.
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return None
@@ -222,7 +222,7 @@ def _by_operations(stored: torch.Tensor, plan: DecodePlan, extent: tuple[int, in
     integer = torch.int32 if stored.numel() < 2**31 else torch.int64
     base, step, channel = plan.places.to(integer).tensor_split([1, 4], dim=1)
     shift, factor, offset = plan.numbers[..., None].unbind(1)
-    position = base  # position of each cell in `stored`, [B, cells], extended axis by axis
+    position = base  # position of each cell in `stored`, [B, cells so far]
     for axis, size in enumerate(extent):
         cells = torch.arange(size, dtype=integer, device=stored.device) * step[:, axis, None]
         position = (position[:, :, None] + cells[:, None]).flatten(1)
@@ -240,12 +240,12 @@ class DirectLoader(Loader):
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
         self._workers = settings.workers
-        # One slot is for the batch that the model uses. Without threads, no batch is made ahead.
+        # One slot is for the batch that the model uses, further slots are for batches that threads make ahead.
         self._slots = 1 + (min(settings.prefetch, max(len(self) - 1, 0)) if settings.workers else 0)
         self._backend = self._choose(samples, settings)
         if isinstance(self._backend, ResidentTable):
             self._slots, self._workers = 1, 0
-        # The second pool does the tasks of batches. The first has two threads: while one waits for the tasks of a
+        # The second pool runs the tasks of batches. The first pool has two threads: while one waits for the tasks of a
         # batch, the other lists the tasks of the next batch.
         self._pools = [threads(count, device) for count in (2, self._workers)] if self._workers else []
         self._used: deque[torch.cuda.Event] = deque()
@@ -254,7 +254,7 @@ class DirectLoader(Loader):
         device, slots, batch = self._device, self._slots, len(self._share.indices(0, samples.size))
         if isinstance(samples, WritingSamples) and not isinstance(samples, TableSamples):
             if settings.resident == "always":
-                raise UserError("loader.resident: these samples are made on the host; use auto or never")
+                raise UserError("loader.resident: these samples are made on the host; set it to auto or never")
             return Written(samples, batch, slots, device)
         held: TableSamples | GridSamples
         held = samples if isinstance(samples, TableSamples) else on_grids(samples, settings.kind)
@@ -264,13 +264,13 @@ class DirectLoader(Loader):
                 return ResidentTable(held, device) if isinstance(held, TableSamples) else Resident(held, device)
             except (torch.OutOfMemoryError, MemoryError):
                 raise UserError(
-                    f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; use never"
+                    f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; set it to never"
                 ) from None
         if isinstance(held, TableSamples):
             return Written(held, batch, slots, device)
         if device.type != "cpu":
             return Streamed(held, batch, slots, device)
-        from dlscale.data.loaders.direct_host import HostBoxes  # compiles code, which only CPUs need
+        from dlscale.data.loaders.direct_host import HostBoxes  # compiles code that only CPUs need
 
         return Written(HostBoxes(held), batch, slots, device)
 
@@ -284,7 +284,7 @@ class DirectLoader(Loader):
                     following += 1
                 yield self._deliver(*ahead.popleft().result())
         finally:
-            for made in ahead:  # waits until no thread writes into buffers
+            for made in ahead:  # cancels batches, or waits until they are written
                 if not made.cancel():
                     made.exception()
 
@@ -297,8 +297,8 @@ class DirectLoader(Loader):
         return made
 
     def _make(self, slot: int, epoch: int, indices: range) -> Made:
-        # Wait until earlier batches were used. Otherwise batches that are made ahead could fill the device's memory,
-        # because the model's thread does not wait for the device.
+        # Wait until the model has used earlier batches. Otherwise batches that are made ahead could fill the device's
+        # memory, because the model's thread does not wait for the device.
         while len(self._used) > self._slots:
             self._used.popleft().synchronize()
         tasks, finish = self._backend.begin(slot, epoch, indices)
@@ -312,7 +312,7 @@ class DirectLoader(Loader):
     def _deliver(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
         if ready is not None:
             current = torch.cuda.current_stream(self._device)
-            # This event is recorded after the work on all earlier batches.
+            # This event marks the end of the work on all earlier batches.
             self._used.append(current.record_event(torch.cuda.Event(blocking=True)))
             current.wait_event(ready)
             for values in batch:
@@ -339,10 +339,9 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 
 
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
-    """Return whether to keep data of `needed` bytes on the device, by the setting or by their size; log the choice.
+    """Return whether data of `needed` bytes are kept on the device; `auto` decides by size and logs it.
 
-    Memory that other processes use counts as free. Otherwise the two runs of a paired timing could load data
-    differently.
+    Memory that other processes use counts as free. Otherwise only one run of a paired timing might keep its data there.
     """
     if setting != "auto" or device.type != "cuda":  # a CPU has the data in memory already, in the page cache
         return setting == "always"

@@ -1,6 +1,6 @@
 """Loader `synthetic`: one batch of random numbers on the device, delivered again and again.
 
-The speed of this loader is the upper limit for every loader.
+No other loader can be faster.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dlscale.data.samples import ArraySpec, Samples
 
 
 class SyntheticLoader(Loader):
-    """Loader `synthetic`: random batches on the device.
+    """Loader `synthetic`: one random batch on the device.
 
-    Float values are normally distributed, targets clamped to [-1, 1]. Labels and image bytes are uniform.
+    Floats are normally distributed, and float targets are clamped to [-1, 1]. Labels and image bytes are uniform.
     """
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:

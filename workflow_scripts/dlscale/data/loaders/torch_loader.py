@@ -1,4 +1,4 @@
-"""Loader `torch`: PyTorch's DataLoader, the published baseline, with worker processes and pinned memory."""
+"""Loader `torch`: PyTorch's DataLoader with worker processes and pinned memory, as in the tutorials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlscale.data.samples import Samples
 
 
 class _Dataset(Dataset[list[torch.Tensor]]):
-    """Dataset of batches, indexed by (epoch, samples), so that workers may stay alive between epochs."""
+    """Dataset of batches, with keys (epoch, range of samples), so that workers may stay alive between epochs."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -36,11 +36,11 @@ class _Dataset(Dataset[list[torch.Tensor]]):
 
 
 class TorchLoader(Loader):
-    """Loader `torch`: copies batches to a GPU on a separate stream, during the step, as published loaders do."""
+    """Loader `torch`, which copies batches to a GPU on a separate stream, during the step."""
 
     def __init__(self, samples: Samples, settings: Settings, share: Share, device: torch.device) -> None:
         super().__init__(samples, share, device)
-        self._keys: list[tuple[int, range]] = []  # keys of the epoch's batches
+        self._keys: list[tuple[int, range]] = []  # keys of the epoch's batches, for `_Dataset`
         self._broken = False  # whether a worker died while it sent a batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._loader = DataLoader(
@@ -52,7 +52,7 @@ class TorchLoader(Loader):
             persistent_workers=settings.workers > 0,
             worker_init_fn=outlive_signals,
             pin_memory=settings.pin_memory and device.type == "cuda",
-            # Source of the workers' seeds: the default would change the random state that drop-out uses.
+            # Draws the workers' seeds. The default generator would change the random state that drop-out uses.
             generator=torch.Generator(),
         )
 
@@ -89,10 +89,9 @@ class TorchLoader(Loader):
 
 
 def _kill_workers(iterator: Any) -> None:
-    """Kill the workers of a DataLoader's iterator, so that `_shutdown_workers` does not wait for them.
+    """Kill the workers of a DataLoader's iterator, so that `_shutdown_workers` does not wait forever.
 
-    If the system kills a worker while it holds the lock of an event or of a queue, nothing releases this lock, and
-    PyTorch's shutdown waits for it forever.
+    If the system kills a worker while it holds the lock of an event or of a queue, nothing releases this lock.
     """
     if iterator._worker_pids_set:  # otherwise PyTorch's SIGCHLD handler raises during the following lines
         torch._C._remove_worker_pids(id(iterator))
@@ -100,7 +99,7 @@ def _kill_workers(iterator: Any) -> None:
     for worker in iterator._workers:
         worker.kill()
     iterator._workers_done_event = threading.Event()
-    if hasattr(iterator, "_pin_memory_thread"):  # a daemon thread, which may wait for that lock: do not join it
+    if hasattr(iterator, "_pin_memory_thread"):  # a daemon thread, not joined: it may wait for the lock
         iterator._pin_memory_thread_done_event.set()
         del iterator._pin_memory_thread
 

@@ -27,7 +27,7 @@ class Simulated(Strict):
     target: Literal["gradient", "noise"] = Field(
         "gradient",
         description="gradient: how steep the field is at each pixel; noise: input and target are "
-        "independent random numbers from 0 to 1, as in the published example, and nothing can be learnt.",
+        "independent random numbers from 0 to 1, as in nersc-dl-multigpu, and nothing can be learnt.",
     )
     seed: Seed = Field(0, description="Seed of all samples.")
 
@@ -65,8 +65,9 @@ class ArrayFiles(Strict):
 class Arrays(Paired[ArrayFiles]):
     """Arrays with one sample per row, as paths or http(s) URLs: files for each split, or `all` with `shares`.
 
-    Numbers [N] and vectors [N, K] have no channels; images [N, C, H, W] have up to 4 channels. Samples of other shapes
-    need `channel_axis`, or names for the channels along their first axis. Models get channels first.
+    By default, numbers [N] and vectors [N, K] have no channels, and up to 4 channels of images [N, C, H, W] are
+    detected. Samples of other shapes need `channel_axis`, or names for the channels along their first axis. Models get
+    channels first.
     """
 
     kind: Literal["arrays"]

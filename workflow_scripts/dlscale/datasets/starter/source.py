@@ -1,4 +1,4 @@
-"""Sources of the rows of a part: simulated samples, or NumPy and HDF5 files."""
+"""Sources of the rows of a part: simulated samples, or users' NumPy and HDF5 files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dlscale.datasets.starter.kind import HDF5
 
 #: Largest number of channels of an image; a sample [C, H, W] with more channels may be a volume.
 IMAGE_CHANNELS = 4
-#: Length over which a simulated field varies, pixels.
+#: Length scale of a simulated field, pixels: its power spectrum falls as exp(-k^2 LENGTH^2).
 LENGTH = 3.0
 
 
@@ -45,8 +45,8 @@ def _amplitude(size: int) -> np.ndarray:
 def pair(seed: list[int], size: int, target: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the input and the target of one sample, float32 [size, size]: a smooth random field and its steepness.
 
-    The target is an even function of the field, so no linear filter is better than the mean of all targets. With target
-    `noise`, both are independent random numbers from 0 to 1.
+    The steepness is an even function of the field, so no linear filter predicts it better than the mean of all targets.
+    With target `noise`, input and target are independent random numbers from 0 to 1.
     """
     rng = np.random.default_rng(seed)
     if target == "noise":
@@ -65,7 +65,7 @@ class SimulatedSource(Source):
         shape = (getattr(source, part.split), 1, source.size, source.size)
         names = {"input": "field", "target": source.target}
         self.fields = tuple(Field(key, (name,), ("1",), shape, 1) for key, name in names.items())
-        self.bytes_per_row = 2 * (4 + 16) * source.size**2  # the values, and float64 copies for their statistics
+        self.bytes_per_row = 2 * (4 + 16) * source.size**2  # the values, and two float64 copies for their statistics
         self.attributes = {"simulated": source.target}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
@@ -91,14 +91,14 @@ class FileSource(Source):
             for (key, values), path in zip(self._arrays.items(), paths, strict=True)
         )
         self._last = {key for key in self._arrays if getattr(source, key).channel_axis == "last"}
-        # Memory of a row: values as in the file, as returned, and float64 copies for their statistics.
+        # Memory per row: values as stored, as returned, and two float64 copies for their statistics.
         self.bytes_per_row = sum((v.dtype.itemsize + 20) * math.prod(v.shape[1:]) for v in self._arrays.values())
         self.attributes = {key: path.name for key, path in zip(self._arrays, paths, strict=True)}
 
     def read(self, start: int, stop: int) -> dict[str, np.ndarray]:
         rows, found = slice(self._first + start, self._first + stop), dict[str, np.ndarray]()
         for field, values, path in zip(self.fields, self._arrays.values(), self._paths, strict=True):
-            with reading(path):  # damage of compressed values shows only now
+            with reading(path):  # HDF5 notices damaged compressed values only here
                 read = np.asarray(values[rows]).astype(field.dtype)
             read = np.moveaxis(read, -1, 1) if field.name in self._last else read
             found[field.name] = read.reshape(-1, *field.shape[1:])
@@ -109,7 +109,7 @@ class FileSource(Source):
 
 
 def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
-    """Return an array that is read on demand; an array of a .npz file is read completely."""
+    """Open the array `name`, to be read on demand; an array of a .npz file is read completely."""
     names, values = [name], None
     if path.is_dir():
         raise UserError(f"{path}: a folder; expected a file, name the files in it")
@@ -125,7 +125,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
             own = not isinstance(values, h5py.Dataset) or values.file.filename == file.filename
             if not own or getattr(values, "external", None) or getattr(values, "is_virtual", False):
                 raise UserError(
-                    f"{path}: '{name}' lies in another file, which is not read; copy its values into this file"
+                    f"{path}: '{name}' lies in another file, which is not read; copy the values into this file"
                 )
     else:
         with reading(path, f"expected {path.suffix}: write or fetch it again"):
@@ -154,14 +154,13 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
 
 
 def _field(key: str, stored: tuple[int, ...], dtype: np.dtype, rows: int, info: Any, path: Path) -> Field:
-    """Return the description of an array, channels first."""
     grid = stored[1:]
     axis = info.channel_axis or _evident_axis(grid, len(info.channels))
     if axis is None or (axis in ("first", "last") and not grid):
-        fact = f"no axis of channels ({axis})" if axis else "no evident axis of channels"
+        fact = f"no axis of channels ({axis})" if axis else "which does not show the axis of channels"
         raise UserError(
             f"{path}: '{info.array or key}' has shape {list(stored)}, {fact}; set `source.{key}.channel_axis` of the "
-            "dataset: none (samples have no channels), first or last (axis of a sample), new (samples are one channel)"
+            "dataset: none (no channels), first or last (the axis of a sample), or new (a sample is one channel)"
         )
     shape = {"none": grid, "first": grid, "last": (*grid[-1:], *grid[:-1]), "new": (1, *grid)}[axis]
     count = 1 if axis == "none" else shape[0]

@@ -73,8 +73,8 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:
         raise other_studies(args.results, *apart.pop())
-    # Each run is compared twice, and a run of several plans counts once. The more comparisons, the wider the intervals:
-    # otherwise more runs would be slower by chance.
+    # Each run is compared twice: its speed, and its speed-up over the first run. A run of several plans counts once.
+    # More comparisons need wider intervals, because otherwise some runs would seem slower by chance.
     looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
@@ -135,7 +135,7 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
         "speed": None if elsewhere else measured_apart(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
-    # Only these comparisons can show a slower run: of equal work, and with an interval, which a single trial lacks.
+    # Only a comparison of equal work with a finite interval can show a slower run; a single trial has no interval.
     held = [each for each in speeds.values() if each and before.compute == after.compute and math.isfinite(each.error)]
     losses = [run.mean.valid_loss if run.epochs else math.nan for run in (before, after)]
     differ = changes(before.settings, after.settings)
@@ -227,7 +227,7 @@ def finished(name: str, configuration: Configuration | None) -> dict[str, RunRes
 
 @dataclass(frozen=True)
 class Summary:
-    """Part of a profile that is compared."""
+    """Contents of a profile that are compared."""
 
     rows: list[TopEntry]
     steps: dict[str, int]  #: Number of profiled steps, by profiler.
@@ -332,7 +332,7 @@ def compare(before: Summary, after: Summary) -> pd.DataFrame:
 
 
 def _means(summary: Summary, per: str) -> pd.DataFrame:
-    """Return mean and standard error over ranks (seconds per step or sample) and calls per step of each row.
+    """Return each row's mean time over ranks, its standard error (s per step or sample) and calls per step.
 
     If a rank lacks the row, the rank's time is 0.
     """
@@ -349,7 +349,7 @@ def _means(summary: Summary, per: str) -> pd.DataFrame:
 
 
 def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return the rows with the greatest gains, then the rows with the greatest losses."""
+    """Return the rows whose time decreased most, then the rows whose time increased most."""
     import pandas as pd
 
     faster = changes[changes.difference < 0].nsmallest(count, "difference")

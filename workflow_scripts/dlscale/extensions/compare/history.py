@@ -1,7 +1,6 @@
 """`dlscale history`: show all measurements of any number of results folders in the order of time.
 
-Each measurement is compared with the previous measurement of the same run, work and device. The noise is computed as in
-`compare`.
+Each measurement is compared, as in `compare`, with the previous one of the same run, device and compute settings.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def _blocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
     """
     if _is_channels_last(x_BCDHW):
         x = x_BCDHW.permute(0, 2, 3, 4, 1).unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
-        return x.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4).permute(0, 4, 1, 2, 3)  # from B D 2 H 2 W 2 C
+        return x.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4).permute(0, 4, 1, 2, 3)  # permutes B D 2 H 2 W 2 C
     x = x_BCDHW.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-    return x.permute(0, 3, 5, 7, 1, 2, 4, 6).flatten(1, 4)  # from B C D 2 H 2 W 2
+    return x.permute(0, 3, 5, 7, 1, 2, 4, 6).flatten(1, 4)  # permutes B C D 2 H 2 W 2
 
 
 def _unblocks(x_BCDHW: torch.Tensor) -> torch.Tensor:
@@ -57,9 +57,9 @@ class _BlockConv(nn.Conv3d):
 
 
 class _BlockTranspose(nn.ConvTranspose3d):
-    """Transpose of `_BlockConv`: a transposed convolution with kernel 2 and stride 1 makes blocks.
+    """Transpose of `_BlockConv`: a transposed convolution with kernel 2 and stride 1 makes blocks of 2^3 cells.
 
-    The padding is cut off again.
+    The padding is removed.
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -140,7 +140,7 @@ class UNet3D(nn.Module):
         return torch.tanh(x[0])
 
     def _run(self, level: nn.Module, *x_BCDHW: torch.Tensor) -> torch.Tensor:
-        """Apply a level to its inputs, which are joined inside the checkpoint, so that the joined copy is not kept."""
+        """Apply a level to its inputs, joined inside the checkpoint, so that the joined copy is not kept."""
         if self.checkpointing and torch.is_grad_enabled():
             y_BCDHW: torch.Tensor = checkpoint(_join, level, *x_BCDHW, use_reentrant=False, preserve_rng_state=False)
             return y_BCDHW

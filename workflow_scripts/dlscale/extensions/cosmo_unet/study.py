@@ -201,7 +201,7 @@ class CosmoUNet(Study):
         for channel, (name, unit, transform) in enumerate(
             zip(hydro.channels, hydro.units, hydro.transforms, strict=True)
         ):
-            cause = channel if channel < len(nbody.channels) else 0  # temperature goes with the density
+            cause = channel if channel < len(nbody.channels) else 0  # temperature is drawn next to the density
             pictures = [physical(nbody.transforms[cause], x[cause])]
             pictures += [physical(transform, volumes[channel]) for volumes in (y, prediction)]
             rows.append((name, f"log10({unit})" if transform.kind == "log" else unit, pictures))

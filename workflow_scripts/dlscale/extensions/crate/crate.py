@@ -395,7 +395,7 @@ class Crate:
         root["name"] = self.plan.title
         root["description"] = (
             f"{many(len(self.plan.runs), 'run')} of plan {self.plan.name}, study {self.plan.record.study}: settings, "
-            "records and tables, and the data from which the results were made."
+            "records and tables, and a description of the data."
         )
         root["datePublished"], root["license"] = ended, self._licence(self.citation)
         root["author"] = _one(self.authors)

@@ -15,7 +15,7 @@ COMMANDS = {
                 False,
                 metavar="FILE",
             ),
-            option("--zip", "ZIP archive to write (default: a folder in the results folder)", False, metavar="FILE"),
+            option("--zip", "ZIP archive to write (default: folder crates/PLAN in the results)", False, metavar="FILE"),
         ),
     ),
 }

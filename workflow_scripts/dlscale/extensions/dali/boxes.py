@@ -1,6 +1,6 @@
 """Read boxes for DALI's operators: processes read with h5py, or DALI's threads read from `.npy` mirrors.
 
-The published programs use both ways. The processes import this module and the modules of samples, but not torch, so
+NERSC's tutorials use both ways. The processes import this module and the modules of samples, but not torch, so
 that the processes start quickly.
 """
 
@@ -99,7 +99,7 @@ class NativeField:
 def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -> Any:
     """Transpose each box with the permutation that has the box's number in `choices`.
 
-    DALI's operator `transpose` applies the same permutation to all boxes of a batch.
+    DALI's `transpose` applies one permutation to all boxes, so conditionals choose it.
     """
     (first, perm), others = choices[0], choices[1:]
     if not others:
@@ -223,7 +223,7 @@ class Regions:
         return fn.readers.numpy(files=[self._paths[number]], cache_header_information=True, **box)
 
     def _source(self) -> list[np.ndarray]:
-        """Return first cell and `numbers` of the input boxes, then of the target boxes, of the next batch.
+        """Return the next batch's first cells and `numbers`: of the input boxes, then of the target boxes.
 
         A batch with fewer samples than a full batch repeats its last sample.
         """

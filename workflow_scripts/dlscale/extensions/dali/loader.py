@@ -1,7 +1,7 @@
 """Loader `dali`: NVIDIA DALI's executor, threads, prefetching and operators around dlscale's sample stream.
 
 DALI decodes, resizes and flips the windows of images that the sample stream names, on the GPU if the device is a GPU,
-and delivers bytes. The bytes differ from Pillow's bytes by rounding (docs/ladder.md). For boxes on grids see `boxes`.
+and delivers 8-bit pixels, which differ from Pillow's by rounding (docs/ladder.md). For boxes on grids see `boxes`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Images:
         self._samples: Any = samples
         self._indices, self._gpu = indices, gpu
         self._batches: Iterator[tuple[int, range]] = iter(())
-        #: Epoch, samples and inputs of prefetched batches; DALI reads the inputs without a copy.
+        #: Epoch, samples and inputs of prefetched batches: DALI does not copy the inputs, so they stay in memory here.
         self._kept: deque[tuple[int, range, Any]] = deque(maxlen=settings.prefetch + 2)
         self.options: dict[str, Any] = {}
 
@@ -105,12 +105,12 @@ class Images:
     def explain(self, error: Exception) -> str | None:
         """Return the message for an error of DALI.
 
-        All images in question are read again with Pillow: an image that Pillow cannot decode raises Pillow's error.
+        All prefetched images are read again with Pillow: an image that Pillow cannot decode raises Pillow's error.
         """
         for epoch, indices, _ in self._kept:
             for index in indices:
                 self._samples.read(epoch, index)
-        return f"loader.kind: dali cannot decode an image that Pillow can decode. Use torch or direct ({error})"
+        return f"loader.kind: dali cannot decode an image that Pillow can decode. Set it to torch or direct ({error})"
 
     def close(self) -> None:
         """Do nothing, because this pipeline has no resources to free."""
@@ -121,7 +121,7 @@ def on_volumes(samples: Samples) -> GridSamples:
     if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
         return samples
     raise UserError(
-        f"loader.reader: numpy reads only boxes of volumes, but the samples are {type(samples).__name__}. Use h5py"
+        f"loader.reader: numpy reads only boxes of volumes, but samples are {type(samples).__name__}. Set it to h5py"
     )
 
 
@@ -185,7 +185,7 @@ class DaliLoader(Loader):
         return x, y
 
     def _run(self) -> Any:
-        # With the model's stream as argument, the host does not wait for each batch: outputs are ready on that stream.
+        # DALI writes outputs in the order of the model's stream, so the host need not wait for each batch.
         stream = torch.cuda.current_stream(self._device) if self._pace else None
         try:
             return self._pipeline.run(stream)

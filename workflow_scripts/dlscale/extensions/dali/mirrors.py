@@ -1,7 +1,7 @@
 """Mirrors of volumes: `.npy` files [D, H, W, C] with copies of the volumes' values, from which DALI reads boxes.
 
-If the published program's mirrors exist next to its HDF5 files, they are used. Otherwise dlscale makes a mirror with
-all volumes of a split, one after another, next to the manifest; `prepare.py` makes it before a stage begins.
+If a split is a single HDF5 file, mirrors by SC22's tutorial next to it are used. Otherwise dlscale makes a mirror
+of all volumes of a split, one after another, next to the manifest; `prepare.py` makes it before a stage begins.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from dlscale.core.errors import UserError, brief
 from dlscale.data.samples import BoxField
 
-#: Maximum number of bytes written at a time, and number of cells compared in a mirror that dlscale has not made.
+#: Maximum number of bytes read or written at a time, and number of cells that `difference` compares.
 SLAB, CELLS = 64_000_000, 64
-#: Names of inputs and targets in the mirrors that the published program's converter makes.
+#: Names of inputs and targets in the file names of mirrors that SC22's tutorial makes.
 NAMES = ("data", "label")
-INSTEAD = "use loader.reader h5py"
+INSTEAD = "set loader.reader to h5py"
 #: Result of `difference` for the mirror of another field.
 OTHER = "other channels"
 
@@ -55,9 +55,9 @@ def locate(field: BoxField) -> NpyMirror:
             return NpyMirror(path, edges, own=False)
     if told := [f"{path.name} has {what}" for path, what in wrong.items() if what != OTHER]:
         raise UserError(
-            f"{original}: a file next to this one is not a mirror of {field.readers[0].name}: {'; '.join(told)}; "
-            f"expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, so that a mirror is "
-            f"made; or {INSTEAD}"
+            f"{original}: a file next to it has a mirror's name, but is not a mirror of {field.readers[0].name}: "
+            f"{'; '.join(told)}; expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, "
+            f"so that dlscale makes a mirror; or {INSTEAD}"
         )
     content = hashlib.sha256(" ".join([*field.digests, str(field.dtype)]).encode()).hexdigest()[:16]
     return NpyMirror(field.stem.with_name(f"{field.stem.name}-{content}.npy"), edges, own=True)
@@ -68,7 +68,7 @@ def mirror(field: BoxField) -> NpyMirror:
     found = locate(field)
     if not found.path.exists():
         raise UserError(
-            f"{found.path}: no such mirror. Run the stage by the workflow, which first makes the mirror; or {INSTEAD}"
+            f"{found.path}: no such mirror. Run the stage with Snakemake, which first makes the mirror; or {INSTEAD}"
         )
     return found
 
@@ -80,11 +80,11 @@ def difference(path: Path, field: BoxField) -> str:
     """
     expected = (*field.shape_of(0)[1:], field.shape[0])
     if not path.is_file():
-        return "no such values (not a file)"
+        return "no array of values (not a file)"
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a damaged header may also raise errors of Python's tokenizer
-        return f"no such values ({brief(error)})"
+        return f"no array of values ({brief(error)})"
     if values.shape[:-1] == expected[:-1] and values.shape != expected:
         return OTHER
     if (values.shape, values.dtype) != (expected, field.dtype):
@@ -100,7 +100,7 @@ def difference(path: Path, field: BoxField) -> str:
 
 
 def compare(found: NpyMirror, field: BoxField) -> str:
-    """Compare all values of a published mirror with its HDF5 file; return the difference, or an empty text if equal."""
+    """Compare all values of a mirror with its HDF5 file; return the difference; an empty text if equal."""
     values = np.load(found.path, mmap_mode="r", allow_pickle=False)
     for file, start, stop in slabs(found, field):
         if values[start:stop].tobytes() != _slab(found, field, file, start, stop).tobytes():
@@ -118,7 +118,7 @@ def _shape(found: NpyMirror, field: BoxField) -> tuple[int, ...]:
 
 
 def slabs(found: NpyMirror, field: BoxField) -> list[tuple[int, int, int]]:
-    """Return the parts in which a mirror is written, each as file, first row, and row after the last row."""
+    """Return the parts in which a mirror is written, each as file number, first row, end row (exclusive)."""
     _, *row = _shape(found, field)
     rows = max(1, SLAB // (int(np.prod(row)) * field.dtype.itemsize))
     return [

@@ -119,9 +119,9 @@ def probe_image(site: Site) -> Finding:
     if site.engine == "none":
         return Finding("image", "skip", "no container engine: commands run directly")
     if not shutil.which(site.engine):
-        return failed(f"{site.engine}: no such command here", "install it, or set site.engine")
+        return failed(f"{site.engine}: no such command here", "install it, or set site.engine to an installed engine")
     if not site.image:
-        return failed("site.image is not set", "set site.image")
+        return failed("site.image is not set", "set it to the name of an image (for apptainer: its file)")
     if site.engine == "apptainer":  # computing the identity, which is the SHA-256 of the file, takes too long
         if not Path(site.image).is_file():
             return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
@@ -142,7 +142,7 @@ def probe_python(
         # slow, hence the long timeout.
         printed = command_output([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
-        remedy = "activate the environment, or read the engine's message"
+        remedy = "activate the environment of dlscale, or correct site.engine and site.image"
         return [Finding("python", "FAIL", f"cannot be started where the stages run: {error}", remedy)]
     # The entry point of an image may print a greeting first.
     return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
@@ -163,7 +163,7 @@ def environment(
     runs, findings = list(runs), list[Finding]()
     for name, least in MIN_VERSIONS.items():
         known, error = str(facts.get(name) or ""), facts.get("error") if name == "torch" else None
-        remedy = "install dlscale's requirements in that environment (pip install dlscale), or rebuild the image"
+        remedy = "install dlscale's requirements where the stages run (pip install dlscale), or rebuild the image"
         numbers = re.match(r"\d+(\.\d+)*", known)
         wrong = f" cannot be imported: {error}" if error else ""
         if not numbers or tuple(map(int, numbers.group().split("."))) < least:
@@ -176,7 +176,8 @@ def environment(
             "nsys",
             nsys,
             "warn",
-            "install Nsight Systems for the stages, set NSYS in site.environment, or leave out nsys",
+            "install Nsight Systems where the stages run, set NSYS in site.environment to the path of nsys, "
+            "or remove nsys from profile.tools",
         ),
     ]
     for name, _, status, remedy in [each for each in wanted if each[1]]:
@@ -237,7 +238,7 @@ def probe_here(runs: Mapping[str, Run], devices: int) -> list[Finding]:
         if run.cuda_graph and not devices:
             remedy = "set cuda_graph to false, or run on a machine with a GPU"
             findings.append(
-                Finding(what, "FAIL", "cuda_graph: only GPUs have graphs, and this machine has no GPU", remedy)
+                Finding(what, "FAIL", "cuda_graph: CUDA graphs need a GPU, and this machine has no GPU", remedy)
             )
     return findings
 
@@ -357,7 +358,7 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
     if fitting >= most:
         return Finding(_name(kind), "ok", f"{fitting} of {what}")
     there = "; ".join(dict.fromkeys(seen)) or "no node with this partition and constraint"
-    remedy = "correct *_nodes of site.scheduler, or reduce geometry.nodes"
+    remedy = "correct cpu_nodes or gpu_nodes in site.scheduler, or reduce geometry.nodes"
     text = f"{many(most, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
     return Finding(_name(kind), "FAIL", text, remedy)
 
@@ -390,7 +391,7 @@ def check(
     plans: Collection[str] | None = None,
     datasets: Collection[str] = (),
 ) -> list[Finding]:
-    """Check that this site can run these stages of plans (default: the targets) and of datasets.
+    """Check that this site can run `stages_wanted` of plans (default: the targets) and of datasets.
 
     The function neither raises nor hangs.
     """

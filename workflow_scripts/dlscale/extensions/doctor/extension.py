@@ -1,4 +1,4 @@
-"""Command that checks a site; the end of each dry run uses the same checks."""
+"""Command that checks a site; each dry run ends with the same checks."""
 
 from dlscale.core.commands import PLANS, Query
 

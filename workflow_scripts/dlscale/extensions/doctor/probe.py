@@ -1,4 +1,4 @@
-"""Checks that query commands, datasets and quotas."""
+"""Checks of datasets and quotas, with timeouts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def command_output(words: list[str], limit: float = LIMIT) -> str:
 
 
 def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequence[Any] = ()) -> Finding:
-    """Check the raw files and the made files of a dataset, and that the files contain samples for each run.
+    """Check a dataset's raw files and the files made from them, and that each run finds samples in them.
 
     `samples` has the settings `samples` of each run that reads the dataset.
     """
@@ -111,7 +111,7 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
     # A missing file is not an error, because the workflow makes the file again.
     changed = [path for path, bytes_ in files if path.is_file() and path.stat().st_size != bytes_]
     if changed:
-        text = f"{changed[0]}: has another size than in the manifest ({len(changed)} of {len(files)} files)"
+        text = f"{changed[0]}: its size differs from the manifest ({len(changed)} of {len(files)} files differ)"
         own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
         remedy = (
             f"delete {changed[0]} and run the workflow again"
@@ -140,4 +140,4 @@ def probe_quota() -> Finding:
     full = max(used.values(), default=0.0)
     status: Status = "FAIL" if full >= 100 else "warn" if full >= 90 else "ok"
     text = ", ".join(f"{name} {share:.0f} %" for name, share in used.items())
-    return Finding("quota", status, text, "remove files there")
+    return Finding("quota", status, text, "remove files from the full file system")

@@ -24,7 +24,7 @@ class Attend(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention; with tensor parallelism a device has only some of the heads.
 
-    Queries, keys and values have three layers, as published, but are computed as a single matrix product.
+    Queries, keys and values have a linear layer each, as published, but one matrix product computes all.
     """
 
     def __init__(self, embed_dim: int, heads: int, dropout: float) -> None:

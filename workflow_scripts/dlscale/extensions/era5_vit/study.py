@@ -26,15 +26,15 @@ class ViTSettings(Strict):
     """The vision transformer; its image size and channels come from the data."""
 
     kind: Literal["vit"]
-    patch: Extent | tuple[Extent, Extent] = Field(8, description="Patch edge, or rows and columns.")
+    patch: Extent | tuple[Extent, Extent] = Field(8, description="Edge of a patch, or rows and columns, points.")
     embed_dim: Extent = Field(384, description="Dimension of a token.")
-    depth: Few = Field(12, description="Blocks.")
-    heads: Few = Field(8, description="Heads of attention.")
+    depth: Few = Field(12, description="Number of transformer blocks.")
+    heads: Few = Field(8, description="Number of attention heads.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Drop-out rate of projections and MLPs.")
     residual: bool | Literal["linear"] = Field(
         False,
         description="Predict the change from the input state instead of the state itself; linear: the change from a "
-        "learnt linear combination of all inputs, which begins as the input state.",
+        "learnt linear combination of all inputs, which equals the input state at first.",
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
@@ -55,7 +55,7 @@ class ViTSettings(Strict):
 
 
 class ViTLoss(Strict):
-    """The relative L2."""
+    """The relative L2 error."""
 
     kind: Literal["relative_l2"]
 
@@ -99,7 +99,7 @@ class Era5Metrics(Metrics):
             ),
             "naive_rmse": (
                 "RMSE of the best baseline without learning",
-                f"the smallest RMSE of each channel on the validation data: {', '.join(self.called.values())}",
+                f"the smallest validation RMSE among these baselines: {', '.join(self.called.values())}",
             ),
             **{
                 f"{name}_rmse": (f"RMSE of {called}", "a baseline without learning")
@@ -238,7 +238,7 @@ class Era5ViT(Study):
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
         tokens = info.grid[0] // rows * (info.grid[1] // columns)
-        linear = (4 + 2 * 4) * m.embed_dim  # outputs: q, k, v and projection; the MLP's two layers
+        linear = (4 + 2 * 4) * m.embed_dim  # outputs of width E: q, k, v, projection; MLP
         block = 2 * tokens * m.embed_dim * linear + 4 * tokens**2 * m.embed_dim
         states = len(info.channels)
         inputs = run.samples.channels(states) + sum(states if field == "mean" else 1 for field in m.static)
@@ -274,7 +274,7 @@ class Era5ViT(Study):
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
-        """Return a picture of t2m, as in the published program; of the first channel if there is no t2m."""
+        """Return a picture of t2m, as NERSC's tutorials draw; of the first channel if t2m is missing."""
         from dlscale.studies.figures import side_by_side
 
         names = manifest.fields["fields"].channels

@@ -1,1 +1,1 @@
-"""Extension: verdicts on runs, in a terminal."""
+"""Extension: print verdicts on runs."""

@@ -1,4 +1,4 @@
-"""Command `explain`: print the verdicts on runs."""
+"""`dlscale explain`: print what limits the speed of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command that prints the verdicts on runs."""
+"""Command of this extension: `dlscale explain`."""
 
 from dlscale.core.commands import RUNS, Query
 

@@ -31,8 +31,8 @@ class ResNetSettings(Strict):
     """The residual network; its classes come from the data."""
 
     kind: Literal["resnet"]
-    depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Layers.")
-    width: Extent = Field(64, description="Channels of the first convolution; 64 is the published network.")
+    depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Number of layers.")
+    width: Extent = Field(64, description="Channels of the first convolution; the published network has 64.")
 
 
 class CrossEntropy(Strict):
@@ -114,8 +114,8 @@ class ImagenetResNet50(Study):
     def check(self, run: Any) -> None:
         if run.samples.size <= 32:
             raise Refused(
-                f"samples.size {run.samples.size}: the network halves images five times, which leaves one pixel, and a "
-                "batch of a single sample then has no variance. Use at least 33"
+                f"samples.size {run.samples.size}: the network halves images five times, which leaves one pixel, so "
+                "batch normalisation fails for a batch of one sample. Use at least 33"
             )
 
     def model(self, run: Any, manifest: Manifest) -> nn.Module:

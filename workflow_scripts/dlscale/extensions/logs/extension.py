@@ -25,13 +25,13 @@ COMMANDS = {
             option("--epoch-samples", "training samples per epoch of the log", False, type=int, metavar="N"),
             option(
                 "--counts",
-                "unit of the log's steps (default: unit of the study's published program)",
+                "unit of the log's steps (default: unit in the logs of the study's tutorial)",
                 False,
                 choices=("step", "epoch"),
             ),
             option(
                 "--tag",
-                "tag of the log = dlscale's name, as 'Val Loss=loss/valid' (default: tags of the published program)",
+                "tag of the log = dlscale's name, as 'Val Loss=loss/valid' (default: tags of the study's tutorial)",
                 False,
                 action="append",
                 default=[],

@@ -53,7 +53,7 @@ Dropped = dict[str, Counter[str]]
 #: Prefixes of the quantities that a program may also log before its training.
 VALIDATION = ("loss/valid", "valid/")
 
-#: A point: step, seconds since 1970-01-01 UTC, value.
+#: A point: step, seconds since the begin of training, value.
 Point = tuple[int, float, float]
 
 
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     tags, counts = _given(args.tag) or log.tags, args.counts or log.over
     if not tags:
         raise UserError(
-            f"study {args.reference_study} does not declare the tags of a published program. Name the log's tags: "
+            f"study {args.reference_study} does not declare the tags of a log (`published_log`). Name the log's tags: "
             "--tag 'Loss/valid=loss/valid'"
         )
     files = _files(Path(args.events))
@@ -139,8 +139,9 @@ class _Try:
 def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tuple[float, float]], float]:
     """Join the tries of a curve; return the points that count, and the begin of their training.
 
-    A try with several points is a new training if it begins at the curve's first step or earlier. Otherwise the try was
-    resumed if all points from its first step on are older; if not, two processes wrote the curve together.
+    A try with several points is a new training if it begins at the curve's first step or earlier. Otherwise it
+    resumed earlier tries if their points from its first step on are older; if not, two processes wrote the curve
+    together.
     """
     joined = _Try(tries[0].begin, dict(tries[0].points))
     for each in tries[1:]:

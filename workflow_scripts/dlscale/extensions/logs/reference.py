@@ -31,7 +31,7 @@ class Reference(Record):
     curves: dict[str, list[tuple[int, float, Number]]]
 
     def scale(self, over: Over) -> float | None:
-        """Return the factor that converts the files' steps to an axis; None if unknown."""
+        """Return the factor from the files' steps to an axis's unit; None if unknown."""
         if over == "samples":
             return self.batch_size if self.counts == "step" else self.epoch_samples
         steps = self.epoch_samples / self.batch_size if self.epoch_samples and self.batch_size else None
@@ -72,7 +72,7 @@ def section(plan: PlanResult, page: Page) -> Section | None:
             charts += charts_of(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
     files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (
-        "Dashed lines are logs of other programs from dlscale import. These programs have other data, hardware and "
-        f"settings. The time of a log is clock time since training began. {files}"
+        "Dashed lines are logs of other programs from dlscale import. Their data, hardware and settings may "
+        f"differ from dlscale's. The time of a log is clock time since training began. {files}"
     )
     return Section("Compared with other programs", charts=charts, notes=[note]) if charts else None

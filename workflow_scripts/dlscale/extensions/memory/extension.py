@@ -1,4 +1,4 @@
-"""Prediction of the memory of a step, and settings that need less."""
+"""Prediction of a step's memory, and settings that need less memory."""
 
 PROVIDES = {
     "predict_memory": "dlscale.extensions.memory.prediction.predict",

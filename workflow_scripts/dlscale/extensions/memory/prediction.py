@@ -51,7 +51,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
         fake,
         *batch,
         ranks=copies if isinstance(run.parallel, DDP) and run.averages else 1,
-        shard=shard if run.accumulation_steps == 1 else 1,  # if FSDP accumulates, gradients are complete
+        shard=shard if run.accumulation_steps == 1 else 1,  # while FSDP accumulates, gradients are not sharded
         view=not isinstance(run.parallel, DDP) or run.parallel.bucket_view,
     )
     if shard == 1:
@@ -171,7 +171,8 @@ class Allocations(TorchDispatchMode):
 def advice(run: RunCore, manifest: Manifest, world: World, limit: float, share: float) -> str:
     """Return the predicted memory of a step that failed, and the settings that would fit, as the end of a message.
 
-    `limit`: bytes that a step may use. Because the step failed, settings that fit use at most `share` of its memory.
+    `limit`: bytes that a step may use. Fitting settings also use at most the fraction `share` of the failed step's
+    predicted memory.
     """
     needed = predict(run, manifest, world.device).peak or 0
     fitting = alternatives(run, manifest, world, min(limit, share * needed))

@@ -25,7 +25,7 @@ class MnistCNN(nn.Module):
         hidden: int = 128,
     ) -> None:
         super().__init__()
-        # Channels in (1 for grey images), channels out (number of filters), edge of a filter in pixels.
+        # Arguments: channels in (1 for grey images), channels out (number of filters), edge of a filter in pixels.
         self.conv1 = nn.Conv2d(channels, widths[0], 3)
         self.conv2 = nn.Conv2d(widths[0], widths[1], 3)
         self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
@@ -36,7 +36,7 @@ class MnistCNN(nn.Module):
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities [B, K] of images with values 0 to 255."""
         x_BCHW = (x_BCHW / 255 - MEAN) / STD
-        # The published order, ReLU before pooling, has the same result, but ReLU then gets four times as many values.
+        # The published order, ReLU before pooling, has the same result, but ReLU then takes four times as many values.
         x_BCHW = F.relu(F.max_pool2d(self.conv2(F.relu(self.conv1(x_BCHW))), 2))
         x_BC = self.dropout1(x_BCHW).flatten(1)
         x_BC = self.dropout2(F.relu(self.fc1(x_BC)))

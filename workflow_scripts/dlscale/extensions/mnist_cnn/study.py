@@ -51,7 +51,7 @@ class MnistMetrics(Metrics):
     def described(self) -> list[Metric]:
         naive = "accuracy_of_most_frequent"
         answer, better = "the most frequent digit", "higher"
-        share = "fraction of validation images with the right answer"
+        share = "fraction of validation images that are classified correctly"
         return [
             Metric(name="accuracy", title="accuracy", meaning=share, better=better, naive=naive, answer=answer),
             Metric(name=naive, title="accuracy of the most frequent digit", meaning=share, better=better),

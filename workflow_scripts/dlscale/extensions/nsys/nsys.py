@@ -45,15 +45,15 @@ from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 
 NOT_FOUND = (
-    "nsys: not found. Install NVIDIA Nsight Systems on the machine that runs the stage, set NSYS to the path of nsys, "
-    "or remove nsys from profile.tools"
+    "nsys: not found. Install NVIDIA Nsight Systems on the machine that runs the stage, set NSYS in site.environment "
+    "to the path of nsys, or remove nsys from profile.tools"
 )
 #: Name of the NVTX range during which nsys records a run without CUDA.
 CAPTURE = "dlscale capture"
 
 
 def profile_apart(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank must call this function, and gets the findings of its own report.
+    """Profile a run; every rank must call this function, and gets the results of its own report.
 
     The child processes need the device's memory, which the caller must have released.
 
@@ -141,7 +141,7 @@ def profiled(
         with contextlib.closing(Window(run.profile, session)) as window:
             window.run(run.profile.skip)
             seconds = [window.run()]
-            world.barrier()  # all ranks are ready
+            world.barrier()  # wait until all ranks are ready
             with recorded(world.device) if times else contextlib.nullcontext():
                 seconds.append(window.run())
             seconds.append(window.run())
@@ -151,7 +151,7 @@ def profiled(
 
 @contextlib.contextmanager
 def recorded(device: torch.device) -> Iterator[None]:
-    """Open the window in which nsys records for the duration of the block (see `recording`)."""
+    """Open nsys's recording window (see `recording`) for the duration of the block."""
     with marking(nvtx.annotate), contextlib.ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.profiler.start()
@@ -280,7 +280,7 @@ def of_report(path: Path) -> Found:
                 raise UserError(f"{path}: {problem}")
             found = _summary(database, 0, path)
     if found[0].problem:
-        raise UserError(f"{path}: {found[0].problem}; expected NVTX ranges with the name step, or step 1, step 2")
+        raise UserError(f"{path}: {found[0].problem}; expected NVTX ranges named step, or step 1, step 2, and so on")
     return found
 
 
@@ -345,7 +345,7 @@ TABLES = {
 }
 
 
-#: Range name in the published programs, without the step number → dlscale's range name.
+#: Range name in the SC tutorials' programs, without the step number → dlscale's range name.
 THEIRS = {"data copy in": "copy"}
 
 

@@ -30,7 +30,7 @@ def _local_shapes(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[st
 
 @dataclass(frozen=True)
 class Averaged:
-    """Bytes that devices with different samples or tokens exchange in one step for one weight."""
+    """Bytes that data- and context-parallel devices exchange in one step for one weight."""
 
     forward: int  #: Bytes of the weight, gathered before the forward pass (FSDP; else zero).
     backward: int  #: Bytes of the weight, gathered again before the backward pass (FSDP; else zero).

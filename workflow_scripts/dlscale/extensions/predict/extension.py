@@ -13,7 +13,7 @@ COMMANDS = {
             ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(
                 "--devices",
-                "numbers of devices to predict",
+                "numbers of devices for which to predict",
                 False,
                 type=int,
                 nargs="+",
@@ -46,7 +46,7 @@ COMMANDS = {
             ),
             option(
                 "--machine",
-                "name of a machine, or YAML file with the machine's levels (default: machine of the measured device)",
+                "name of a machine, or YAML file with its levels of links (default: machine of the measured device)",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),

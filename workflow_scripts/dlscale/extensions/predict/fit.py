@@ -47,34 +47,34 @@ class Prior:
     source: str
 
 
-#: Priors by cost. The median of `fixed` is a multiple of the measured time of a step on the fewest devices. The median
-#: of `sample`, a weak prior, is a multiple of this step's time per sample. The median of `load` is a
-#: multiple of the loader's known time per sample, or of this step's time per sample if the loader's is unknown.
+#: Priors by cost. Three medians are multiples of measured times: of the step time on the fewest devices (`fixed`), of
+#: this step's time per sample (`sample`, a weak prior), and of the loader's time per sample (`load`; if it is unknown,
+#: as for `sample`).
 PRIORS = {
     "fixed": Prior(
-        0.05, 3, "judgement: an update reads and writes 28 bytes per parameter, and launches take time of the host"
+        0.05, 3, "judgement: an optimiser step reads and writes 28 bytes per parameter; launching kernels takes time"
     ),
-    "sample": Prior(1.0, 10, "the measurements"),
-    "load": Prior(0.5, 2, "judgement: a loader that keeps up may be able to load twice as fast as measured"),
-    "blend": Prior(1.5, 2.5, "loading, computing and training of the U-Net on one A100 (SC22, benchy): 0.2 to 3.5"),
+    "sample": Prior(1.0, 10, "none: the measurements determine this cost"),
+    "load": Prior(0.5, 2, "judgement: a loader that waits for training could load twice as fast"),
+    "blend": Prior(1.5, 2.5, "fits to the SC22 tutorial's rates of a U-Net on one A100 (benchy): 0.2 to 3.5"),
     "start": Prior(
-        0.1, 4, "validations on at most 8 GPUs (SC22, SC23, HAL's log): 0.05, 0.4, and 2.5 s with 20 workers"
+        0.1, 4, "starts of validations on at most 8 GPUs: SC22 0.05 s, SC23 0.4 s, HAL's log 2.5 s with 20 workers"
     ),
     "spread": Prior(
         0.015, 2, "Sinha et al. 2022 (arXiv:2208.11035): equal GPUs of a cluster differ in speed by 8 % (box whiskers)"
     ),
-    "host": Prior(0.01, 2.7, "judgement: a few per cent on a full node"),
+    "host": Prior(0.01, 2.7, "judgement: loading slows down by a few per cent if all devices of a node are used"),
     "near": Prior(1.0, 1.5, "judgement: NCCL reaches 60 to 90 % of a link's bandwidth, as in Calculon's systems"),
-    "far": Prior(1.0, 2, "judgement: networks are shared, and some drivers may be missing"),
-    "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): computing during collectives, mean 18.9 %"),
-    "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: 77 % efficient on 8 devices"),
+    "far": Prior(1.0, 2, "judgement: other jobs share the network, and NCCL may lack the network's driver"),
+    "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): collectives slow computing by 18.9 % on average"),
+    "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: efficiency 77 % on 8 devices"),
 }
-#: Priors that differ if the devices are processes on a node's processors, by cost.
+#: Other priors, by cost, for devices that are processes on a node's processors.
 PROCESSES = {
     "host": Prior(0.3, 3, "judgement: processes share the memory, and the cores if there are fewer cores than threads"),
     "near": Prior(1.0, 4, "judgement: processes copy messages with the cores that compute"),
 }
-#: Relative error of a throughput. Two tables of the same tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8, 16 GPUs).
+#: Relative error of a throughput. Two tables of one tutorial differ by 1.4 to 4.3 % (ResNet-50 on 4, 8 and 16 GPUs).
 NOISE = 0.03
 #: Relative error of the rate of a validation. A validation is short: six of them took 2.60 to 4.26 s on 4 GPUs (SC22,
 #: logs).
@@ -128,7 +128,7 @@ class Fit:
     points: tuple[Point, ...]
 
     def doublings(self, job: Job) -> float:
-        """Return the number of doublings from the largest measured points to a job.
+        """Return how many doublings of devices lead from the largest measured points to a job.
 
         Doublings of all devices and doublings of the devices that share a model are added. A job with fewer devices
         than the measured points has 0 doublings.
@@ -162,7 +162,7 @@ def fit(machine: Machine, work: Workload, points: Sequence[Point]) -> Fit:
     if not computing:
         raise UserError("predict: a throughput is missing. Expected at least one measurement of training or computing")
     first = min(computing, key=lambda point: (point.job.devices, point.of.mode != "SYNTHETIC"))
-    own = first.job.devices * first.job.batch / first.job.shared / first.rate  # seconds per step of a device
+    own = first.job.devices * first.job.batch / first.job.shared / first.rate  # seconds per step
     unit = {"fixed": own, "sample": own * first.job.shared / first.job.batch}
     unit["load"] = 1 / work.loaded if work.loaded else unit["sample"]
     priors = PRIORS | (PROCESSES if work.processes else {})
@@ -197,13 +197,13 @@ class Check:
     figure: Published
     fitted: tuple[int, ...]  #: Numbers of devices of the fitted points.
     published: float
-    ours: Prediction  #: Prediction of the model; the band does not include the misfit of the model.
+    ours: Prediction  #: Prediction of the scaling model; its band does not include `MISFIT`.
     doublings: float  #: Number of doublings from the fitted points to the figure.
     amdahl: float | None  #: Prediction by Amdahl's law; None if the law does not apply.
 
     @property
     def band(self) -> Prediction:
-        """Prediction of the model; the band includes the misfit of the model."""
+        """Prediction of the scaling model; its band includes `MISFIT`."""
         return self.ours.widened(MISFIT * math.sqrt(self.doublings))
 
     @property
@@ -303,9 +303,9 @@ def table(checks: Sequence[Check]) -> list[tuple[str, ...]]:
 
 
 def summary(checks: Sequence[Check]) -> list[str]:
-    """Return lines with the errors of the model and of Amdahl's law.
+    """Return lines with the errors of the scaling model and of Amdahl's law.
 
-    Medians are over the figures that both predict. The last line counts all published figures.
+    Medians are over the figures that both predict; the last line counts all figures.
     """
     errors = pd.DataFrame([(each.series, *each.errors) for each in checks], columns=["series", "model", "Amdahl"])
     known = errors.dropna().set_index("series").astype(float).abs()

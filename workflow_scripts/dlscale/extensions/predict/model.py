@@ -182,7 +182,7 @@ def named(name: str) -> MachineSettings:
     machines = shipped()
     if name not in machines:
         raise UserError(
-            f"--machine: {unknown('machine', name, machines)}; or give a YAML file with the machine's levels"
+            f"--machine: {unknown('machine', name, machines)}; or give a YAML file with the machine's levels of links"
         )
     return machines[name]
 
@@ -207,8 +207,8 @@ Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"
 class Costs:
     """Costs that a fit finds; all costs are positive."""
 
-    fixed: float  #: Fixed computing time of a device, seconds per step: launches and the update.
-    sample: float  #: Remaining computing time of a device, seconds per sample.
+    fixed: float  #: Fixed computing time of a device, seconds per step: kernel launches, optimiser step.
+    sample: float  #: Computing time of a device in addition to `fixed`, seconds per sample.
     load: float  #: Loading time of a device, seconds per sample.
     blend: float  #: Overlap of loading and computing: step^p = loading^p + computing^p with p = 1 + blend.
     start: float  #: Start time of a loader's worker, seconds; workers start one after the other.
@@ -229,7 +229,7 @@ class Tokens:
     count: int  #: Tokens per sample.
     width: int
     depth: int  #: Number of blocks.
-    bytes: int = 2  #: Bytes of each number that is sent.
+    bytes: int = 2  #: Bytes per element that devices exchange.
     again: bool = False  #: Whether the backward pass repeats the forward pass of the blocks (activation checkpointing).
 
 
@@ -245,7 +245,7 @@ class Memory:
 class Workload:
     """Properties of a training that do not depend on the machine."""
 
-    gradients: float  #: Bytes of gradients that are averaged.
+    gradients: float  #: Bytes of gradients that are averaged in a step.
     buckets: tuple[float, ...]  #: Fraction of the gradients in each bucket, in the order in which buckets are ready.
     tokens: Tokens | None = None  #: None if devices cannot share the model.
     processes: bool = False  #: Whether devices are processes on a node's processors.
@@ -327,7 +327,7 @@ class StepTimes:
 
     compute: float  #: Computing of an average device.
     waiting: float  #: Waiting for the slowest device.
-    slowed: float  #: Slowdown of computing by simultaneous communication.
+    slowed: float  #: Time that computing loses by simultaneous communication.
     exposed: float  #: Communication that computing does not hide.
     loading: float  #: Loading that computing does not hide.
 
@@ -415,11 +415,11 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tu
         sent = [machine.all_reduce(share * size, ranks, stride) for share in work.buckets]
         exposed = _exposed((1 - FORWARD) * compute, ends, sent)
         return exposed, sum(sent) - exposed
-    forward, again, reduced = (  # a reduce-scatter takes as long as a gather
+    forward, again, reduced = (  # a reduce-scatter takes as long as an all-gather
         [machine.all_gather(share * bytes_ / job.tp, ranks, stride) for share in work.buckets]
         for bytes_ in (*work.gathered, work.gradients)
     )
-    # In reversed time, a gather before a unit's forward pass is like a bucket that is sent after a backward pass.
+    # Backwards in time, the gather before a unit's forward pass is like a bucket sent after its backward pass.
     exposed = _exposed(FORWARD * compute, ends, forward)
     exposed += _exposed((1 - FORWARD) * compute, ends, [sum(both) for both in zip(again, reduced, strict=True)])
     return exposed, sum(forward) + sum(again) + sum(reduced) - exposed

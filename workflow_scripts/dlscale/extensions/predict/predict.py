@@ -95,14 +95,14 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
         here = load_run(path / "config.yaml", "train")
         if not getattr(here.parallel, "sync", True):
             raise UserError(
-                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run that averages"
+                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run that does"
             )
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
-                f"{path}: neither a throughput nor a training was measured. Add throughput to the plan's measure"
+                f"{path}: neither a throughput nor a training was measured. Add throughput to the plan's key measure"
             )
         if measured and measured.unit != SAMPLE_RATE:
             raise UserError(
@@ -137,7 +137,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     links = max(tested, key=lambda each: each.processes, default=None)
     whose = machine or for_device(on_device) or ("processes" if links else "")
     if not whose:
-        raise UserError(f"--machine: no shipped machine has {on_device}; give a YAML file with the machine's levels")
+        raise UserError(f"--machine: no shipped machine has {on_device}; give a YAML file with its levels of links")
     described = named(whose)
     if machine and described.devices and not described.has(on_device):
         raise UserError(
@@ -152,7 +152,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
 
 
 def _follows(key: str) -> bool:
-    """Return whether a program's setting follows from devices and batch size, so it may differ between runs."""
+    """Return whether a program's setting depends on devices or batch size, so it may differ between runs."""
     own = key.removeprefix("program.values.")
     return own == key or own.split(".")[0] in (*FREE, "nodes", "gpus", "gpus_per_node", "local_batch_size")
 
@@ -171,7 +171,7 @@ def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
 
 
 def _points(run: Any, path: Path, measured: Throughput | None, results: Path) -> Iterator[Point]:
-    """Yield the measured modes of a run, its training epochs, and its validations.
+    """Yield points for a run's measured modes, training epochs and validations.
 
     The first epoch is skipped as warm-up. If the run was resumed with another geometry or loader, only epochs with the
     last geometry and loader count.
@@ -200,7 +200,7 @@ def _points(run: Any, path: Path, measured: Throughput | None, results: Path) ->
 def workload(run: Any, results: Path, measured: Throughput | Provenance | None = None) -> Workload:
     """Return the workload of a run, computed from the run's model on the meta device.
 
-    The workload of an external program is computed from the size of the gradients, which the hook has seen.
+    The workload of an external program is computed from the gradients' size, which dlscale's hook recorded.
     """
     if run.program:
         outside = measured.outside if isinstance(measured, Throughput) else None
@@ -364,7 +364,7 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
 def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: float) -> float | None:
     """Return the duration of the training in seconds; None if the numbers of samples or epochs are unknown.
 
-    The training has `target_samples` samples without validations, or otherwise the epochs and their validations.
+    With `target_samples` the training has this many samples, without validations; otherwise each epoch ends with one.
     """
     if args.target_samples:
         return float(args.target_samples / rate)
@@ -417,7 +417,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 def words(measured: MeasuredRuns, rows: Sequence[Row], args: argparse.Namespace) -> list[str]:
     """Return lines that name the fastest and the cheapest job, followed by warnings.
 
-    Jobs whose step needs more samples than the training data have are excluded, unless all jobs do.
+    Jobs with more samples per step than the training data are excluded, unless all jobs have more.
     """
     training = None if args.target_samples else measured.epoch[0]
     large = [row for row in rows if training and row.job.samples > training]

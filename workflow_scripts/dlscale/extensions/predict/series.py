@@ -1,4 +1,4 @@
-"""Published series of figures."""
+"""Series of published speeds, to which the scaling model is fitted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dlscale.core.settings import validate
 
 
 class Series(Record):
-    """Published figures of one program on one machine, for fitting the model of scaling."""
+    """Published speeds of one program on one machine."""
 
     title: str
     machine: Name  #: Name of the machine in `extensions/predict/machines.yaml`.
     parameters: int = Field(ge=1)
-    gradient_bytes: int = Field(4, ge=1)  #: Bytes per element of a gradient in communication.
+    gradient_bytes: int = Field(4, ge=1)  #: Bytes per gradient element that devices exchange.
     collectives: int | None = Field(
         None, ge=1
-    )  #: Published collectives per step; None: computed from PyTorch's buckets.
+    )  #: Published number of collectives per step; None: computed from PyTorch's buckets.
     fit: int = Field(8, ge=1)  #: Figures on up to this number of GPUs are fitted; figures on more GPUs are predicted.
     valid_samples: int | None = Field(None, ge=1)  #: Number of samples of a validation.
     workers: int = Field(1, ge=1)  #: Number of loader workers per device that load separate batches; 1 for DALI.

@@ -14,17 +14,17 @@ PROFILERS = {
 def profile_work(run: Any, train: int | None, valid: int | None) -> float | None:
     """Return the number of samples that the profile stage computes.
 
-    The number is (skipped steps x processes + 3 x profilers x profiled steps) x batch size. `profile_starts`
-    returns `processes`. Each profiler has 3 windows of steps: before, while and after it records.
+    The number is (skipped steps x processes + 3 x profilers x profiled steps) x batch size, with `processes`
+    from `profile_starts`. Each profiler has 3 windows of steps: before, during and after its recording.
     """
     steps = run.profile.skip * profile_starts(run) + 3 * len(run.profile.tools) * run.profile.steps
     return float(steps * run.batch_size)
 
 
 def profile_starts(run: Any) -> int:
-    """Return the number of processes that a rank starts one after the other.
+    """Return the number of processes in which a rank makes steps, one after the other.
 
-    The first process profiles with PyTorch. Each profiler of an extension starts one more process.
+    The profilers `torch` and `lines` share the first process. Each other profiler starts one more process.
     """
     return 1 + len({*run.profile.tools} - PROFILERS.keys())
 

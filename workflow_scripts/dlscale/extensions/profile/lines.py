@@ -1,4 +1,4 @@
-"""`lines`: measure the time of each line of the hot functions with line_profiler, without editing their source.
+"""`lines`: time each line of model, loss, loader and `profile.functions` with line_profiler, without editing them.
 
 Only Python lines in the thread that makes the steps are timed.
 """
@@ -28,13 +28,13 @@ from dlscale.measure.profilers import Found, ProfiledTool, TopEntry
 from dlscale.train import step as step_module
 from dlscale.train.build import Session
 
-ELSEWHERE = "read by this process after the steps; during the steps the loader's processes read"
+ELSEWHERE = "read by this process after the steps, because during the steps the loader's processes read"
 #: Top-level modules that do not belong to a study.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
 
 class LineProfiler:
-    """line_profiler for the hot functions. Create it before the loader, because it replaces the functions' code."""
+    """line_profiler for a session's functions. Create it before the loader, because it replaces the functions' code."""
 
     name = "lines"
 
@@ -52,7 +52,7 @@ class LineProfiler:
             while isinstance(loss, functools.partial):
                 loss = loss.func
             _add(self._steps, step_module, loss, *session.step.model.modules())
-        else:  # the compiler identifies functions by their code, which must not change; compiled lines do not run
+        else:  # the compiler identifies functions by their code, which must not change; Python runs no compiled line
             self._steps.add_class(step_module.Step, scoping_policy="children")
         _add(self._reads, reading, self._samples, getattr(self._samples, "boxes", None))
 

@@ -33,8 +33,8 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # not allowed everywhere
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        with contextlib.suppress(OSError):  # not permitted on every system
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM, the peak
 
 
 def measure(session: Session, batch: Batch) -> Memory | None:

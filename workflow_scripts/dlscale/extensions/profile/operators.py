@@ -1,4 +1,4 @@
-"""Work and time of each operator of a step by module, for the points in a roofline diagram."""
+"""FLOPs, bytes and time of each operator of a step, by module, for a roofline diagram."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AHEAD = 0.25
 
 
 def operator_work(session: Session, batch: Batch) -> list[OperatorWork]:
-    """Return work and time of a step's operators, means over `STEPS` steps on one batch; call on all ranks.
+    """Return FLOPs, bytes and time of a step's operators, means over `STEPS` steps; call on all ranks.
 
     The list is empty if Python does not call the operators one by one (compiled steps, CUDA graphs), with strategies
     other than DDP, or if several devices share a model.
@@ -139,7 +139,7 @@ class ModuleAt:
                 seen.add(node)
                 nodes += [each for each, _ in node.next_functions]
                 if node not in self._claimed:
-                    self._claimed.add(node)  # a reference, so that its id is not reused
+                    self._claimed.add(node)  # keep the node alive, so that its id is not reused
                     node.register_prehook(partial(self._at, self.name))
         self.name = self._outer.pop()
         if not self._outer:

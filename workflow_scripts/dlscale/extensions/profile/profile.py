@@ -127,7 +127,7 @@ def _memory(session: Session, batch: Batch) -> Memory | None:
     try:
         return measure_memory(session, batch)
     except Exception as error:
-        if is_exhaustion(error) or isinstance(error, UserError):  # end the stage: all ranks make this step
+        if is_exhaustion(error) or isinstance(error, UserError):  # end the stage: other ranks may wait in this step
             raise
         logging.info("memory cannot be predicted: %s: %s", type(error).__name__, brief(error))
         return None
@@ -170,7 +170,7 @@ def _folder(out: Path, world: World) -> Iterator[Path]:
 
 
 def _profile(name: str, tool: LineProfiler | TorchProfiler | None, window: Window) -> tuple[Found, list[float]]:
-    """Return a profiler's results in a window of steps, and the seconds of the plain steps before and after.
+    """Profile a window of steps; return the profiler's results, and the seconds of the plain steps before and after.
 
     All ranks make all steps, even if the profiler fails on some ranks.
     """

@@ -64,7 +64,7 @@ def timeline(plan: PlanResult, known: dict[RunResult, StepTime], sample: bool = 
     return bars(f"{plan.name}-timeline", about, rows, title, facts=plan.facts, **more)
 
 
-#: Minimum FLOPs per byte in a roofline: one FLOP per number of four bytes, for operators without matrix products.
+#: Minimum FLOP/byte of a point in a roofline (one FLOP per float32), because only FLOPs of matrix products count.
 PLAIN = 0.25
 
 

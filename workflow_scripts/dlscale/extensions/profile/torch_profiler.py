@@ -22,7 +22,7 @@ from dlscale.measure.profilers import Found, Unavailable
 
 REFUSED = (
     "PyTorch's profiler recorded no GPU work: CUPTI is not permitted, or another profiler uses it (see the log). "
-    "Set the driver's option NVreg_RestrictProfilingToAdminUsers=0, or in a container --cap-add SYS_ADMIN"
+    "Set the driver's option NVreg_RestrictProfilingToAdminUsers=0, or start the container with --cap-add SYS_ADMIN"
 )
 #: Category of Kineto in Chrome's trace event format → kind of event.
 KINDS = {
@@ -106,8 +106,8 @@ def read(trace: list[dict[str, Any]]) -> pd.DataFrame:
 def _nested(operators: list[Row]) -> list[Row]:
     """Return the operators with their own time, without the time of operators within them on the same thread.
 
-    An operator that calls itself counts once, because PyTorch dispatches an operator from autograd to the kernel in
-    this way.
+    An operator that calls itself counts once, because PyTorch calls an operator again when it dispatches from autograd
+    to the kernel.
     """
     kept, own = list[Row](), list[int]()
     inside: dict[int, list[int]] = defaultdict(list)

@@ -116,10 +116,10 @@ class Trace:
         return self.events[self.events.kind.isin(kinds)]
 
     def _engine(self) -> set[int]:
-        """Return autograd's threads.
+        """Return autograd's threads, which run operators named `autograd::engine…`.
 
-        Events of operators name these threads. Without operators, autograd's threads are the threads without ranges
-        that call the device in every range `backward` of the main thread, and at no other time.
+        Without operators, autograd's threads are the threads without ranges that call the device in every range
+        `backward` of the main thread, and at no other time.
         """
         if len(self.operators):
             return set(named(self.operators, re.compile("^autograd::engine")).thread)
@@ -144,7 +144,7 @@ class Trace:
         return float(work.length[inside].sum()) / self.count / SECOND
 
     def idle(self) -> pd.DataFrame:
-        """Return the idle times of the device as events, named by the innermost range of the main thread."""
+        """Return the idle times of the device as events, each named after the main thread's innermost open range."""
         busy, rows = spans(self.work), self.pushed[self.pushed.thread == self.main]
         edges = np.unique(np.r_[self.window, rows.begin, rows.end, busy.ravel()]).clip(*self.window)
         begins, ends, names = edges[:-1], edges[1:], np.full(len(edges) - 1, OUTSIDE, object)

@@ -24,7 +24,7 @@ class Window:
         self._batches = training_batches(session, self._loader, settings.epoch - 1)
 
     def batch(self) -> Batch:
-        """Return input and target of the next batch, which is then not used in a step."""
+        """Take the next batch out of the stream; return its input and target."""
         x, y, _ = next(self._batches)
         return x, y
 

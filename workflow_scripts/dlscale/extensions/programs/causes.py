@@ -10,17 +10,17 @@ from dlscale.measure.records import SAMPLE_RATE
 from dlscale.report.evidence import Evidence, Finding, crowded_out
 from dlscale.results import MIN_FRACTION, foreign_cores
 
-#: Memory pressure is reported if processes of the node wait for memory for at least this fraction of the time.
+#: Memory pressure is reported if any process of the node waits for memory for at least this fraction of the time.
 STALLED = 0.1
 
-#: Too many threads are reported if threads wait for a core for at least this fraction of the time.
+#: Too many threads are reported if any thread of the node waits for a core for at least this fraction of the time.
 QUEUED = 0.5
 
 #: Limits for reporting that an external program slows down: minimum number of windows of steps in each third of its
 #: run, and minimum fraction of the speed that is lost from the first third to the last third.
 WINDOWS, SLOWER = 3, 0.2
 
-#: Step time of an external program, seconds, below which launching operators dominates a step on a CPU.
+#: Step time, seconds, below which launching operators is reported as a cost of an external program on a CPU.
 TINY = 4e-3
 
 
@@ -28,7 +28,7 @@ def slow_process(evidence: Evidence) -> Finding | None:
     """Find one process of an external program that waits for data, or computes, longer than the other processes."""
     if not (program := evidence.outside):
         return None
-    # With GPUs, busy cores are no evidence, because a host spins while its GPU waits for other ranks.
+    # With GPUs, a busy core is not evidence of computing: a process spins while its GPU waits for other ranks.
     for shares, doing in (
         (program.rank_waiting, "waits for batches"),
         ([] if evidence.cuda else program.rank_cores, "computes"),
@@ -45,8 +45,8 @@ def slow_process(evidence: Evidence) -> Finding | None:
                 f"slow rank {rank}",
                 f"Rank {rank} {doing} for {percent(slowest)} of a step{cores}, while the median of the other ranks is "
                 f"{percent(usual)}. All other ranks wait for the slow rank in every step.",
-                f"Check whether rank {rank} has more samples or files, does extra work, or shares its node with other "
-                "programs.",
+                f"Check whether rank {rank} has more samples or files than other ranks, does extra work, or shares its "
+                "node with other programs.",
                 min(slowest - usual, 1.0),
             )
     return None
@@ -166,8 +166,8 @@ def slowing(evidence: Evidence) -> Finding | None:
         "the program slows down",
         f"The program reached {number(first)} {unit} in the first third of its steps, and {number(last)} {unit} in the "
         "last third.",
-        "Check whether lists, logs or kept graphs of losses grow from step to step, whether numbers become tiny "
-        "(`torch.set_flush_denormal(True)`), and whether heat reduces the clocks.",
+        "Check whether lists, logs or the autograd graphs of stored losses grow from step to step, whether numbers "
+        "become denormal (remedy: `torch.set_flush_denormal(True)`), and whether heat lowers the clock rates.",
         1 - statistics.fmean(rates) / first,
     )
 
@@ -184,7 +184,7 @@ def threads(evidence: Evidence) -> Finding | None:
         "threads",
         "more threads than cores",
         f"Threads waited for a core for {percent(min(program.queued, 1.0))} of the time. The program itself kept "
-        f"nearly all of its {usage.cores} cores busy.",
+        f"at least 80 % of its {usage.cores} cores busy.",
         "Set OMP_NUM_THREADS, or torch.set_num_threads, to the number of cores divided by the number of processes. "
         "Use fewer loader workers.",
         None,
@@ -192,7 +192,7 @@ def threads(evidence: Evidence) -> Finding | None:
 
 
 def stalled(evidence: Evidence) -> Finding | None:
-    """Find memory pressure: the machine swaps, or it reads files again that did not stay in memory."""
+    """Find memory pressure: the machine swaps, or rereads files that no longer fit into its memory."""
     program = evidence.outside
     if not (program and program.stalled and program.stalled >= STALLED):
         return None
@@ -200,7 +200,7 @@ def stalled(evidence: Evidence) -> Finding | None:
         "swapping",
         "too little memory",
         f"Processes of this machine waited for memory for {percent(min(program.stalled, 1.0))} of the time. The "
-        "machine swaps, or it reads files again that did not stay in memory.",
+        "machine swaps, or rereads files that no longer fit into its memory.",
         "Use fewer workers, a smaller prefetch or a smaller batch, or request more memory.",
         min(program.stalled, 1.0),
     )

@@ -30,11 +30,11 @@ COMMANDS = {
             ),
             option(
                 "--rate",
-                "pattern of the rate that the program prints: a regular expression with one group, or the name nersc",
+                "pattern of the printed rate: a regular expression with one group, or nersc (NERSC's tutorial)",
                 False,
                 metavar="PATTERN",
             ),
-            option("--profile", "profile with PyTorch's profiler and py-spy as well", False, action="store_true"),
+            option("--profile", "also profile with PyTorch's profiler and py-spy", False, action="store_true"),
         ),
         configured=False,
     ),
@@ -57,7 +57,7 @@ STAGES = {
         "Run an external program to its end, in place of `train`.",
         "run",
         (
-            path("--keep", "folder for the program's files, which a later try can use"),
+            path("--keep", "folder for the program's files, from which a later try may resume"),
             option(
                 "--sources",
                 "digest of the program's files and settings; if it has changed, the program starts afresh",

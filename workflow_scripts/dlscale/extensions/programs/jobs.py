@@ -29,7 +29,7 @@ class ProgramJobs(Programs):
     """Jobs of runs of external programs."""
 
     def with_fetched_folder(self, run: Run) -> Run:
-        """Return the run with its program's folder in the fetched revision, if the program names a repository."""
+        """Return the run with `program.folder` inside the fetched repository, or unchanged without a repository."""
         if not (run.program and run.program.repository):
             return run
         folder = Path(self.context.paths.program(str(run.program.revision)), run.program.folder)
@@ -70,7 +70,7 @@ class ProgramJobs(Programs):
         first, *known = [Path(words.folder, word) for word in words.command]
         if "/" in words.command[0] and first.resolve().is_relative_to(Path(words.folder).resolve()):
             known.append(first)
-        # `os.path.isfile` returns False for arguments too long for a name, such as a script after `-c`.
+        # `os.path.isfile` returns False for arguments too long for a file name, such as code after `-c`; `Path` raises.
         files = [
             file
             for file in known
@@ -110,14 +110,14 @@ class ProgramJobs(Programs):
         return hashlib.sha256(stage.encode()).hexdigest()
 
     def params(self, stage: str, run: Run) -> Params:
-        """Return the parameters that make a stage of an external program run again.
+        """Return the parameters of an external program's stage; if one changes, the stage runs again.
 
         The parameters include the program's command, and so all settings that the program gets.
         """
         if not STAGES[stage].program:
             self.context.refuse(
-                f"{stage}: a run of an external program has no such stage; request the files of "
-                f"{', '.join(name for name, row in STAGES.items() if row.program)}, or the plan of the run"
+                f"{stage}: a run of an external program has no such stage; request the files of one of its stages "
+                f"({', '.join(name for name, row in STAGES.items() if row.program)}), or the run's plan"
             )
         seen = run.slice(stage)
         own = ("program", "geometry", "dataset", *STAGES[stage].settings)
@@ -129,7 +129,7 @@ class ProgramJobs(Programs):
     def candidates(self, wildcards: Wildcards) -> list[Any]:
         """Return the candidates that tuning tries for an external program; empty for other runs.
 
-        Each candidate has the changed settings, and the settings that the stage `throughput` would use.
+        A candidate is a list: the changed settings, and all settings for the stage `throughput`.
         """
         asked = self.context.plans[wildcards.plan][wildcards.run].asked
         if asked is None:
@@ -171,7 +171,7 @@ def probe_script(run: str, key: str, program: Any, contained: bool) -> Finding |
 
 
 def probe_scripts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
-    """Report each run whose external program lacks its script; programs from a repository are fetched later."""
+    """Report each run whose external program lacks its script; skip programs whose repository is fetched later."""
     workflow = configuration.workflow
     return [
         found

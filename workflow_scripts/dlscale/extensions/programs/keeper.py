@@ -111,7 +111,7 @@ def _keep(parent: int, write: int, all_end: bool) -> None:
     machine.adopt_orphans()
     keeper = os.getpid()
     if not (program := os.fork()):
-        for each in (signal.SIGUSR1, signal.SIGUSR2):  # dlscale's command line ignores these signals
+        for each in (signal.SIGUSR1, signal.SIGUSR2):  # ignored by dlscale, but not by the program
             signal.signal(each, signal.SIG_DFL)
         machine.with_parent(keeper, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

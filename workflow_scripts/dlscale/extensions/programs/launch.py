@@ -44,8 +44,8 @@ TORCHRUN_VARIABLES = (
 #: Placeholder for the program's working folder, in the arguments that precede the program's command.
 FOLDER = "{folder}"
 
-#: Shell script in an external program's container: adds the hook to PYTHONPATH, and ends the program when standard
-#: input ends.
+#: Shell script in an external program's container: adds the folder of dlscale's hook (`$0`) to PYTHONPATH, and ends the
+#: program when standard input ends.
 PROGRAM_SHELL = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
 exec 3<&0 </dev/null
 ((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
@@ -55,9 +55,9 @@ exec "$@" 3<&-"""
 def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[str], list[str]]:
     """Return the command of a program's stage, and the arguments to put before the program's own command.
 
-    On a site with an engine, stage and program run in the same container, with two exceptions. The stage runs outside
-    of a container if the program has its own image, or if `srun`, `mpirun` or torchrun on several nodes starts the
-    program.
+    On a site with a container engine, stage and program run in the same container, with two exceptions. The stage runs
+    outside of a container if the program has its own image, or if `srun`, `mpirun` or torchrun on several nodes starts
+    the program.
     """
     program, geometry = run.program, run.geometry
     assert program is not None

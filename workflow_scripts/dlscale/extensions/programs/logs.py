@@ -88,7 +88,7 @@ def start_of(path: Path) -> Start:
 def logged(path: Path, start: Start, end: float | None = None) -> list[list[Point]]:
     """Return the logged points of each training between the start and `end` (default: now).
 
-    A new training begins when the step number falls to the first step of the training before, or lower. In event files
+    A new training begins when the step number falls to or below the first step of the current training. In event files
     only the tag with the most points counts. In a file of JSON lines only lines with one of STEP_KEYS and `time` count.
 
     Raises
@@ -338,7 +338,7 @@ def _other_clock(times: Sequence[float], lasted: float) -> str:
 
 
 def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row]]]:
-    """Split rows into trainings: a step number that falls to a training's first step, or lower, begins the next."""
+    """Split rows into trainings: a training ends when the step number falls to or below the training's first step."""
     found, steps = list[list[tuple[float, Row]]](), set[int]()
     for when, row in dated:
         # Parallel processes that write into the same log are at most one step apart: a return to the first of two steps

@@ -27,7 +27,7 @@ MAX_LINE = 2000
 #: Maximum CPU seconds of a pattern on one line, and number of slow lines after which a pattern is no longer used.
 MAX_SECONDS, MAX_SLOW = 1.0, 3
 
-#: Maximum number of lines in the queue, and maximum seconds in which the queue is emptied at the end.
+#: Maximum number of lines in the queue, and maximum time for emptying the queue at the end, seconds.
 MAX_WAITING, PATIENCE_SECONDS = 100_000, 30.0
 
 #: Maximum number of characters that a message shows of a text that is not a rate.
@@ -121,9 +121,9 @@ def number_in(text: str) -> float | None:
 
 
 def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
-    """Return the number in a pattern's group, the rest of the group, and the text from the number to the line's end.
+    """Return the number in a pattern's group, the rest of the group, and the rest of the line.
 
-    A suffix such as `k` multiplies the number, and is not part of the two texts. Return None without a number.
+    A suffix such as `k` multiplies the number, and is not part of the rests. Return None if the group has no number.
     """
     found = NUMBER.match((match[1] or "").lstrip(START))
     number = number_in(found["number"]) if found else None

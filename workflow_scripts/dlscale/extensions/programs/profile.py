@@ -284,7 +284,7 @@ def flames(stacks: Sequence[Stack], width: int = 1200, height: int = 17) -> str:
     A function is as wide as its fraction of samples; the functions that it calls are below.
     """
     looks, drawn, deepest = sum(stack.count for stack in stacks) or 1, list[str](), 0
-    #: Number of samples by path: the process, the functions that lead to a function, and the function.
+    #: Number of samples by call path: process, calling functions from the outermost, called function.
     paths = defaultdict[tuple[str, ...], int](int)
     for stack in stacks:
         path = (f"process {stack.processes[-1]}", *(re.sub(r":\d+\)$", ")", frame) for frame in stack.frames))

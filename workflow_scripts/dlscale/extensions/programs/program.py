@@ -34,7 +34,7 @@ from dlscale.extensions.programs.settings import Words
 from dlscale.launch.contain import FORWARDED
 from dlscale.measure.records import Throughput
 
-#: Name of the file with the digest (`--sources`) of the sources that made the files in the program's folder.
+#: Name of the file with the digest (`--sources`) of the code and settings that made the files in the folder `--keep`.
 SOURCES = "out.sha256"
 
 #: Name of the file with the losses that the program logged, in the format of `metrics.jsonl`.
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> None:
         what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
         what += ", as a signal requested" * bool(asked)
         if asked and resumes(run.program, keep):
-            raise Stopped(f"{what}. Run it again: the program resumes from {keep}")
+            raise Stopped(f"{what}. Run the stage again: the program resumes from {keep}")
         raise UserError(f"{what}. Its last lines are in the log")
     try:
         found = program.record(ended, args.telemetry)
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
         if program.log:
             percent, start = registry.study(run.study).published_log.percent, program.log_start
             writers = seen.processes(steps) if not resumed else ()
-            start = start if not resumed else logs.Start(begun)  # earlier tries count as well
+            start = start if not resumed else logs.Start(begun)  # values of earlier tries count as well
             curves = logs.values(program.log, run.program.losses, start, writers, ended.begin + ended.seconds)
             for tag in percent & run.program.losses.keys():
                 name = run.program.losses[tag]
@@ -174,7 +174,7 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
                 name, time, value = json.loads(line)
                 losses[name].append((time, value))
     own = seen.read(steps)[1]
-    if not (own or losses):  # the last try ended at its start, or the losses are already saved
+    if not (own or losses):  # the last try ended before its first step, or its losses are already saved
         return known
     ends = own[0].steps if own else []
     curves = known.merged({name: losses[name] for name in program.losses.values()}, ends)
@@ -291,10 +291,10 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 
 
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
-    """Return the number of steps until each point.
+    """Return the number of steps until each point, counted by the steps' end times `ends`.
 
-    Count the end times `ends` of the steps. With points of earlier tries, or without `ends`, use the step numbers in
-    the log, multiplied by the last try's steps per logged step number, because a log may count epochs.
+    With points of earlier tries, or without `ends`, return the step numbers in the log, multiplied by the last try's
+    steps per logged step number, because a log may count epochs.
     """
     counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
     here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]

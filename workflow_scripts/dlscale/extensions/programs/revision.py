@@ -54,9 +54,9 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 
 
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check out a revision of the repository of a program's folder into `checkout`; return the folder in the checkout.
+    """Check out a commit of the repository that contains `folder` into `checkout`; return this folder in `checkout`.
 
-    `fetched`: whether the stage `checkout` made the repository. Without git, such a repository is copied.
+    `fetched`: whether the stage `checkout` made the repository; without git, such a repository is copied.
     """
     if checkout.is_symlink():
         checkout.unlink()

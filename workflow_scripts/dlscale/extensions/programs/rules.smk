@@ -6,7 +6,7 @@ localrules:
 
 
 rule checkout:
-    """Fetch the revision of a run's program in advance: compute nodes have no network."""
+    """Fetch the revision of a run's program in advance, because compute nodes may have no network."""
     output:
         directory(PATHS.program()),
     log:

@@ -45,9 +45,9 @@ class RunProgram:
             checkout = steps.absolute().with_name("checkout")
             self.folder = fresh(words.folder, revision, bool(run.program.repository), checkout)
             _check_pinned(words, checkout)
-        #: Command: the launcher's arguments if the run has a launcher, then the program's. In between, `env` sets the
-        #: program's variables, so that the launcher does not get them. Secret variables would be visible in `env`'s
-        #: arguments, so the launcher gets and passes on these variables.
+        #: Command: arguments of the launcher, if any; `env` with the program's variables, which the launcher must not
+        #: get; the program's arguments. Arguments of `env` are visible to other users, so secret variables are in
+        #: `environment` instead, and the launcher passes them on.
         self.command = words.command
         self.contained = False
         if start and (before := json.loads(start)):
@@ -66,8 +66,8 @@ class RunProgram:
         self.pattern: re.Pattern[str] | None = seen.pattern(run.program.rate) if run.program.rate else None
         #: Patterns of the losses that the program prints, by dlscale's names.
         self.losses = {} if self.log else {ours: re.compile(text) for text, ours in run.program.losses.items()}
-        #: Samples per step; None unless the command uses the run's batch size or the study's settings describe the
-        #: program.
+        #: Samples per step; None if the command does not contain the run's batch size, and the study describes no model
+        #: (study `program`).
         knows = {"batch_size", "local_batch_size"} & set(run.program.values) or not registry.study(run.study).programs
         self.batch_size: int | None = run.batch_size if knows else None
         self._check()
@@ -79,7 +79,7 @@ class RunProgram:
             raise UserError(f"program.command: {first}: no such program here")
 
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
-        """Run the program to its end, or until `enough`, called with the number of printed rates, returns True."""
+        """Run the program until it ends, or until `enough` (given the number of printed rates) returns True."""
         write_status(StageStatus(what="the program runs"))
         warn_of_lost_hook(self.words, self._reading())
         return run_command(
@@ -93,14 +93,14 @@ class RunProgram:
         return Reading(self.batch_size, True, self.run.program.rate, self.log, self.log_start)
 
     def record(self, ended: Outcome, telemetry: str | None) -> Throughput:
-        """Return the record of the program's speed; raise `UserError` if no steps were seen."""
+        """Return the record of the program's speed; raise `UserError` if no speed was measured."""
         reading, devices = self._reading(), self.run.geometry.world_size
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         if found.outside and found.outside.trainings > 1:
             logging.warning(
                 "%d trainings ran one after the other; the rate is measured in the longest", found.outside.trainings
             )
-        # Some processes use several devices, or their steps were not detected.
+        # Either some processes use several devices, or the steps of some processes were not detected.
         if found.full and 0 < len(found.full.rank_throughput) < devices:
             logging.warning(
                 "the run has %d devices, but only %d processes made steps",
@@ -111,7 +111,7 @@ class RunProgram:
 
 
 def _check_pinned(words: Words, checkout: Path) -> None:
-    """Refuse a command that names a checked-out file by its original path, where the file may be of another commit."""
+    """Refuse absolute paths to the repository in the command and PYTHONPATH: its files may be of another commit."""
     top = Path(words.folder).resolve()
     top = next(each for each in (top, *top.parents) if Path(each, ".git").exists())
     named = [*words.command, *words.environment.get("PYTHONPATH", "").split(os.pathsep)]

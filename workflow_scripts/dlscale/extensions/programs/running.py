@@ -63,7 +63,7 @@ NOT_FOUND, NO_PROGRAM = 127, 126
 
 
 def say(text: str) -> None:
-    """Print a line on standard error; ignore an error, since the program's run does not depend on the line."""
+    """Print a line on standard error; ignore errors of the stream, so that the program's run continues."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:  # a full disk, or a closed pipe: discard the text, or Python would write it again at its exit
@@ -80,8 +80,8 @@ class Outcome:
     status: int
     begin: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
-    stalled: float | None  #: Fraction of the run in which a process of this machine waited for memory.
-    queued: float | None  #: Fraction of the run in which a process of this machine waited for a core.
+    stalled: float | None  #: Fraction of the run during which any process of this machine waited for memory.
+    queued: float | None  #: Fraction of the run during which any process of this machine waited for a core.
     printed: list[tuple[float, float]]  #: Printed rates: time (seconds since 1970-01-01 UTC) and value.
     losses: dict[str, list[tuple[float, float]]]  #: Other printed numbers, by the name of their pattern: time, value.
     stopped: bool = False  #: Whether dlscale ended the program because it had made enough steps.
@@ -291,15 +291,15 @@ def options(frameworks: Collection[str]) -> str:
 def no_rate(text: str) -> str:
     """Return a message for a printed text that is not a rate of steps or samples."""
     return (
-        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step. A time needs its unit and `/step`, after "
-        "the number or in the label before it"
+        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step. A duration needs its unit and `/step`, "
+        "after the number or in the label before it"
     )
 
 
 def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> None:
     for name in finder.slow:
         say(
-            f"dlscale measure: skipped some lines: on each, the pattern {looked[name].pattern} took more than "
+            f"dlscale measure: skipped lines on which the pattern {looked[name].pattern} took more than "
             f"{MAX_SECONDS:.0f} s. Begin the pattern with a fixed text"
         )
     if finder.missed:
@@ -389,7 +389,7 @@ def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
     A regular file gets complete lines only.
     """
     rest, kept = b"", b""
-    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # both streams of the program may go into the same log file
+    in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # parts of lines of the two streams would mix in a shared log
     while data := os.read(stream.fileno(), 65536):
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1 if in_lines and len(kept) < 65536 else len(data)
         if end:
@@ -410,9 +410,9 @@ def _write(out: int, data: bytes) -> None:
 
 
 def _waits() -> list[float | None]:
-    """Return the seconds in which any process of this machine waited for memory, and in which any waited for a core.
+    """Return for how many seconds since boot any process of this machine waited for memory, and for a core.
 
-    Linux's pressure stall information has these numbers; a missing number is None.
+    The numbers are from Linux's pressure stall information; a missing number is None.
     """
     texts = [machine.text_of(Path("/proc/pressure", what)) for what in ("memory", "cpu")]
     found = [re.search(r"^some .*total=(\d+)", text) for text in texts]
@@ -433,7 +433,7 @@ class Reading:
     rate: str | None = None  #: Pattern of the printed rates.
     log: Path | None = None  #: The program's own log.
     log_start: logs.Start | None = None  #: State of that log before the program started.
-    log_first: bool = False  #: Whether the log counts even if steps were seen.
+    log_first: bool = False  #: Whether the rate uses the log even if steps were detected.
 
 
 class Unseen(UserError):
@@ -491,7 +491,7 @@ def _measured(
         if first == way or not processes:
             raise
         found, profiled, trainings = _pace_by(way, reading, run, steps, processes, apart)
-        say(f"dlscale measure: {error}. The steps that were {WAYS[way]} count instead")
+        say(f"dlscale measure: {error}. The rate uses the steps that were {WAYS[way]} instead")
     else:
         way = first
     apart = () if profiled else apart
@@ -548,7 +548,7 @@ def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Read
     stated = f"{'batch_size' if reading.of_run else '--batch-size'} is {reading.batch_size}"
     say(
         f"dlscale measure: {stated}, but the data loaders of all processes delivered {own.batch_size} samples per step "
-        f"(gradient accumulation? several processes?). The rate uses {counts}"
+        f"(gradient accumulation? several processes?). The rate uses {counts} samples per step"
     )
     return replace(reading, batch_size=counts)
 
@@ -642,7 +642,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
 
 
 def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
-    """Return the use of the machine's cores between two times, outside the spans `apart`."""
+    """Return the use of cores and disks between two times, outside the spans `apart`."""
     inside = [
         each
         for each in samples

@@ -42,7 +42,7 @@ LATER = ("out", "resume")
 #: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
 DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 
-#: Name of a published program → pattern of the rate in its output, samples/s over all processes.
+#: Name for `--rate` → pattern of the printed rate, samples/s over all processes. `nersc`: NERSC's tutorial programs.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
 #: Minimum number of steps for a program's rate: two warm-up steps, and three steps of which some may be discarded.
@@ -79,13 +79,13 @@ class Program(Lawful):
     repository: str | None = Field(
         None,
         pattern=r"^((https://|file:///)\S+|/.+)$",
-        description="Git repository from which the controller fetches `revision`; `folder` is then a folder in this "
-        "repository.",
+        description="Git repository from which the host of Snakemake fetches `revision`; `folder` is then a folder in "
+        "this repository.",
     )
     image: str | None = Field(
         None,
         min_length=1,
-        description="Container image of the program, started by `site.engine`. Absent: the image of the stages.",
+        description="Container image of the program, started by `site.engine`. Absent: `site.image`.",
     )
     start: Literal["site", "itself"] = Field(
         "site",
@@ -118,7 +118,7 @@ class Program(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: its.repository and not its.revision, "repository needs revision: the commit to fetch"),
+        (lambda its: its.repository and not its.revision, "repository needs revision; set it to the commit to fetch"),
         (
             lambda its: "://" in (its.repository or "") and hidden(its.repository) != its.repository,
             "repository: the address contains a login or a query, which pages and logs would show; put the login into "
@@ -177,7 +177,7 @@ class Program(Lawful):
     def filled(self, run: Any) -> Program:
         """Return the program of a run with all placeholders replaced except {out} and {resume}.
 
-        `values` of the result are the values that were used.
+        `values` of the result are the values that replaced placeholders.
         """
         known = {**settings_of(run), **self.values}
         used = {name: known[name] for name in self.placeholders() if name in known}
@@ -282,11 +282,11 @@ class Program(Lawful):
             return None
         return (
             f"throughput: (warmup + trials) * batches is {steps}; a program's rate needs at least {MIN_STEPS} steps; "
-            "raise batches"
+            "raise throughput.batches"
         )
 
     def missing_script(self, contained: bool = False) -> str | None:
-        """Return the path of a command's script if it is missing.
+        """Return the path of the script that the command starts, if no such file exists.
 
         Return None if the script exists or cannot be checked yet.
 

@@ -38,15 +38,15 @@ MIN_SIZED, MAX_REUSED = 0.8, 0.02
 #: Minimum number of steps of the longest training; if it has fewer steps, the steps of all trainings count.
 MIN_TRAINING_STEPS = 12
 
-#: A step that takes longer than PAUSE times the median step, and longer than PAUSE_SECONDS, is a pause, such as for a
-#: checkpoint or a compilation.
+#: A step is a pause, such as for a checkpoint or a compilation, if its time without the wait for batches is longer than
+#: PAUSE times the median step, and longer than PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
 #: Minimum distance between the pauses in a log, steps. If long steps are more frequent, they are waits, such as for
 #: loader workers. Then only steps at least PAUSE_IN_WAITS times as long as the usual wait are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
-#: Maximum relative difference at which the steps of a log count as the steps of a process, or as its samples.
+#: Maximum relative difference at which a log's step number is taken for a process's number of steps, or of samples.
 MAX_LOG_DIFFERENCE = 0.2
 
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
@@ -72,8 +72,8 @@ class Process:
     #: Threads in which steps ended; threads that fetched batches, by iterator.
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
-    gaps: list[Span] = field(default_factory=list)  #: Spans without records.
-    #: Ends of an optimiser's first and last step, by optimiser.
+    gaps: list[Span] = field(default_factory=list)  #: Spans in which no steps were noted.
+    #: Times at which an optimiser's first and last step ended, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
     cut: int = 0  #: Number of batches whose step is in a gap, minus number of steps whose batch is in a gap.
@@ -99,13 +99,13 @@ class Pace:
     #: Fraction of the time from `begin` to `end` that the counted steps of the first process take. Gaps and profiled
     #: spans are not part of the time.
     training: float
-    waits_of_ranks: list[float] = field(default_factory=list)  #: `waiting` of each process.
+    waits_of_ranks: list[float] = field(default_factory=list)  #: Fraction `waiting` of each process.
     gradients: int = 0  #: Bytes of the gradients of one process; 0 if unknown.
     cores_of_ranks: list[float] = field(default_factory=list)  #: Busy cores of each process, without loader workers.
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
-    """Return the most reliable way that detected steps in `folder`, and the processes that made steps, by rank.
+    """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
     Processes that did not run at the same time as the process with the longest training are left out.
     """
@@ -137,7 +137,7 @@ def stopped(folder: Path) -> str | None:
 
 
 class Tail:
-    """Growing file of `dlscale.extensions.programs.timed.Log`."""
+    """File of `dlscale.extensions.programs.timed.Log` that grows while it is read."""
 
     def __init__(self, path: Path) -> None:
         host, _, pid = path.name.partition(".")[2].rpartition(".")
@@ -348,8 +348,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
     ahead = [_is_ahead(*one) for one in zip(processes, iterators, strict=True)]
-    # Mean samples per step, since a batch that is fetched ahead is not the batch of the step during which it is
-    # fetched.
+    # Mean samples per step, since a batch that is fetched ahead belongs to a later step than the step that fetches it.
     sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
     known = all(sizes)
     each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
@@ -539,10 +538,10 @@ def processes(folder: Path) -> list[str]:
 
 
 def log_counts_other(points: Sequence[tuple[float, float]], process: Process) -> str | None:
-    """Return a message if a log's steps are a training's epochs or samples; None if they are steps.
+    """Return a message if a log's step numbers count epochs or samples; None if they count steps.
 
-    Steps of accumulated batches are accepted, as are the steps of each of several optimisers. A log with more steps
-    than a process is accepted, because the hook does not see the steps of compiled optimisers.
+    Step numbers that count micro-batches, or the steps of each of several optimisers, are accepted. They may exceed
+    the steps of `process`, because the hook does not see the steps of compiled optimisers.
     """
     if len(points) < 3:
         return None

@@ -25,7 +25,7 @@ open_file, write_file, close_file = os.open, os.write, os.close
 #: Environment variable: folder into which measured processes write their steps.
 FOLDER = "DLSCALE_STEPS"
 
-#: Environment variable: seconds between two writes.
+#: Environment variable: seconds between two writes of steps.
 EVERY = "DLSCALE_STEPS_EVERY"
 
 #: Environment variables with the rank of a process: of torchrun, Slurm, Open MPI, and MPIs with PMI.
@@ -34,7 +34,7 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 #: Largest valid number of samples per step.
 MAX_SAMPLES = 10**9
 
-#: Maximum number of parts of a batch whose length is compared with the loader's batch size.
+#: Maximum number of a batch's parts (arrays, lists) whose lengths are compared with the loader's batch size.
 MAX_PARTS = 32
 
 #: After MAX_NOTES notes, a process alternately writes notes for NOTED seconds and pauses. A pause lasts GAP times the
@@ -117,11 +117,11 @@ class Log:
         if not self.on:
             return
         self._until = math.inf
-        try:  # on a full disk the file stays empty
-            reason = f"{type(error).__name__}: {error}"[:200]
-        except Exception:
-            reason = type(error).__name__
         try:
+            reason = f"{type(error).__name__}: {error}"[:200]
+        except Exception:  # the error has no text
+            reason = type(error).__name__
+        try:  # on a full disk the file stays empty
             _append(f"{self._folder}/stopped.{self._host}.{getpid()}", f"{self._way} {' '.join(reason.split())}\n")
         except Exception:  # the folder is gone, or belongs to another user
             return
@@ -155,7 +155,7 @@ class Log:
         self._begin = self._since = now
         self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {rank(self._rank)}\n")
         atexit.register(self._end)
-        if util := sys.modules.get("multiprocessing.util", self._util):  # forked children end without `atexit`
+        if util := sys.modules.get("multiprocessing.util", self._util):  # its forked children end without `atexit`
             util.Finalize(None, self._end, exitpriority=0)
 
     def _end(self) -> None:

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> None:
     run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
     if len(candidates) < 2:
         raise UserError(
-            "--candidates: expected at least two candidates, the run's own settings first. The workflow passes them"
+            "--candidates: expected at least two candidates, the run's own settings first; the workflow sets them"
         )
     settings: Tune = run.tune
     began = time.perf_counter()
@@ -51,9 +51,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 class _Trials:
-    """Measure candidate programs by their number; instances can be used as a `dlscale.extensions.tune.tune.Measure`.
+    """Rates of candidate programs by the candidate's number; used as a `dlscale.extensions.tune.tune.Measure`.
 
-    A program is started for each turn. If `keeps` is true, a program is started once, and paused between its turns.
+    A program is started for each turn. If `keeps` is true, it is started once, and paused between its turns.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class ProgramSubject:
         self._process, self._tail, self._logged = None, None, []
 
     def _ends(self, since: float = 0.0) -> list[float]:
-        """Return the ends of the steps that the program's first process made since a time."""
+        """Return the end times, after `since`, of the steps of the program's first process."""
         if self._tail is None:
             files = [file for way in seen.WAYS for file in seen.files(self._program.steps, way)]
             self._tail = next((tail for tail in map(seen.Tail, files) if tail.process.steps), None)

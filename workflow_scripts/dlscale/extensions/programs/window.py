@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Environment variable: process id of the profiling process.
+#: Environment variable: process id of `dlscale measure --profile`.
 PROFILED = "DLSCALE_PROFILE"
 
-#: Number of steps before the window, and in the window.
+#: Number of steps before the window of profiled steps, and in the window.
 FIRST, STEPS = 20, 10
 
 
@@ -33,7 +33,7 @@ class Window:
         self._profile: Any = None
         self._step: Any = None
         self._optimizer: Any = None
-        self._after = False  # whether the optimiser calls the backward pass, and does its own work afterwards
+        self._after = False  # whether the optimiser first calls a closure with the backward pass
         self._known: dict[str, Any] = {"seconds": []}
         with contextlib.suppress(OSError):  # the program may have removed the folder
             self._file("there").touch()
@@ -48,7 +48,7 @@ class Window:
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Name the work of the block in the trace; call this method only while the window is open."""
+        """Mark the work of the block as `name` in the trace; call this method only while the window is open."""
         with contextlib.ExitStack() as opened:
             with self._guarded():
                 opened.callback(self._exit, self._entered(name))
@@ -57,8 +57,8 @@ class Window:
     def optimizing(self, arguments: Iterable[Any]) -> None:
         """Note that an optimiser's step begins.
 
-        If `arguments` contain a closure, as with Lightning, the optimiser first calls the closure, which computes the
-        model: the optimiser's own work then begins after the backward pass.
+        If `arguments` contain a closure, as with Lightning, the optimiser first calls the closure, which runs the
+        forward and the backward pass; the optimiser's own work begins afterwards.
         """
         if not self.open:
             return
@@ -106,7 +106,7 @@ class Window:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._record = torch.profiler.record_function
-        with torch.profiler.profile(activities=kinds):  # the first start also loads the device's profiler
+        with torch.profiler.profile(activities=kinds):  # the first start is slow: it loads the device's profiler
             torch.zeros(1)
         self._known["cuda"] = len(kinds) > 1
         self._profile = torch.profiler.profile(activities=kinds)
@@ -154,7 +154,7 @@ class Window:
 
     def _wrapped(self, backward: Any) -> Any:
         def within(*args: Any, **kwargs: Any) -> Any:
-            if not self.open:  # the program kept a reference to this function
+            if not self.open:  # the program kept this function, and calls it after the window
                 return backward(*args, **kwargs)
             with self._guarded():
                 self._left("_optimizer")

@@ -12,7 +12,7 @@ COMMANDS = {
     ),
     "new-study": Query(
         "dlscale.extensions.scaffold.new_study",
-        "Write a new study that runs, with tests and a configuration, to which you add your network and arrays.",
+        "Write a small study with tests and a configuration; it runs, and you insert your network and arrays.",
         (
             ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
             option("--at", "folder to write into (default: NAME)", False, metavar="FOLDER"),

@@ -33,7 +33,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     name, images = args.name, args.images or args.inside
     check_name(name)
     if args.inside and args.at:
-        raise UserError("--inside: the study is written into the repository, not into --at; leave --at out")
+        raise UserError("--inside: the study is written into the repository, not into --at; omit --at")
     folder = None if args.inside else Path(args.at or name)
     write(name, folder, images)
     tests = REPOSITORY / f"tests/test_{name}.py" if folder is None else folder / f"test_{name}.py"
@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
     known = {*registry.studies(), *registry.shipped_kinds()}
     if name in known or any(spec and spec.origin for spec in specs):  # a folder without code has no origin
         raise UserError(
-            f"NAME: {name}: a study or kind of dataset of dlscale, or a Python module, has this name; choose a new one"
+            f"NAME: {name}: a study or kind of dataset of dlscale, or a Python module, has this name; choose another"
         )
 
 

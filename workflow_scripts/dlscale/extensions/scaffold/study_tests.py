@@ -138,7 +138,7 @@ def test_the_metrics_are_described(session: Session, batch: Batch) -> None:
 
 
 def test_flops_are_those_of_the_operators(session: Session, batch: Batch) -> None:
-    """The FLOPs formula equals PyTorch's count of the operators that run."""
+    """The formula for FLOPs equals PyTorch's count of FLOPs."""
     formula = session.study.flops(session.run, session.manifest)
     if formula is None:
         pytest.skip("the study has no formula for FLOPs")

@@ -52,7 +52,7 @@ def schema() -> Node:
     for model in [of_workflow, *models.values()]:
         for node in model.get("properties", {}).values():
             said = [models[name].get("description", "").split("\n\n")[0] for name in _held(node)]
-            if "description" not in node and any(said):  # the description of the model also describes the key
+            if "description" not in node and any(said):  # a key without a description gets its model's description
                 node["description"] = " Or: ".join(" ".join(text.split()) for text in dict.fromkeys(said) if text)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **of_workflow, "title": "dlscale"}
 
@@ -73,7 +73,7 @@ def _table(model: Node) -> Iterator[str]:
     for key, node in model.get("properties", {}).items():
         default = node.get("default", node.get("const"))
         told = "" if default is None or isinstance(default, dict) else json.dumps(default)
-        # The schema has no default for an override, so the description of the key ends with the default.
+        # If the schema has no default for a key, the key's description may end with the default.
         said, _, usual = node.get("description", "").partition("Default: ")
         told = told or usual.removesuffix(".")
         cells = [f"`{key}`", _may_be(node), f"`{told}`" if told else "", said.strip().replace("|", "\\|")]

@@ -1,1 +1,1 @@
-"""Extension: check what the processes of a run exchange, before its first step."""
+"""Extension: check the values that a run's processes exchange, before the first step."""

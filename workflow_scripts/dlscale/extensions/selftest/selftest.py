@@ -59,7 +59,7 @@ class BadResult(NamedTuple):
     """Wrong result of a collective operation on one rank."""
 
     what: str  #: Operation, size of the tensor and group, in words.
-    ranks: tuple[int, ...]  #: Ranks that took part.
+    ranks: tuple[int, ...]  #: Ranks that took part in the operation.
     senders: tuple[int, ...]  #: Ranks that sent a wrong part; empty for sums.
     example: str  #: First wrong number, and the expected number, in words.
 
@@ -68,7 +68,7 @@ class Group(NamedTuple):
     """Group of ranks that exchange values."""
 
     name: str
-    handle: Any  #: Process group; None: the default one.
+    handle: Any  #: PyTorch's process group; None for the default group.
     ranks: tuple[int, ...]
 
 
@@ -131,7 +131,7 @@ def per_node(hosts: Sequence[str]) -> int:
 def groups(world: World) -> list[Group]:
     """Return the groups of this rank: all ranks, its group along each mesh axis, and the ranks with the same weights.
 
-    Axes of size 1, and a last group equal to another, are left out.
+    Axes of size 1 are left out, as is a last group that equals an axis's group.
     """
     handles: dict[str, Any] = {"all processes": None}
     if world.mesh:
@@ -153,7 +153,7 @@ def moved(rank: Any, count: int, device: torch.device) -> torch.Tensor:
 
 
 def summands(ranks: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
-    """Return the sum [count], float32, of test numbers of these ranks; the sum is exact for up to 90,000 ranks."""
+    """Return the sum [count], float32, of these ranks' test numbers; exact for up to 90,000 ranks."""
     constant, slope = sum(rank % 61 for rank in ranks), sum(rank % 5 for rank in ranks)
     return (constant + torch.arange(count, device=device) % 31 * slope).float()
 
@@ -213,7 +213,7 @@ def verdict(hosts: Sequence[str], reports: Sequence[Sequence[BadResult]]) -> str
 
 
 def suspect_ranks(reports: Sequence[Sequence[BadResult]]) -> list[int]:
-    """Return the ranks that took part in the most wrong messages; without such messages, in the most wrong sums.
+    """Return the ranks that took part in the largest number of wrong messages, or else of wrong sums.
 
     A rank that received a wrong sum counts twice, because other ranks may have received the right sum of the same
     numbers.
@@ -249,7 +249,7 @@ def schedule(size: int, per_node: int) -> list[list[tuple[int, int]]]:
 
 
 def _couples(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of `count` units: in a round, the two numbers of every pair differ in the same bits."""
+    """Pair `count` ranks or nodes in rounds: in a round, the numbers of each pair differ in the same bits."""
     bits = max(count - 1, 0).bit_length()
     distances = range(1, 2**bits) if count <= ALL else [2**bit for bit in range(bits)]
     return [[(n, n ^ distance) for n in range(count) if n < n ^ distance < count] for distance in distances]
@@ -260,7 +260,7 @@ def exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
 
     On a GPU, the stream waits for the exchange, but the host does not wait.
     """
-    # In a batch, NCCL uses the group's connections. A single `isend` would open another one, and print a warning.
+    # In a batch, NCCL uses the group's connections. A single `isend` would open a new connection, and print a warning.
     for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
         work.wait()
 
@@ -296,8 +296,8 @@ def _measure(world: World, peer: int) -> Link:
         return times[1:]
 
     small, large = one_way(SMALL), statistics.median(one_way(LARGE[device.type]))
-    # On a busy host, small messages wait until the peer wakes up. The latency that a large message includes is
-    # therefore the minimum of the small messages, not their median.
+    # On a busy host, small messages wait until the peer wakes up. The latency within a large message is
+    # therefore estimated by the fastest small message, not by the median.
     beta = max(large - min(small), 1e-3 * large) / LARGE[device.type]
     return Link((min(world.rank, peer), max(world.rank, peer)), statistics.median(small), beta)
 

@@ -70,7 +70,7 @@ class Wandb:
         except Exception as error:  # wandb raises many types of errors, also of pydantic
             raise UserError(
                 f"training.trackers: wandb: {brief(error)}. WANDB_MODE=online needs a network and WANDB_API_KEY. "
-                "Otherwise remove wandb"
+                "Check both, or remove wandb from the list"
             ) from error
         for record in history:
             self.add(record)
@@ -130,7 +130,7 @@ class Mlflow:
         except Exception as error:  # MLflow, SQLAlchemy or the store's client package may raise any type
             raise UserError(
                 f"training.trackers: mlflow: {hidden_in(brief(error))}. The server or database of MLFLOW_TRACKING_URI "
-                "must exist. Otherwise remove mlflow"
+                "must exist. Start or create it, or remove mlflow from the list"
             ) from None
         self._logged = {metric.step for metric in logged}
         for record in history:

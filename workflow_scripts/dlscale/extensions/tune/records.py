@@ -13,8 +13,8 @@ class Tried(Record):
     """Combination of settings that was tried."""
 
     changes: dict[str, Any]  #: Changes to the run, by dotted key; empty for the run's original settings.
-    rates: list[list[float]] = []  #: Samples/s of the combination's trials by rung, without the duel.
-    problem: str | None = None  #: Reason if the combination could not be measured.
+    rates: list[list[float]] = []  #: Samples/s of each trial of the combination, by rung; the duel is in `Duel`.
+    problem: str | None = None  #: Reason why the combination could not be measured; else None.
 
 
 class Duel(Record):
@@ -44,11 +44,11 @@ class Tuning(Record):
     @property
     def plan(self) -> str:
         """Name of the plan in `tuned.yaml`."""
-        return f"{self.run.replace('.', '_')[-58:].lstrip('_-')}_tuned"  # a name has at most 64 letters
+        return f"{self.run.replace('.', '_')[-58:].lstrip('_-')}_tuned"  # a name has at most 64 characters
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changes of the winning candidate to the run, by dotted key; empty if no candidate won."""
+        """Settings that the winning candidate changes, by dotted key; empty if no candidate won."""
         return self.candidates[self.duel.challenger].changes if self.duel and self.duel.won else {}
 
     def verdict(self) -> str:

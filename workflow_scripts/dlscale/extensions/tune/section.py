@@ -13,7 +13,7 @@ from dlscale.results import PlanResult, RunResult
 
 
 def card(plan: PlanResult) -> View:
-    """Return the verdict of each tuned run, and the winner of the first."""
+    """Return the verdict of each tuned run, and the best settings of the first one."""
     tuned = [(run, run.records["tune"]) for run in plan.runs if "tune" in run.records]
     verdicts = [{"run": run.called, "id": plan.anchor(run), "verdict": each.verdict()} for run, each in tuned]
     return {"tuned": verdicts, "winner": tuned_winner(plan)}
@@ -44,8 +44,8 @@ def section(plan: PlanResult, page: Page) -> Section | None:
 
 def _fold(plan: PlanResult, run: RunResult, tuning: Tuning) -> Fold:
     said = (
-        f"{len(tuning.candidates)} combinations of settings were tried in {text.duration(tuning.seconds)}. The best "
-        "combinations of each rung were tried for longer in the next rung."
+        f"{len(tuning.candidates)} combinations of settings were tried in {text.duration(tuning.seconds)}, rung by "
+        "rung: the best combinations of a rung were tried for longer in the next rung."
     )
     if tuning.duel:
         said += (
@@ -71,7 +71,7 @@ def tried(tuning: Tuning, run: str = "") -> Table:
     """
     own, *others = tuning.candidates
     winner = tuning.candidates[tuning.duel.challenger] if tuning.duel else None
-    # Order: the finalist, other candidates by the last rung reached and their speed in this rung, dropped candidates.
+    # Order: the duel's challenger; other candidates by last rung and speed in this rung; then failed candidates.
     others.sort(
         key=lambda each: (each is not winner, bool(each.problem), -len(each.rates), -(_relative(each, own) or 0))
     )

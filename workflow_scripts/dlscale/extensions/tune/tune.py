@@ -42,7 +42,7 @@ Measure = Callable[[int, float], float | None]
 #: Number of a candidate → samples/s of each turn.
 Rates = dict[int, list[float]]
 
-#: Number of turns per rung. The number is even, so that a steady drift of the machine cancels.
+#: Number of turns per rung; in a turn, each candidate is timed once. An even number cancels a steady drift.
 TURNS = 2
 
 #: Fraction of the stage's time that the duel takes if a search precedes the duel.
@@ -162,7 +162,7 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others))
     for most in planned:
-        if len(others) > 1:  # false if candidates of earlier rungs have failed
+        if len(others) > 1:  # only one may be left if candidates failed in earlier rungs
             shared = seconds / len(planned) / TURNS / (most + 1)
             rates = in_turns([0, *sorted(others[:most])], measure, TURNS, shared)
             found.append(rates)
@@ -187,7 +187,7 @@ def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any
     # comes first.
     batches = sorted(space.batch_size or [run.batch_size], key=lambda size: size != run.batch_size)
     kinds, counts = space.loaders or [run.loader.kind], threads or [run.threads]
-    # Loaders of all kinds read a staged copy of the data if they have the setting `staging`.
+    # All candidates whose loader has the setting `staging` keep the run's staging.
     staging = getattr(run.loader, "staging", "none")
     staged: dict[str, Any] = {} if staging == "none" else {"staging": staging}
     found: list[dict[str, Any]] = [{}]
@@ -216,7 +216,7 @@ def changed(run: RunCore, changes: dict[str, Any]) -> RunCore:
 
 
 class _Trials:
-    """Measure candidates by number, as a `Measure`; all ranks make the same decisions.
+    """Timer of candidates by number (a `Measure`); all ranks make the same decisions.
 
     Successive trials with the same batch size use the same model. Each trial opens a new loader.
     """

@@ -1,4 +1,4 @@
-"""Command that explains why jobs would run; the end of each dry run prints the same reasons."""
+"""Command that explains why jobs would run; each dry run ends with the same reasons."""
 
 from dlscale.core.commands import Query
 

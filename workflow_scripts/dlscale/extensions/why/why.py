@@ -1,4 +1,4 @@
-"""`dlscale why`, and the end of each dry run: list the changed settings, sources, images and files of each run.
+"""Reasons why jobs would run, for `dlscale why` and the end of a dry run: changed settings, sources, images, files.
 
 Snakemake reports only that a job's parameters changed, and prints all of them. This module prints the differences.
 """
@@ -22,7 +22,7 @@ from dlscale.core.stages import RUN_STAGES, STAGES, job_name, stage_of
 from dlscale.core.text import LISTED, are_gone, listed, many, shorten
 from dlscale.preflight.run import Waiting, dry_run, typed_target
 
-#: Function that returns module name → digest for a digest of sources; None for an unknown digest.
+#: Function: digest of all sources → (module name → digest of the module); None for an unknown digest.
 Sources = Callable[[str], Mapping[str, str] | None]
 
 
@@ -43,7 +43,7 @@ def format_reasons(jobs: Iterable[Waiting], sources: Sources = read_table) -> li
             continue
         group, name = job_name(job.rule, job.wildcards)
         told.setdefault((group, reason), {}).setdefault(name, set()).add(job.rule)
-    alike = dict[tuple[str, str, frozenset[str]], list[str]]()  # runs with the same stages share a line
+    alike = dict[tuple[str, str, frozenset[str]], list[str]]()  # runs with the same reason and stages share a line
     for (group, reason), stages in told.items():
         for name, its in stages.items():
             alike.setdefault((group, reason, frozenset(its)), []).append(name)
@@ -66,7 +66,7 @@ def replaced(jobs: Iterable[Waiting]) -> str:
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
         others = bool(_settings(before.get("settings"), now.get("settings")))
-        # New sources or another image also make the inputs again, but do not change the run's settings or data.
+        # If sources or image changed, new inputs are a consequence; settings and data of the run stay the same.
         read = not (before or now) and (job.follows or bool(job.newer))
         if job.rule in RUN_STAGES and job.known and not job.missing and (others or read):
             names.add("{plan}.{run}".format_map(job.wildcards))
@@ -80,7 +80,7 @@ def replaced(jobs: Iterable[Waiting]) -> str:
 
 
 def explain_job(job: Waiting, sources: Sources) -> str:
-    """Return the reasons of a job; empty if it only depends on other jobs."""
+    """Return a job's reasons; empty if it runs only because of other jobs."""
     reasons = ["interrupted" if job.interrupted else "forced"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))

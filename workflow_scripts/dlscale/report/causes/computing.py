@@ -47,7 +47,7 @@ def sync(evidence: Evidence) -> Finding | None:
     share: float | None = None
     if evidence.idle and activity.sync_seconds is not None and seconds:
         waited, (idle, for_data) = activity.sync_seconds / seconds, evidence.idle
-        # Only the device's idle time counts, without the wait for data.
+        # The cost is the device's idle time, without the wait for data.
         share = idle - max(for_data, evidence.loading)
         if min(waited, share) < MIN_FRACTION or (not items and (activity.syncs or 0) < 1):
             return None
@@ -68,7 +68,7 @@ def sync(evidence: Evidence) -> Finding | None:
         "a wait in the loop",
         why,
         "Keep such numbers on the device (`detach()`) and read them once per epoch. The profile shows the line of "
-        "code.",
+        "code that reads them.",
         share,
     )
 
@@ -77,7 +77,7 @@ def memory(evidence: Evidence) -> Finding | None:
     """Find operators that are limited by memory bandwidth and not by arithmetic."""
     measured = evidence.throughput
     used = measured.mbu("SYNTHETIC") if measured else None
-    # Compiling removes an unknown number of passes over memory.
+    # Compiling fuses operators, so the bytes that a compiled step moves are unknown.
     if not (measured and used and measured.work and measured.peaks and not evidence.compiled):
         return None
     moving = (measured.work.bytes or 0.0) / measured.peaks.bytes_per_second

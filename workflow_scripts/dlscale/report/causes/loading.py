@@ -56,10 +56,10 @@ def overlap(evidence: Evidence) -> Finding | None:
     if not found or found.loading is None:
         return None
     share, turns = min(found.loading, 1 - found.share), evidence.setting("loader.workers") == 0
-    # The rates are measured at different times, so only FULL may have met a slow moment of the machine.
+    # The rates are measured at different times, so a slow moment of the machine may explain a small share.
     if share < 2 * MIN_FRACTION and not turns:
         return None
-    todo = "loader: {workers: 1} or more." if turns else "Use more workers, or a longer prefetch."
+    todo = "loader: {workers: 1} or more." if turns else "Use more loader.workers, or a longer loader.prefetch."
     why = "No worker loads while the model computes" if turns else "Loading and computing do not overlap"
     return Finding(
         "overlap",

@@ -30,8 +30,8 @@ def throttled(evidence: Evidence) -> Finding | None:
         return None
     reasons = sorted(watched.throttle_reasons, key=lambda reason: -watched.throttle_reasons[reason])
     held = watched.throttled_seconds / watched.seconds
-    # A busy GPU always reaches its power cap, so a power cap counts only by the cycles that it costs. Other reasons,
-    # such as heat, are faults.
+    # A busy GPU always reaches its power cap, so a power cap costs only the lost clock cycles. Other reasons, such as
+    # heat, are faults: all their time counts.
     faults = sum(watched.throttle_reasons[reason] for reason in reasons if reason != "power cap") / watched.seconds
     share = max(watched.clock_loss, min(faults, held))
     return Finding(
@@ -39,6 +39,7 @@ def throttled(evidence: Evidence) -> Finding | None:
         "reduced GPU clocks",
         f"For {percent(held)} of the time at least one GPU ran below its normal clock ({', '.join(reasons)}). The "
         f"slowest GPU lost {percent(watched.clock_loss)} of its cycles.",
-        "If power is capped, ask the site. If the GPU is too hot, use another node. Lower precision needs less power.",
+        "If power is capped, ask the site's staff for a higher cap. If the GPU is too hot, use another node. Lower "
+        "precision needs less power.",
         share,
     )

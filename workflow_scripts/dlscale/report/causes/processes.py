@@ -45,7 +45,7 @@ def communication(evidence: Evidence) -> Finding | None:
             f"Gradient averaging over {measured.nranks} processes lowers the rate of computing alone from "
             f"{number(alone.mean)} to {number(together.mean)} samples/s."
         )
-    elif activity.comm_seconds and seconds:  # without `alone`: a step in a CUDA graph cannot skip averaging
+    elif activity.comm_seconds and seconds:  # `alone` is missing if a CUDA graph contains the averaging
         exposed = activity.comm_seconds * (1 - (activity.comm_overlap or 0.0))
         share = min(exposed / seconds, 1.0)
         why = (

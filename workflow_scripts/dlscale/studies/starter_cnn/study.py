@@ -56,7 +56,7 @@ class StarterCNNMetrics(Metrics):
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
         answers = {"prediction": prediction, "mean": self.mean.expand_as(y)}
-        answers |= {"input": x.float()} if x.shape == y.shape else {}  # bytes would overflow
+        answers |= {"input": x.float()} if x.shape == y.shape else {}  # differences of uint8 would overflow
         return {name: (answer - y).square().flatten(1).mean(dim=1) for name, answer in answers.items()}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:

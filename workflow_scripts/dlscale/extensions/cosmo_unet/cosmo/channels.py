@@ -9,7 +9,7 @@ from dlscale.core.errors import UserError
 from dlscale.data import store
 from dlscale.data.manifest import Transform
 
-#: Published transform of densities x (relative to the mean): ln(x)/14. Cells without particles have density 0; the
+#: SC22's transform of densities x (relative to the mean): ln(x)/14. Cells without particles have density 0; the
 #: floor, a thousandth of the mean, keeps the logarithms of these cells near the other values.
 DENSITY = Transform("log", 0.0, 14.0, 1e-3)
 #: Transform of peculiar velocities in km/s; in boxes of about 100 Mpc/h velocities are below 1000 km/s.

@@ -48,7 +48,7 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
         where = f"{manifest.folder}: {field}"
         info.check_varies(where)
         for channel, transform, highest in zip(info.channels, info.transforms, info.maximum, strict=True):
-            # Densities and temperatures are stored as logarithms. If the file has physical values, inverting overflows.
+            # Densities and temperatures are stored as logarithms; inverting the logarithm of physical values overflows.
             if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
                 raise UserError(
                     f"{where}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed values, "

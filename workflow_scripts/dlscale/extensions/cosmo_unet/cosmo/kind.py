@@ -27,9 +27,9 @@ CHANNELS = {"Nbody": 4, "Hydro": 5}
 class Counts(Strict):
     """Number of independent simulated boxes of each split."""
 
-    train: Files = Field(2, description="Boxes of the training part.")
-    valid: Files = Field(1, description="Boxes of the validation part.")
-    test: int = Field(0, ge=0, le=10_000, description="Boxes of the test part.")
+    train: Files = Field(2, description="Number of boxes of the training part.")
+    valid: Files = Field(1, description="Number of boxes of the validation part.")
+    test: int = Field(0, ge=0, le=10_000, description="Number of boxes of the test part.")
 
 
 class Fractions(Shares):
@@ -92,7 +92,7 @@ class CosmoPrepared(Strict):
 
 
 class CosmoDataset(DatasetSettings):
-    """N-body to hydrodynamics cubes."""
+    """Cubes of dark matter and gas."""
 
     kind: Literal["cosmo"]
     source: CosmoSimulated | CosmoFiles | CosmoPrepared = Field(discriminator="kind")
@@ -116,7 +116,7 @@ class CropSamples(Strict):
         description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
         "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
         "reflections, as in "
-        "the published program; published_dali: the last two axes reversed or not, as in that program's DALI "
+        "SC22's program; published_dali: the last two axes reversed or not, as in SC22's DALI "
         "loader; vectors do not turn.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")

@@ -1,7 +1,7 @@
 """Samples of volumes: cubic crops, turned at random for training, fixed for validation.
 
 A symmetry moves grid axis `axes[i]` to axis i, then reverses the axes in `flips`. Vectors turn with the grid: component
-i of the result is component `axes[i]`, negated if axis i was reversed. The published programs do not turn vectors.
+i of the result is component `axes[i]`, negated if axis i was reversed. SC22's programs do not turn vectors.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ CHOICES: dict[str, tuple[Symmetry, ...]] = {
     "rotations": SYMMETRIES[:24],
     "full": SYMMETRIES,
     "published": tuple(filter(_published, SYMMETRIES)),
-    # SC22's DALI loader reverses axes of the box without turning the box. The program does not name the layout of
-    # boxes, so DALI takes the first axis for frames, and never reverses this axis.
+    # SC22's DALI loader reverses axes of a box, but never swaps axes. It does not name the layout of boxes, so DALI
+    # takes the first axis for the frames of a video, and never reverses this axis.
     "published_dali": tuple(s for s in SYMMETRIES if s.axes == (0, 1, 2) and not s.flips[0]),
 }
 #: Number of blocks of training volumes for the linear fit, and edge of a block, cells; together two million points.
@@ -157,7 +157,7 @@ class Crops(GridSamples):
         w = sampling.words(self._seed, epoch, "crops", self.size)
         share = (w[:, 0] >> np.uint64(11)) * 2.0**-53 * self._shares[-1]
         volume = np.searchsorted(self._shares, share, side="right").clip(max=len(self._shares) - 1)
-        low = w << np.uint64(32)  # the lower half of each word
+        low = w << np.uint64(32)  # the lower half of each random word
         offsets = self._offsets[volume]
         starts = [sampling.below(each, offsets[:, axis]) for axis, each in enumerate((w[:, 1], low[:, 1], w[:, 2]))]
         return np.stack([volume, *starts, sampling.below(w[:, 3], self._symmetries)], axis=1)

@@ -105,7 +105,7 @@ def power_spectrum(k_h_mpc: Floats, redshift: float = REDSHIFT) -> Floats:
 
     P(k) = A k^n_s T(k)² D(z)², A from sigma8, T by `transfer`, D by `growth`.
     """
-    # sigma8² = ∫ dlnk k³ P(k) W(8k)² / 2π², with W the transform of a sphere; the midpoint rule converges fast here
+    # sigma8² = ∫ dlnk k³ P(k) W(8k)² / 2π², with W the Fourier transform of a sphere; the midpoint rule converges fast
     step = 0.01
     k = np.exp(np.arange(math.log(1e-5), math.log(1e2), step))
     x = 8.0 * k

@@ -47,7 +47,7 @@ class CosmoSource(Source):
     def _field(self, field: Field, start: int, stop: int) -> np.ndarray:
         channels, _, height, width = field.shape
         values = np.empty((channels, stop - start, height, width), np.float32)
-        # Read about 2 MB of rows at a time, at least one row, so that the CPU's cache still has them when averaging.
+        # Read about 2 MB of rows at a time, at least one row, so that they are still in the CPU's cache when averaged.
         reader = self._readers[field.name]
         _, _, raw_height, raw_width = reader.shape
         step = max(1, 2_000_000 // (4 * channels * self._factor * raw_height * raw_width))

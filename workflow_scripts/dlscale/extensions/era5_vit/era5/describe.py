@@ -92,8 +92,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     if len(units) != len(channels) or len(axes["latitude"]) < rows or len(axes["longitude"]) < columns:
         raise UserError(
             f"{root}: files name {len(units)} units, {len(axes['latitude'])} latitudes, {len(axes['longitude'])} "
-            f"longitudes, but contain {len(channels)} channels of {rows} x {columns} points. Name all, or leave the "
-            "names out"
+            f"longitudes, but contain {len(channels)} channels of {rows} x {columns} points. Name all, or omit the "
+            "names"
         )
     mean, std = (_means(root / "stats" / f"global_{name}.npy", len(channels)).tolist() for name in ("means", "stds"))
     info = FieldInfo(
@@ -131,7 +131,7 @@ def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndar
     # Channels are checked one at a time, since large fields may not fit into memory.
     if not fits or array.dtype.kind not in "fiu" or not all(np.isfinite(array[:, c]).all() for c in range(channels)):
         raise UserError(
-            f"{path}: expected finite numbers of the {channels} channels, shape {(1, channels, *grid)}, got shape "
+            f"{path}: expected finite numbers for the {channels} channels, shape {(1, channels, *grid)}, got shape "
             f"{array.shape} of {array.dtype}"
         )
     return np.asarray(array[0, :, 0, 0], np.float64)

@@ -1,4 +1,4 @@
-"""Facts about atmospheric states that are stored in the manifest: grid, times, means."""
+"""Facts about atmospheric states in the manifest: grid, times, means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlscale.data.manifest import File, Manifest
 
 
 class Extra(Record):
-    """Extra part of a manifest of atmospheric states."""
+    """Part of a manifest that only atmospheric states have."""
 
     latitude: list[float] = []  # degrees, north to south
     longitude: list[float] = []  # degrees, west to east

@@ -33,8 +33,8 @@ class Era5Simulated(Strict):
     """Simulated years of a barotropic-vorticity atmosphere; each year is an independent trajectory."""
 
     kind: Literal["simulated"]
-    latitudes: Extent = Field(32, ge=8, description="Points from pole to pole.")
-    longitudes: Extent = Field(64, ge=16, description="Points round the globe.")
+    latitudes: Extent = Field(32, ge=8, description="Number of latitudes, from pole to pole.")
+    longitudes: Extent = Field(64, ge=16, description="Number of longitudes, round the globe.")
     truncation: int | None = Field(
         None,
         ge=17,
@@ -86,9 +86,9 @@ class Era5Prepared(Strict):
 class Periods(Strict):
     """First and last day (inclusive) of each split."""
 
-    train: tuple[dt.date, dt.date] = Field(description="Days of the training part.")
-    valid: tuple[dt.date, dt.date] = Field(description="Days of the validation part.")
-    test: tuple[dt.date, dt.date] | None = Field(None, description="Days of the test part.")
+    train: tuple[dt.date, dt.date] = Field(description="First and last day of the training part.")
+    valid: tuple[dt.date, dt.date] = Field(description="First and last day of the validation part.")
+    test: tuple[dt.date, dt.date] | None = Field(None, description="First and last day of the test part.")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Periods:
@@ -113,7 +113,7 @@ class Era5Dataset(DatasetSettings):
         "simulator, or the channels that prepared files name; 20 channels without names are the published channels: "
         "u10, v10, t2m, …",
     )
-    split: Periods | None = Field(None, description="Days of each split (files and zarr).")
+    split: Periods | None = Field(None, description="Days of each split; required for source kinds files and zarr.")
     step_hours: PositiveInt | None = Field(
         None, description="Hours between the times that are kept; all times if absent."
     )

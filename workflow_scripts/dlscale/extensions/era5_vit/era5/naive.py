@@ -10,9 +10,9 @@ With the time t of the input x(t), the lead d and the mean state m(hour) of each
 - a linear regression on these three states, on the state one step before t, and on a constant, fitted to each channel
   in training
 
-A baseline is left out if the data lack the times or means that the baseline needs, or if the step does not divide a
-day. For samples whose data do not reach back to yesterday, yesterday's change is zero, and the damped anomaly (or
-persistence, without means) replaces the regression.
+A baseline is left out if the data lack its times or means; the last two, also if the step does not divide a day. For
+samples whose data do not reach back to yesterday, yesterday's change is zero, and the damped anomaly (or persistence,
+without means) replaces the regression.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NaiveAnswers:
         self._means = next((kind for kind in kinds if getattr(self._extra, kind)), None)
         known = {"persistence"} | ({"climatology", "damped"} if self._means else set())
         known |= {"diurnal"} if self._means == "hour_means" else set()
-        self._back: list[int] = []  # steps back to the states in the regression
+        self._back: list[int] = []  # numbers of steps before the input of the regression's states
         if day := self._extra.day:
             known |= {"yesterday", "regression"}
             #: Number of steps in the fewest full days that are at least as long as `dt`. The change over `dt` from the

@@ -38,8 +38,8 @@ class Pairs(GridSamples):
         states = BoxField(manifest, split, "fields", (1, rows, columns))
         windows = BoxField(manifest, split, "fields", (1 + self._back, rows, columns)) if self._back else states
         super().__init__(windows, states)
-        # Runs of consecutive pairs: index of the reader, row of the first input in the reader, number of pairs, index
-        # of the file, row of the first input in the file.
+        # Runs of consecutive pairs: index of the reader, row of the first input in it, number of pairs, index of the
+        # file, row of the first input in the file.
         runs: list[tuple[int, int, int, int, int]] = []
         for number, file in enumerate(files):
             pairs = max(file.rows - self._dt, 0)
@@ -119,15 +119,15 @@ class InformedPairs(ArrangedSamples):
         if self._clock and not self._extra.starts:
             raise UserError(
                 f"{manifest.folder}: samples.clock: the times of these files are unknown; expected a dataset `time` "
-                "(hours since 1970-01-01) in each file, or years as file names. Add the times, or leave samples.clock "
-                "out"
+                "(hours since 1970-01-01) in each file, or years as file names. Add the times, or omit "
+                "samples.clock"
             )
         channels, *grid = pairs.target_spec.shape
         super().__init__(pairs, ArraySpec((settings.channels(channels), *grid)))
         self._pairs = pairs
 
     def numbers(self, epoch: int) -> np.ndarray:
-        """Return sine and cosine of the clock's hands at the time (UTC) of each input, float32 [size, 2 x hands]."""
+        """Return sine and cosine of each cycle in `samples.clock` for each input's time, float32 [size, 2 x cycles]."""
         file, row = self._pairs.places(epoch)
         if not self._clock:
             return np.zeros((len(row), 0), np.float32)

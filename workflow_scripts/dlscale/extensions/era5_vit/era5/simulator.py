@@ -3,7 +3,7 @@
 The barotropic vorticity equation is solved by the spectral transform method in spherical harmonics (Bourke 1972; Hack &
 Jakob 1992, NCAR/TN-343); the flow transports a temperature. Vorticity and temperature relax towards a fixed, unstable
 climate, which keeps the flow turbulent; diffusion removes structures below the truncation. Only a random kick every 6
-hours, which is about 6 per cent of the change, is unpredictable. The model has no seasons, divergence, vertical
+hours, about 6 per cent of the change in 6 hours, is unpredictable. The model has no seasons, divergence, vertical
 structure or surface.
 
 Notation: `T` truncation; `J`, `L` latitudes and longitudes of the Gaussian grid; `K` fields. Spectral arrays are
@@ -131,7 +131,7 @@ def velocity_from_vorticity(sphere: Sphere, vorticity: Complex) -> Complex:
     u = -d(psi)/d(latitude) / a and v = d(psi)/d(longitude) / (a cos(latitude)), laplacian(psi) = vorticity.
     """
     psi, n, eps = invert_laplacian(sphere, vorticity), sphere.n, sphere.eps
-    north = np.zeros_like(psi)  # cos(latitude) d(psi)/d(latitude), by the coupling of neighbours
+    north = np.zeros_like(psi)  # cos(latitude) d(psi)/d(latitude), by `coupling` of neighbouring n
     north[:, :-1] = (n[:, :-1] + 2) * eps[:, 1:-1] * psi[:, 1:]
     north[:, 1:] -= (n[:, 1:] - 1) * eps[:, 1:-1] * psi[:, :-1]
     return np.stack([-north, 1j * sphere.m * psi]) / RADIUS
@@ -143,7 +143,7 @@ def geopotential_from_vorticity(sphere: Sphere, vorticity: Complex, mean: float 
     The linear balance is also valid at the equator (Lorenz 1960).
     """
     u_cos = velocity_from_vorticity(sphere, vorticity)[0]
-    mu_vorticity = np.zeros_like(vorticity)  # mu times the vorticity, by the coupling of neighbours
+    mu_vorticity = np.zeros_like(vorticity)  # mu times the vorticity, by `coupling` of neighbouring n
     mu_vorticity[:, 1:] = sphere.eps[:, 1:-1] * vorticity[:, :-1]
     mu_vorticity[:, :-1] += sphere.eps[:, 1:-1] * vorticity[:, 1:]
     phi = invert_laplacian(sphere, 2 * OMEGA * (mu_vorticity - u_cos / RADIUS))
@@ -181,7 +181,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     source, year = dataset.source, raw.index
     latitudes, longitudes, seed = source.latitudes, source.longitudes, source.seed
     resolved = min(longitudes // 2, latitudes) - 1
-    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21; a year at 127 is affordable
+    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21; a year above 127 is slow
     when = times(year, source.days)
     latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
     longitude = 360.0 * np.arange(longitudes) / longitudes

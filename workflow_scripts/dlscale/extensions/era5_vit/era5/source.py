@@ -59,7 +59,7 @@ SHORT_NAMES = {
 }
 #: Coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
-#: GRIB flags of unsupported orders: points from east to west; along columns; every second line backwards.
+#: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
 
@@ -116,11 +116,11 @@ def open_variables(
     """
     if path.is_dir():
         raise UserError(
-            f"{path}: a folder; expected a file: list the files in it (a Zarr store needs source kind zarr)"
+            f"{path}: a folder; expected a file. List the folder's files; for a Zarr store set source.kind to zarr"
         )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
-    if b"GRIB" in head:  # in bulletins a heading may precede this word
+    if b"GRIB" in head:  # a heading of a weather bulletin may precede this word
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         engine = "h5netcdf"
@@ -167,16 +167,17 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
     if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
-        if "expver" in array.dims:  # each of ERA5 and its preliminary form has the times that the other lacks
+        if "expver" in array.dims:  # ERA5 and ERA5T, its preliminary form, each lack the times of the other
             raise UserError(
                 f"{origin}: '{name}' has the dimensions {sizes}: `expver` contains ERA5 and ERA5T, each with the times "
                 f"that the other lacks. Join both with xarray, `{name}.max('expver')`, which skips missing values"
             )
         raise UserError(
-            f"{origin}: '{name}' has the dimensions {sizes}; expected one of {', '.join(AXES['time'])} (for a forecast "
-            f"`valid_time`), one of {', '.join(AXES['latitude'])}, one of {', '.join(AXES['longitude'])}, optionally "
-            "pressure levels, and no other dimension. Interpolate other grids, e.g. with `cdo remapbil`. Select one of "
-            "several members or forecasts, e.g. with xarray's `isel`, and write it to a file"
+            f"{origin}: '{name}' has the dimensions {sizes}; expected a time (one of {', '.join(AXES['time'])}; a "
+            f"forecast needs `valid_time`), a latitude (one of {', '.join(AXES['latitude'])}), a longitude (one of "
+            f"{', '.join(AXES['longitude'])}), optionally pressure levels, and no other dimension. Interpolate other "
+            "grids, e.g. with `cdo remapbil`. Select one of several members or forecasts, e.g. with xarray's `isel`, "
+            "and write it to a file"
         )
     latitude, longitude, south_first = _regular(
         axes["latitude"].values, axes["longitude"].values, f"{origin}: '{name}'"
@@ -318,7 +319,9 @@ def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
     with open(stream.path, "rb") as file:
         file.seek(last + stream[last]["totalLength"])
         if any(b"GRIB" in block for block in iter(lambda: file.read(2**20), b"")):
-            raise UserError(f"{stream.path}: the message after byte {last} cannot be decoded; {TORN}")
+            raise UserError(
+                f"{stream.path}: the message that follows the message at byte {last} cannot be decoded; {TORN}"
+            )
 
 
 def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, Any]]) -> Variable:
@@ -343,7 +346,7 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
 
     times = np.array([time for time, _ in entries], "datetime64[s]")
     units, long_name = str(first["units"]), str(first["name"])
-    # A value exists packed, as float64 in ecCodes, as float64 in Python, and as float32.
+    # Copies of a value during reading: packed, float64 in ecCodes, float64 in Python, float32.
     return Variable(str(path), (channel,), units, long_name, times, latitude, longitude, load, point_bytes=29)
 
 

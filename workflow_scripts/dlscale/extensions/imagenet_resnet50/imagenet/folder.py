@@ -171,7 +171,7 @@ def shard_digests(folder: str, shards: int) -> list[str]:
     """Return a digest of each shard of a split, from the classes and the names, sizes and times of the images."""
     split = Path(folder)
     names = class_names(split)
-    with ThreadPoolExecutor(8) as pool:  # threads, since each access to a network file system waits
+    with ThreadPoolExecutor(8) as pool:  # threads, since each access to a network file system is slow
         found = pool.map(lambda name: [_line(split, path) for path in images(split, name)[0]], names)
         lines = [line for of_class in found for line in of_class]
     if len(lines) < shards:  # the stage reports this error; a dry run must not fail

@@ -36,8 +36,8 @@ class SimulatedImages(Strict):
     """JPEGs of ten textures at random position, size and colour; a network can learn the classes."""
 
     kind: Literal["simulated"]
-    train: PositiveInt = Field(2000, description="Images of the training part.")
-    valid: PositiveInt = Field(500, description="Images of the validation part.")
+    train: PositiveInt = Field(2000, description="Number of images of the training part.")
+    valid: PositiveInt = Field(500, description="Number of images of the validation part.")
     edges: tuple[Extent, Extent] = Field((72, 112), description="Smallest and largest edge, in pixels.")
     seed: Seed = Field(0, description="Seed of all images.")
 
@@ -51,8 +51,8 @@ class SimulatedImages(Strict):
 class Shards(Strict):
     """Number of packs of each split; packs are made in parallel."""
 
-    train: Files = Field(1, description="Packs of the training part.")
-    valid: Files = Field(1, description="Packs of the validation part.")
+    train: Files = Field(1, description="Number of packs of the training part.")
+    valid: Files = Field(1, description="Number of packs of the validation part.")
 
 
 class ImagenetDataset(DatasetSettings):
@@ -63,7 +63,7 @@ class ImagenetDataset(DatasetSettings):
     form: Literal["encoded", "decoded"] = Field(
         "encoded",
         description="encoded: the files' own bytes, which loaders decode; decoded: pixels, with shorter edges above "
-        "256 reduced to 256: several times the bytes, but no decoding.",
+        "256 reduced to 256, which take several times the space, but need no decoding.",
     )
     shards: Shards = Shards()
 
@@ -161,7 +161,7 @@ class Imagenet(DatasetKind):
             return None
         folder = registry.load(
             "dlscale.extensions.imagenet_resnet50.imagenet.folder"
-        )  # loaded by name, to stay out of fingerprints: no stage calls it
+        )  # loaded by name, so that fingerprints of stages omit this module: no stage calls it
         digest: str | None
         if pathlib.Path(raw.origin).exists():
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():

@@ -40,7 +40,7 @@ def random_crops(seed: int, epoch: int, first: int, edges_N2: np.ndarray, scale:
     missing_N = np.ones(count, bool)
     logs = np.log(RATIO)
     for number in range(10):
-        if number % 2 == 0:  # a stream has four words per sample, which are enough for two tries
+        if number % 2 == 0:  # a stream has four random words per sample: enough for two tries
             words = sampling.words(seed, epoch, f"shape{number // 2}", count, first)
         area, log = (_uniform(words[:, 2 * (number % 2) + which]) for which in (0, 1))
         area = height_N * width_N * (scale[0] + (scale[1] - scale[0]) * area)
@@ -65,7 +65,7 @@ def flips(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
 
 
 def _uniform(words: np.ndarray) -> np.ndarray:
-    """Map words to numbers in [0, 1), float64."""
+    """Map random words (uint64) to [0, 1), float64."""
     return (words >> np.uint64(11)) * 2.0**-53
 
 

@@ -28,9 +28,9 @@ class MnistSimulated(Strict):
     """Digits as on a pocket calculator, shifted, slanted and blurred at random; a network can learn them."""
 
     kind: Literal["simulated"]
-    train: PositiveInt = Field(2000, description="Digits of the training part.")
-    valid: PositiveInt = Field(500, description="Digits of the validation part.")
-    test: NonNegativeInt = Field(0, description="Digits of the test part.")
+    train: PositiveInt = Field(2000, description="Number of digits of the training part.")
+    valid: PositiveInt = Field(500, description="Number of digits of the validation part.")
+    test: NonNegativeInt = Field(0, description="Number of digits of the test part.")
     seed: Seed = Field(0, description="Seed of all digits.")
 
 

@@ -70,7 +70,9 @@ class IdxSource(Source):
         self._images, self._labels = read_idx(images, 3), read_idx(labels, 1)
         count, height, width = self._images.shape
         if self._labels.size != count:
-            raise UserError(f"{labels}: {self._labels.size} labels for the {count} images of {images}")
+            raise UserError(
+                f"{labels}: {self._labels.size} labels for the {count} images of {images}; expected one each"
+            )
         if self._labels.max() >= CLASSES:
             row = int(np.argmax(self._labels >= CLASSES))
             raise UserError(f"{labels}: label {self._labels[row]} in row {row}; expected digits, 0 to 9")

@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
-#: Folder into which steps are written, and process id of the profiler; empty texts if not requested.
+#: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
 
@@ -79,7 +79,7 @@ class Watcher:
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             try:
-                # A compiled step cannot be noted. PyTorch 2.0 lacks `is_compiling`, so `bool()` returns False.
+                # A compiled step cannot be noted. PyTorch 2.0 lacks `is_compiling`: use `bool()`, which is False.
                 if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                     return
                 log.step(number(optimizer))
@@ -155,7 +155,7 @@ class Watcher:
             return index
 
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
-            loader.__dict__.pop("_dlscale_samples", None)  # sizes of unused batches of the last epoch
+            loader.__dict__.pop("_dlscale_samples", None)  # drop sizes of batches that the last epoch did not use
             return reset(loader, *args, **kwargs)
 
         def following(loader: Any) -> Any:
@@ -167,7 +167,7 @@ class Watcher:
                     with window.range("data"):
                         batch = original(loader)
             except BaseException:
-                if drawn := loader.__dict__.get("_dlscale_samples"):  # the samples of the failed batch
+                if drawn := loader.__dict__.get("_dlscale_samples"):  # drop the size of the failed batch
                     drawn.pop(0)
                 raise
             try:
@@ -192,10 +192,10 @@ class Watcher:
 def length(index: Any) -> int:
     """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown.
 
-    It is unknown if an index is itself a list of samples, as from a `BatchSampler` that is the loader's `sampler`.
+    It is unknown if each index is itself a list of indices, as if a `BatchSampler` is passed as `sampler`.
     """
     try:
-        number = len(index)  # raises for an iterator, before `next` would take one of its items
+        number = len(index)  # raises for an iterator, whose first item `next` would consume
         first = next(iter(index), None)
         several = isinstance(first, (list, set, range, slice)) or bool(getattr(first, "shape", ()))
         return 0 if several else number

@@ -23,7 +23,7 @@ RUN: dict[str, Any] = {"batch_size": 8, "model": {"hidden": 8}, "loader": {"work
 
 
 def test_the_rmse_is_right(session: Session, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """The RMSE equals NumPy's; the best baseline without learning is the better of mean and input."""
+    """The RMSE equals NumPy's; `rmse_of_naive` is the smaller RMSE of predicting the mean or the input."""
     x, y = batch
     prediction = y + torch.linspace(-1, 1, len(y)).reshape(-1, *[1] * (y.dim() - 1))
     metrics = session.study.metrics(session.run, session.manifest, torch.device("cpu"))

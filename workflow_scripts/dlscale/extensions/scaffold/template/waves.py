@@ -10,14 +10,14 @@ from dlscale import SampleLoss, Strict, Study
 
 
 class NetSettings(Strict):
-    """The model's settings, the key `model` of a run."""
+    """Settings of the model: the key `model` of a run."""
 
     kind: Literal["net"]
     hidden: int = 64
 
 
 class SquareSettings(Strict):
-    """The loss's settings, the key `loss` of a run."""
+    """Settings of the loss: the key `loss` of a run."""
 
     kind: Literal["square"]
 

@@ -1,7 +1,7 @@
 """Data of the study in waves.py.
 
-A change of this file makes the data again; a change of waves.py does not. Opening a file that
-`parts` does not name is an error: return a `RawFile` for it, and read `paths`.
+The data are made again if this file changes, but not if waves.py changes. To read files, name them as
+`RawFile` in `parts`, and open `paths`; opening other files is an error.
 """
 
 from __future__ import annotations
