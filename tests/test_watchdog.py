@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
 from dlscale.core.process import LOST, MEET
+from dlscale.extensions.hangs.hangs import waiting_place
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import Checkpoints
 from tests.conftest import ROOT, variables
+from tests.ranks import spawn
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
 
@@ -162,7 +165,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     output = end_of(begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"}), folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
-    waits = r"all other processes have waited for \d+ s, in \w+ #\d+ at \w+\.py:\d+, for process 1 on \S+ "
+    waits = r"all other processes have waited for \d+ s in \w+ #\d+ at \w+\.py:\d+ for process 1 on \S+ "
     assert re.search(rf"{waits}\({where} at program\.py:{SLEEP}\)", log), log
     assert f'program.py", line {SLEEP}, in falter' in (folder / "train.rank1.log").read_text()
     assert "process 0" not in log.split("all other processes have waited")[1]
@@ -376,6 +379,46 @@ def test_the_verdict() -> None:
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank behind opens connections"
+
+
+def test_the_verdict_on_different_operations() -> None:
+    """If a rank skips an operation, all ranks have begun equally many; the operations differ."""
+    first = at(100, "forward", STEPS, 50, line="all_reduce #4 at a.py:8")
+    other = at(100, "forward", STEPS, 50, line="all_gather #4 at b.py:9")
+    each = "process 0 on nid0 (forward all_reduce #4 at a.py:8), process 1 on nid1 (forward all_gather #4 at b.py:9)"
+    assert verdict(first, other) == f"all processes have waited for 45 s in different operations: {each}"
+    assert not verdict(first, first), "all ranks wait for the network"
+    assert not verdict(first, {**other, "line": "at b.py:9"}), "one rank computes"
+    assert "45 s in all_reduce #4 at a.py:8 for process 1 on nid1 (data at c.py:7)" in verdict(
+        first, BEHIND | {"line": "at c.py:7"}
+    )
+
+
+def _wait_in_different_operations(rank: int, folder: str) -> None:
+    """Rank 1 skips the exchange that rank 0 begins; both write where they wait, and end."""
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    other = dist.new_group()
+    dist.all_reduce(torch.ones(1))
+
+    def write() -> None:
+        until("the operation", lambda: "#" in waiting_place())
+        Path(folder, str(rank)).write_text(waiting_place())
+        until("the other rank", Path(folder, str(1 - rank)).exists)
+        os._exit(0)
+
+    threading.Thread(target=write).start()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group=other)
+
+
+def test_a_skipped_operation_is_named_with_its_line(tmp_path: Path) -> None:
+    spawn(_wait_in_different_operations, (str(tmp_path),), 2)
+    waits = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    lines = Path(__file__).read_text().splitlines()
+    for said, name in zip(waits, ("all_reduce", "all_gather"), strict=True):
+        found = re.fullmatch(rf"{name} #\d+ at test_watchdog\.py:(\d+)", said)
+        assert found and f"dist.{name}(" in lines[int(found[1]) - 1], said
 
 
 def test_the_awaited_rank_is_logged_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -256,17 +256,20 @@ class Watchdog:
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all ranks compute, or wait for the network or the file system
-            limit = max(limit, GRACE)
-            said = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
-            return said if waited > limit else ""
+            told = f"all processes have waited for {limit:.0f} s in different operations: "
+            told += ", ".join(map(self._place, behind[:8]))
+            if len({s.line for s in self._seen}) == 1 or not all("#" in s.line for s in self._seen):
+                limit = max(limit, GRACE)
+                told = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
+            return told if waited > limit else ""
         names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
             self._named = behind
             logging.warning(
                 "all other processes have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit
             )
-        others = next((f", in {s.line}" for rank, s in enumerate(self._seen) if s.line and rank not in behind), "")
-        return f"all other processes have waited for {limit:.0f} s{others}, for {names}" if waited > limit else ""
+        others = next((f" in {s.line}" for rank, s in enumerate(self._seen) if s.line and rank not in behind), "")
+        return f"all other processes have waited for {limit:.0f} s{others} for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
         """Return the longest timeout, seconds, among the timeouts for the current work of these ranks."""
