@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
 from dlscale.core.process import LOST, MEET
+from dlscale.extensions.hangs.hangs import waiting_place
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import Checkpoints
 from tests.conftest import ROOT, variables
+from tests.ranks import spawn
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
 
@@ -58,6 +62,9 @@ if WHERE == "forward":
     before(Network, "losses")
 elif WHERE == "writing":
     before(RunLogs, "add")
+elif WHERE == "worker":
+    from dlscale.data.loaders import torch_loader
+    before(torch_loader._Dataset, "__getitem__")
 elif WHERE == "checkpoint":
     before(checkpoint, "sha256")
 else:
@@ -73,6 +80,9 @@ else:
     TorchLoader.epoch = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
+
+#: Line of `FAULTY` in which the rank hangs.
+SLEEP = FAULTY.splitlines().index("            time.sleep(3600)") + 1
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -155,9 +165,34 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     output = end_of(begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"}), folder)
     log = (folder / "train.log").read_text()
     assert "HANGS" in said(folder)
-    assert "all other processes have waited for" in log and "s for process 1 on " in log and f"({where})" in log, log
+    waits = r"all other processes have waited for \d+ s in \w+ #\d+ at \w+\.py:\d+ for process 1 on \S+ "
+    assert re.search(rf"{waits}\({where} at program\.py:{SLEEP}\)", log), log
+    assert f'program.py", line {SLEEP}, in falter' in (folder / "train.rank1.log").read_text()
     assert "process 0" not in log.split("all other processes have waited")[1]
     assert "This process also ends" in output
+
+
+def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path, era5_data: Path) -> None:
+    """The rank waits for data; its log has the stack of its loader process."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, loader={"workers": 1}, training={"steps": 100_000})
+    end_of(begin_faulty(folder, era5_data, "worker", **{WATCHDOG: "stuck=8"}), folder)
+    assert "for process 1 on " in (folder / "train.log").read_text()
+    assert f'program.py", line {SLEEP} in falter' in (folder / "train.rank1.log").read_text()
+
+
+def test_a_user_can_ask_for_all_stacks(tmp_path: Path, era5_data: Path) -> None:
+    """After SIGQUIT the log has the stacks of a rank, and the training continues."""
+    folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
+    process = begin(folder, era5_data, ["-m", "dlscale"])
+    until("an epoch", lambda: "epoch 2 of" in said(folder), process, lambda: said(folder))
+    os.kill(ranks_of(process)[1], signal.SIGQUIT)
+    log = folder / "train.rank1.log"
+    until("stacks", lambda: "most recent call first" in log.read_text(), process, log.read_text)
+    epochs = said(folder).count("epoch ")
+    until("further epochs", lambda: said(folder).count("epoch ") > epochs + 2, process, lambda: said(folder))
+    process.terminate()
+    process.communicate(timeout=PATIENCE)
+    assert 'loop.py", line' in log.read_text()
 
 
 @pytest.mark.slow
@@ -344,6 +379,46 @@ def test_the_verdict() -> None:
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank behind opens connections"
+
+
+def test_the_verdict_on_different_operations() -> None:
+    """If a rank skips an operation, all ranks have begun equally many; the operations differ."""
+    first = at(100, "forward", STEPS, 50, line="all_reduce #4 at a.py:8")
+    other = at(100, "forward", STEPS, 50, line="all_gather #4 at b.py:9")
+    each = "process 0 on nid0 (forward all_reduce #4 at a.py:8), process 1 on nid1 (forward all_gather #4 at b.py:9)"
+    assert verdict(first, other) == f"all processes have waited for 45 s in different operations: {each}"
+    assert not verdict(first, first), "all ranks wait for the network"
+    assert not verdict(first, {**other, "line": "at b.py:9"}), "one rank computes"
+    assert "45 s in all_reduce #4 at a.py:8 for process 1 on nid1 (data at c.py:7)" in verdict(
+        first, BEHIND | {"line": "at c.py:7"}
+    )
+
+
+def _wait_in_different_operations(rank: int, folder: str) -> None:
+    """Rank 1 skips the exchange that rank 0 begins; both write where they wait, and end."""
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    other = dist.new_group()
+    dist.all_reduce(torch.ones(1))
+
+    def write() -> None:
+        until("the operation", lambda: "#" in waiting_place())
+        Path(folder, str(rank)).write_text(waiting_place())
+        until("the other rank", Path(folder, str(1 - rank)).exists)
+        os._exit(0)
+
+    threading.Thread(target=write).start()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1))
+    dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group=other)
+
+
+def test_a_skipped_operation_is_named_with_its_line(tmp_path: Path) -> None:
+    spawn(_wait_in_different_operations, (str(tmp_path),), 2)
+    waits = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    lines = Path(__file__).read_text().splitlines()
+    for said, name in zip(waits, ("all_reduce", "all_gather"), strict=True):
+        found = re.fullmatch(rf"{name} #\d+ at test_watchdog\.py:(\d+)", said)
+        assert found and f"dist.{name}(" in lines[int(found[1]) - 1], said
 
 
 def test_the_awaited_rank_is_logged_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -246,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A truncated mapped file or a failing disk crashes the process; `faulthandler` then writes a traceback to the
         # log.
         faulthandler.enable(file=2)
+        faulthandler.register(signal.SIGQUIT, file=2)  # `kill -QUIT` writes all stacks, and the stage continues
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         return _run(args)
     except (Stopped, PeerLost) as ended:

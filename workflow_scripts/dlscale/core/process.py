@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -196,6 +197,8 @@ say: Callable[[str], object] = _print
 def end(message: str, status: int) -> None:
     """Print a message and end this process at once, from any thread."""
     try:
+        for child in multiprocessing.active_children():
+            child.kill()  # a loader process that hangs would outlive this process
         say(message)
     finally:
         os._exit(status)

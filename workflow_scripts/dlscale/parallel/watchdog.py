@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dlscale.config.site import Limits
-from dlscale.core import progress, ranges
+from dlscale.core import progress, ranges, registry
 from dlscale.core.errors import PeerLost, brief
 from dlscale.core.process import LOST, MEET, end
 from dlscale.parallel.world import BACKGROUND
@@ -67,6 +67,7 @@ class Heartbeat(NamedTuple):
     sees: dict[str, str] = {}  #: States of the other processes of the rank's node, by rank.
     failed: str = ""  #: Reason why this rank ends.
     verdict: str = ""  #: Reason why all ranks end.
+    line: str = ""  #: Operation or line at which the rank waits; empty while it makes progress.
 
 
 class Files:
@@ -125,6 +126,7 @@ class Watchdog:
         self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size
         self._heartbeat = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds without an answer from the store
+        self._place_of_wait: Any = registry.provided("waiting_place", str)
         self._named: list[int] = []  #: awaited ranks that the log has already named
         self._closed = threading.Event()
         self._show()
@@ -189,7 +191,8 @@ class Watchdog:
             }
             at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
             try:
-                self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees)
+                line = self._place_of_wait() if age > 3 * BEAT else ""
+                self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees, line=line)
                 self._look()
                 self._unanswered = 0.0
                 if self._judges:
@@ -253,16 +256,20 @@ class Watchdog:
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all ranks compute, or wait for the network or the file system
-            limit = max(limit, GRACE)
-            said = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
-            return said if waited > limit else ""
+            told = f"all processes have waited for {limit:.0f} s in different operations: "
+            told += ", ".join(map(self._place, behind[:8]))
+            if len({s.line for s in self._seen}) == 1 or not all("#" in s.line for s in self._seen):
+                limit = max(limit, GRACE)
+                told = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
+            return told if waited > limit else ""
         names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
             self._named = behind
             logging.warning(
                 "all other processes have waited for %.0f s for %s; the run ends after %.0f s", waited, names, limit
             )
-        return f"all other processes have waited for {limit:.0f} s for {names}" if waited > limit else ""
+        others = next((f" in {s.line}" for rank, s in enumerate(self._seen) if s.line and rank not in behind), "")
+        return f"all other processes have waited for {limit:.0f} s{others} for {names}" if waited > limit else ""
 
     def _limit(self, ranks: Iterable[int]) -> float:
         """Return the longest timeout, seconds, among the timeouts for the current work of these ranks."""
@@ -287,14 +294,19 @@ class Watchdog:
         return f"process {rank} on {host}" if host else f"process {rank}"
 
     def _place(self, rank: int) -> str:
-        return f"{self._name(rank)} ({self._seen[rank].range or self._seen[rank].kind})"
+        sign = self._seen[rank]
+        return f"{self._name(rank)} ({' '.join(filter(None, [sign.range or sign.kind, sign.line]))})"
 
     def _end(self, verdict: str) -> None:
         if self._closed.is_set():
             return
-        for rank in [rank for rank, said in self._heartbeat.sees.items() if said == STOPPED]:
-            with contextlib.suppress(OSError):
-                os.kill(self._seen[int(rank)].process, signal.SIGKILL)  # only SIGKILL ends a stopped process
+        stopped = [self._seen[int(rank)].process for rank, said in self._heartbeat.sees.items() if said == STOPPED]
+        for number, seconds in ((signal.SIGCONT, 3 * BEAT), (signal.SIGKILL, 0.0)) if stopped else ():
+            for process in stopped:  # a continued process reads the verdict, and logs its stacks before it ends
+                with contextlib.suppress(OSError):
+                    os.kill(process, number)
+            time.sleep(seconds)
+        logging.error("%s", registry.provided("stacks", str)())
         end(f"{verdict}. This process also ends", LOST)
 
 

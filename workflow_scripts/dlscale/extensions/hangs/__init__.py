@@ -1,0 +1,1 @@
+"""Extension: names of the lines and collective operations in which processes wait."""
