@@ -15,7 +15,7 @@ except UserError as error:
 if workflow.is_main_process:
     tell(*REASONS)
 
-# Slurm would refuse jobs beyond the job limit of a QOS, so Snakemake submits these jobs later.
+# Slurm would refuse jobs beyond the job limit of a queue, so Snakemake submits these jobs later.
 for name, limit in slurm.job_limits(SITE.scheduler).items() if SITE.scheduler else ():
     workflow.register_resource(name, limit)
 

@@ -19,7 +19,7 @@ from dlscale.config.compute import compute_digest
 from dlscale.config.dataset import dataset_type
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, load_run
-from dlscale.config.site import Qos, Scheduler
+from dlscale.config.site import Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.settings import validate
 from dlscale.core.stage import training_work
@@ -308,7 +308,7 @@ def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "qos", "charged"),
+    ("nodes", "gpus", "queue", "charged"),
     [
         (1, 1, "shared", 0.25),
         (1, 2, "shared", 0.5),
@@ -317,12 +317,13 @@ def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
         (1, 3, "regular", 1),  # too large for a part of a node, so the complete node is charged
     ],
 )
-def test_nodes(tmp_path: Path, nodes: int, gpus: int, qos: str, charged: float) -> None:
+def test_nodes(tmp_path: Path, nodes: int, gpus: int, queue: str, charged: float) -> None:
     geometry = {"nodes": nodes, "gpus_per_node": gpus}
     here = work(load(tmp_path, plans=ladder(geometry=geometry, batch_size=96)), "cosmo_ladder.baseline")
     measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # the training takes an hour
     (row,) = cost.price([here], scheduler(), tmp_path)
-    assert row.qos == qos and row.basis == "measured"
+    assert row.queue == queue == slurm.request(scheduler(), "train", here.run.geometry)["qos"]
+    assert row.basis == "measured"
     assert row.hours["node_hours"] == row.hours["charged_hours"] == pytest.approx(charged)
     assert row.hours["gpu_hours"] == pytest.approx(nodes * gpus)
     assert row.geometry == slurm.shown(Geometry(nodes=nodes, gpus_per_node=gpus))
@@ -403,22 +404,24 @@ def test_published_rates_price_the_shipped_plans_that_they_name(study: str) -> N
 def test_the_first_minutes_may_count_in_full(tmp_path: Path, full_charge_minutes: int, charged: float) -> None:
     here = work(load(tmp_path, plans=ladder(geometry={"gpus_per_node": 4}, batch_size=96)), "cosmo_ladder.baseline")
     measured(tmp_path, here, (16384 + 2560 / 3) / 3480)  # the training takes an hour
-    preempt = Qos(charge=0.25, full_charge_minutes=full_charge_minutes)
-    site = scheduler().model_copy(update={"whole_qos": "preempt", "qos": {"preempt": preempt}})
+    preempt = {"preempt": {"charge": 0.25, "full_charge_minutes": full_charge_minutes}}
+    site = scheduler(run_queues=["preempt"], queues=preempt)
     (row,) = cost.price([here], site, tmp_path)
     assert (row.hours["node_hours"], row.hours["charged_hours"]) == (pytest.approx(1.0), pytest.approx(charged))
 
 
 def test_cpu_cluster(tmp_path: Path) -> None:
     """On nodes without GPUs, the CPUs determine the charged fraction of a node, and GPU-hours are zero."""
-    site = scheduler(gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, part_qos=None)
+    site = scheduler(
+        gpu_nodes={"gpus": 0, "cpus": 64, "account_suffix": ""}, data_cpus=16, run_queues=["regular", "shared"]
+    )
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     measured(tmp_path, here, (16384 + 2560 / 3) / 3480, {"kind": "cpu", "name": "EPYC"})
     (row,) = cost.price([here], site, tmp_path)
     assert row.geometry == "1 node x 1 process = 1 rank (dp 1)"
-    # QOS regular charges complete nodes.
+    # The queue regular charges complete nodes.
     assert (row.hours["node_hours"], row.hours["gpu_hours"]) == (pytest.approx(1.0), 0)
-    site = site.model_copy(update={"whole_qos": None})
+    site = site.model_copy(update={"run_queues": ["shared"]})
     (row,) = cost.price([here], site, tmp_path)
     assert row.hours["node_hours"] == pytest.approx(0.25)
 
@@ -518,20 +521,20 @@ def test_lines(tmp_path: Path) -> None:
     *table, note = cost.lines(cost.price(works, scheduler(minutes={"train": 720, "data": 120}), tmp_path))
     shown = slurm.shown(Geometry())
     assert [re.split("  +", line) for line in table] == [
-        ["run", "stage", "geometry", "QOS", "basis", "node-hours", "GPU-hours", "charged hours"],
+        ["run", "stage", "geometry", "queue", "basis", "node-hours", "GPU-hours", "charged hours"],
         ["cosmo_demo", "data", "10 jobs x 32 CPUs", "shared", "limit", "≤2.50", "0.00", "≤2.50"],
         ["cosmo_ladder.baseline", "train", shown, "shared", "published", "0.02", "0.09", "0.02"],
         ["cosmo_ladder.compile", "train", shown, "shared", "limit", "≤3.00", "≤12.00", "≤3.00"],
         ["total", "≤5.52", "≤12.09", "≤5.52"],
     ]
     assert len({len(line) for line in table}) == 1  # all lines end in the same column
-    assert {line.index("shared") for line in table[1:4]} == {table[0].index("QOS")}
+    assert {line.index("shared") for line in table[1:4]} == {table[0].index("queue")}
     assert note == "≤: upper bound; without an estimate, the full time limit is counted"
 
 
 def test_a_cost_above_the_budget_gives_one_message(tmp_path: Path) -> None:
     """The message names the limit, the estimate and the remedy. A limit that is exactly met passes."""
-    table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(part_qos="premium"), tmp_path)
+    table = cost.price([work(load(tmp_path), "cosmo_ladder.baseline")], scheduler(run_queues=["premium"]), tmp_path)
     gpu = cost.total(table, "gpu_hours")
     assert cost.budget_message(table, Budget()) is None
     assert cost.budget_message(table, Budget(gpu_hours=gpu, charged_hours=1)) is None

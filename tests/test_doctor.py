@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from dlscale.config import resolve as config
 from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.config.resolve import Configuration
+from dlscale.config.run import Geometry
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
 from dlscale.data.manifest import File, Manifest
@@ -134,24 +135,24 @@ def test_accounts_are_those_of_the_jobs(
 
 
 @pytest.mark.parametrize(
-    ("whole", "known", "status", "words"),
+    ("queue", "known", "status", "words"),
     [
-        ("debug", None, "warn", ["QOS debug accepts 5 submitted jobs per user", "qos.debug.max_jobs: 5"]),
-        ("debug", 6, "warn", ["qos.debug.max_jobs: 5"]),
-        ("debug", 5, "ok", ["debug 5, premium 5"]),
+        ("short", None, "warn", ["QOS debug accepts 5 submitted jobs per user", "queues.short.max_jobs: 5"]),
+        ("short", 6, "warn", ["queues.short.max_jobs: 5"]),
+        ("short", 5, "ok", ["debug 5, premium 5"]),
         ("regular", None, "ok", []),
         (None, None, "ok", []),
     ],
 )
 def test_the_site_knows_how_many_jobs_a_queue_accepts(
-    command: Callable[[str, str], None], whole: str | None, known: int | None, status: str, words: list[str]
+    command: Callable[[str, str], None], queue: str | None, known: int | None, status: str, words: list[str]
 ) -> None:
     command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\npremium|5\\n'")
     given = {
         "cpu_nodes": {"cpus": 1},
         "gpu_nodes": {"cpus": 1},
-        "whole_qos": whole,
-        "qos": {"debug": {"max_jobs": known}},
+        "queues": {"short": {"qos": "debug", "max_jobs": known}, "regular": {"qos": "regular"}},
+        "run_queues": [queue] if queue else [],
     }
     found = doctor.probe_job_limits(Scheduler.model_validate(given))
     assert found.status == status and all(word in found.text + found.remedy for word in words)
@@ -183,7 +184,7 @@ def test_nodes_match_the_sites_settings(
     command: Callable[[str, str], None], kind: dict[str, Any], most: int, status: str, word: str
 ) -> None:
     command("sinfo", f"printf '{NODES}'")
-    found = doctor.probe_nodes(Nodes(**kind), most)
+    found = doctor.probe_nodes(Nodes(**kind), "", most)
     assert found.status == status and word in found.text
 
 
@@ -215,8 +216,8 @@ def test_gpus_of_a_node_whatever_the_name_of_their_type(
 ) -> None:
     command("sinfo", f"echo '(null)|64|{listed}|1|256000'")
     if gpus:
-        assert doctor.probe_nodes(Nodes(cpus=64, gpus=gpus, gres=gres), 1).status == "ok"
-    found = doctor.probe_nodes(Nodes(cpus=64, gpus=gpus + 1, gres=gres), 1)
+        assert doctor.probe_nodes(Nodes(cpus=64, gpus=gpus, gres=gres), "", 1).status == "ok"
+    found = doctor.probe_nodes(Nodes(cpus=64, gpus=gpus + 1, gres=gres), "", 1)
     assert found.status == "FAIL" and f"64 CPUs, {gpus} GPU{'s' * (gpus != 1)}, 256,000 MB" in found.text
 
 
@@ -234,8 +235,15 @@ esac""",
         ("old", "FAIL", "sinfo has 0 (8 of 64 CPUs, 4 GPUs, 256,000 MB)"),
         ("newer", "FAIL", "sinfo has 0 (no node with this partition and constraint)"),
     ):
-        found = doctor.probe_nodes(Nodes(cpus=64, gpus=8, partition=name), 1)
+        found = doctor.probe_nodes(Nodes(cpus=64, gpus=8), name, 1)
         assert found.status == status and text in found.text
+    kinds = {"cpu_nodes": {"cpus": 1}, "gpu_nodes": {"cpus": 64, "gpus": 8}}
+    queues = {"part": {"partition": "old", "max_gpus": 7}, "rest": {"partition": "new"}}
+    scheduler = Scheduler.model_validate({**kinds, "queues": queues, "run_queues": ["part", "rest"]})
+    runs = [Geometry(), *(Geometry(nodes=nodes, gpus_per_node=8) for nodes in (3, 1))]
+    small, large = doctor._probe_partitions(scheduler, Nodes(cpus=64, gpus=4), runs)
+    assert "3 nodes of 64 CPUs, 4 GPUs, partition new" in small.text and small.status == "FAIL"
+    assert (large.status, large.text) == ("ok", "8 of 64 CPUs, 4 GPUs, partition old, --gres gpu")
 
 
 @pytest.mark.parametrize(
@@ -255,15 +263,13 @@ def test_ended_jobs_are_remembered(command: Callable[[str, str], None], printed:
 
 
 def test_a_default_partition(command: Callable[[str, str], None]) -> None:
-    """A kind of node without a partition is a warning if the cluster has a default partition.
+    """A queue without a partition is a warning if the cluster has a default partition.
 
     In this case the Slurm plugin requests the default partition.
     """
-    nodes = {"cpus": 4}
-    unnamed = Scheduler.model_validate({"cpu_nodes": {**nodes, "partition": "cpu"}, "gpu_nodes": nodes})
-    named = Scheduler.model_validate(
-        {"cpu_nodes": {**nodes, "partition": "a"}, "gpu_nodes": {**nodes, "partition": "b"}}
-    )
+    kinds = {"cpu_nodes": {"cpus": 4}, "gpu_nodes": {"cpus": 4}, "data_queue": "a"}
+    named = Scheduler.model_validate({**kinds, "queues": {"a": {"partition": "b"}}, "run_queues": ["a"]})
+    unnamed = named.model_copy(update={"run_queues": []})
     command("sinfo", "printf 'gpu\ncpu*\nlong\n'")
     assert doctor.probe_partition(unnamed).status == "warn"
     assert "--partition=cpu" in doctor.probe_partition(unnamed).text
@@ -589,7 +595,8 @@ def test_on_a_cluster(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert sound["account"]["text"] == "m0000, m0000_g" and "constraint gpu" in sound["GPU nodes"]["text"]
     assert found(SBATCH_ACCOUNT="m9999")["account"]["status"] == "FAIL"
     site["scheduler"]["gpu_nodes"]["constraint"] = "gpu&hbm90g"
-    site["scheduler"] |= {"part_qos": "shred", "data_qos": "premium"}
+    site["scheduler"]["queues"]["shared"]["qos"] = "shred"
+    site["scheduler"]["data_queue"] = "premium"
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
     wrong = found(SBATCH_ACCOUNT="m0000")
     assert "constraint gpu&hbm90g" in wrong["GPU nodes"]["text"] and wrong["GPU nodes"]["status"] == "FAIL"

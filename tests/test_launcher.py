@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -16,13 +17,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from snakemake_executor_plugin_slurm import ExecutorSettings
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 from snakemake_executor_plugin_slurm.utils import set_gres_string
 
 from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
-from dlscale.config.site import Site
+from dlscale.config.site import Site, _warn_once
 from dlscale.core.errors import UserError
 from dlscale.core.machine import FABRIC, HOST_SUFFIX
 from dlscale.core.process import Image
@@ -389,6 +391,17 @@ def test_docker_without_a_daemon_is_unavailable(tmp_path: Path, monkeypatch: pyt
             {"engine": "auto", "scheduler": SCHEDULER},
             "site: engine: auto may choose different engines on different nodes",
         ),
+        # Queues must exist, and old keys cannot be combined with queues.
+        (
+            {"scheduler": {**SCHEDULER, "queues": {"debug": {}}, "run_queues": ["debgu"]}},
+            r"site\.scheduler: run_queues, data_queue: no queue is called 'debgu' \(did you mean 'debug'\?\)",
+        ),
+        ({"scheduler": {**SCHEDULER, "data_queue": "cpu"}}, "no queue is called 'cpu'"),
+        (
+            {"scheduler": {**SCHEDULER, "run_queues": ["debug"], "whole_qos": "debug"}},
+            r"site\.scheduler: whole_qos: cannot be combined with queues",
+        ),
+        ({"scheduler": {**SCHEDULER, "qos": [1]}}, "unknown key 'qos'"),
     ],
 )
 def test_impossible_site_settings_are_refused(given: dict[str, Any], words: str) -> None:
@@ -463,7 +476,7 @@ def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     starter = {"engine": "none", "starter": "srun", "scheduler": perlmutter}
     assert "--cpus-per-task=8" in launch(site(**starter), HERE, Geometry(gpus_per_node=4, cpus=8))
     half = slurm.request(perlmutter, "train", Geometry(cpus=64))
-    assert [slurm.part(perlmutter, ONE, "shared", asked) for asked in (half, {"cpus_per_task": 8})] == [0.5, 0.25]
+    assert [slurm.part(perlmutter, ONE, slurm.Queue(), asked) for asked in (half, {"cpus_per_task": 8})] == [0.5, 0.25]
     assert slurm.request(perlmutter, "train", Geometry(gpus_per_node=4, cpus=8), processes=ONE)["cpus_per_task"] == 32
     with pytest.raises(UserError, match=r"4 processes with 64 CPUs each \(geometry.cpus\) need 256 CPUs"):
         slurm.check(perlmutter, Geometry(gpus_per_node=4, cpus=64))
@@ -482,10 +495,11 @@ def test_the_request_of_data_jobs(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
-    debug = perlmutter.model_copy(update={"whole_qos": "debug"})
-    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "QOS debug must limit the runtime to 30 minutes"
-    with pytest.raises(UserError, match="9 is more than the 8 that QOS debug allows"):
-        slurm.check(debug, Geometry(nodes=9, gpus_per_node=4))
+    debug = perlmutter.model_copy(update={"run_queues": ["shared", "debug"]})
+    assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "the runtime must be in minutes"
+    allowed = re.escape("at most shared (1 node, 2 GPUs), debug (8 nodes)")
+    with pytest.raises(UserError, match=rf"^a\.geometry: no queue .* allows 9 nodes with 36 GPUs in total; {allowed}"):
+        slurm.check(debug, Geometry(nodes=9, gpus_per_node=4), "a.")
     with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"):
         slurm.check(perlmutter, Geometry(gpus_per_node=8))
     cpus = perlmutter.model_copy(update={"gpu_nodes": slurm.Nodes(cpus=64)})
@@ -495,14 +509,14 @@ def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_a_queue_has_a_shortest_time_limit(perlmutter: slurm.Scheduler) -> None:
-    preempt = perlmutter.model_copy(update={"whole_qos": "preempt"})
+    preempt = perlmutter.model_copy(update={"run_queues": ["preempt"]})
     assert slurm.request(preempt, "train", EIGHT, minutes=15)["runtime"] == 120
     assert slurm.request(perlmutter, "train", EIGHT, minutes=15)["runtime"] == 15
 
 
 def test_a_queue_has_a_number_of_jobs(perlmutter: slurm.Scheduler) -> None:
     assert slurm.job_limits(perlmutter) == {"debug_jobs": 5, "premium_jobs": 5}
-    debug = perlmutter.model_copy(update={"whole_qos": "debug"})
+    debug = perlmutter.model_copy(update={"run_queues": ["debug"]})
     assert slurm.request(debug, "train", EIGHT)["debug_jobs"] == 1
     assert "debug_jobs" not in slurm.request(perlmutter, "train", EIGHT)
 
@@ -517,10 +531,120 @@ def test_a_fixed_share_of_a_node_cannot_be_changed(perlmutter: slurm.Scheduler, 
     slurm.check(perlmutter.model_copy(update={"gpu_nodes": free}), geometry)
 
 
-NODES = {"partition": "gpu", "cpus": 64, "memory_mb": 500_000, "gpus": 8}
+#: Site that limits partitions instead of QOS, like LUMI: `small-g` shares its nodes, `standard-g` does not.
 PLACED = slurm.Scheduler.model_validate(
-    {"account": "m1", "cpu_nodes": {"cpus": 64, "memory_mb": 250_000}, "gpu_nodes": NODES}
+    {
+        "account": "m1",
+        "cpu_nodes": {"cpus": 64, "memory_mb": 250_000},
+        "gpu_nodes": {"cpus": 64, "memory_mb": 500_000, "gpus": 8},
+        "queues": {
+            "small": {"partition": "small"},
+            "small-g": {"partition": "small-g", "max_nodes": 1, "max_gpus": 7},
+            "standard-g": {"partition": "standard-g", "max_nodes": 16, "whole_nodes": True},
+        },
+        "run_queues": ["small-g", "standard-g"],
+        "data_queue": "small",
+    }
 )
+
+
+@pytest.mark.parametrize(
+    ("geometry", "on_perlmutter", "partition", "memory"),
+    [
+        (None, ("shared", 0.125), "small", 125_000),
+        (ONE, ("shared", 0.25), "small-g", 62_500),
+        (Geometry(gpus_per_node=2), ("shared", 0.5), "small-g", 125_000),
+        (Geometry(gpus_per_node=3), ("regular", 1.0), "small-g", 187_500),
+        (Geometry(nodes=2), ("regular", 1.0), "standard-g", 500_000),
+        (FOUR, ("regular", 1.0), "small-g", 250_000),
+        (Geometry(nodes=8, gpus_per_node=4), ("regular", 1.0), "standard-g", 500_000),
+    ],
+)
+def test_the_size_of_a_job_chooses_its_queue(
+    perlmutter: slurm.Scheduler,
+    geometry: Geometry | None,
+    on_perlmutter: tuple[str, float],
+    partition: str,
+    memory: int,
+) -> None:
+    """A run takes the first queue that allows its nodes and GPUs; a data stage takes its own queue."""
+    job = "train" if geometry else "data"
+    asked = slurm.request(perlmutter, job, geometry)
+    _, queue = slurm.choose_queue(perlmutter, geometry)
+    assert (asked["qos"], slurm.part(perlmutter, geometry, queue, asked)) == on_perlmutter
+    assert "slurm_partition" not in asked
+    asked = slurm.request(PLACED, job, geometry, minutes=10_000)
+    assert (asked["slurm_partition"], asked["mem_mb"], asked["runtime"]) == (partition, memory, 10_000)
+    assert "qos" not in asked
+    bare = slurm.request(PLACED.model_copy(update={"run_queues": [], "data_queue": None}), job, geometry)
+    assert not {"qos", "slurm_partition"} & bare.keys()
+
+
+#: Settings of the profiles before `queues`.
+OLD = {
+    "perlmutter": """
+        data_qos: shared
+        part_qos: shared
+        whole_qos: regular
+        qos:
+          shared: {max_gpus: 2, max_minutes: 2880}
+          regular: {max_minutes: 2880}
+          debug: {max_nodes: 8, max_minutes: 30, max_jobs: 5}
+          premium: {max_minutes: 2880, charge: 2.0, max_jobs: 5}
+          preempt: {max_nodes: 128, min_minutes: 120, max_minutes: 2880, charge: 0.25, full_charge_minutes: 120}""",
+    "juwels": """
+        cpu_nodes: {partition: booster}
+        gpu_nodes: {partition: booster}
+        qos: {"": {max_minutes: 1440}}""",
+    "leonardo": """
+        cpu_nodes: {partition: lrd_all_serial}
+        gpu_nodes: {partition: boost_usr_prod}
+        part_qos: normal
+        whole_qos: normal
+        qos:
+          normal: {max_nodes: 64, max_minutes: 1440}
+          boost_qos_dbg: {max_nodes: 2, max_minutes: 30}
+          boost_qos_lprod: {max_nodes: 3, max_minutes: 5760}""",
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_keys_request_the_same_jobs(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A site with the keys before `queues` requests the same jobs, with one warning that shows the new keys."""
+    _warn_once.cache_clear()
+    raw = read_yaml(ROOT / f"profiles/{name}/site.yaml")["scheduler"]
+    rest = {key: value for key, value in raw.items() if "queue" not in key}
+    given = config.merge(copy.deepcopy(rest), yaml.safe_load(OLD[name]))
+    old, _ = (slurm.Scheduler.model_validate(given) for _ in range(2))
+    new = slurm.Scheduler.model_validate(raw)
+    for geometry, minutes in itertools.product((None, ONE, Geometry(gpus_per_node=3), FOUR, EIGHT), (None, 5)):
+        job = "train" if geometry else "data"
+        assert slurm.request(old, job, geometry, minutes) == slurm.request(new, job, geometry, minutes)
+    (warning,) = caplog.messages
+    shown = yaml.safe_load(warning.partition("Write ")[2])
+    assert slurm.Scheduler.model_validate({**rest, **shown}) == old
+
+
+@pytest.mark.parametrize(("part", "whole"), [*itertools.product((None, "a", "b"), (None, "b"))])
+def test_old_keys_choose_the_same_qos(part: str | None, whole: str | None) -> None:
+    """The translated queues choose, charge and refuse as `part_qos` and `whole_qos` did, which the test computes."""
+    sizes = [Geometry(nodes=nodes, gpus_per_node=gpus) for nodes in (1, 2, 3) for gpus in (1, 2, 3, 4)]
+    limits = (None, 1, 4)
+    for gpus, few, most, geometry in itertools.product((0, 1, 4), limits, limits, sizes):
+        qos = {"": {"max_gpus": 3}, "a": {"max_gpus": few}, "b": {"max_gpus": most, "max_nodes": 2, "max_jobs": 9}}
+        raw = {"cpu_nodes": {"cpus": 64}, "gpu_nodes": {"cpus": 64, "gpus": gpus}, "qos": qos, "data_qos": part}
+        scheduler = slurm.Scheduler.model_validate({**raw, "part_qos": part, "whole_qos": whole})
+        fits = geometry.gpus_per_node <= (qos[part or ""]["max_gpus"] or gpus)
+        expected = part if part and geometry.nodes == 1 and geometry.gpus_per_node < gpus and fits else whole
+        limit = qos[expected or ""]
+        if geometry.world_size > (limit["max_gpus"] or 99) or geometry.nodes > limit.get("max_nodes", 99):
+            with pytest.raises(UserError, match="no queue"):
+                slurm.choose_queue(scheduler, geometry)
+        else:
+            name, queue = slurm.choose_queue(scheduler, geometry)
+            assert (queue.qos, queue.whole_nodes) == (expected, expected == whole != part and whole is not None)
+            assert queue.max_jobs == limit.get("max_jobs") and name == (expected or "no_qos")
+        assert slurm.choose_queue(scheduler, None)[1].qos == part
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_retry_resumes_from_the_programs_checkpoint(make: Callable[..., Flow],
     seconds, retries = (1.0, "--retries=2") if how == "preempted" else (3.0, "--retries=4")
     flow = make(plan, f"--seconds={seconds}")
     if how == "preempted":
-        flow.config["site"] = {**SITE, "scheduler": {"whole_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}}
+        flow.config["site"] = {**SITE, "scheduler": {"run_queues": ["preempt"]}}
     limit = ["--set-resources", "program:runtime=2"] if how != "preempted" else []
     with flow.running("results/plans/plan/two/program.json", *limit, retries) as process:
         saved = flow.path / "results/plans/plan/two/out/saved"

@@ -104,7 +104,10 @@ def test_shapes(make: Callable[..., Flow]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"site__scheduler": {"whole_qos": "nosuch"}}, "FAIL  account: m0000_g may not use QOS nosuch"),
+        (
+            {"site__scheduler": {"queues": {"regular": {"qos": "nosuch"}}}},
+            "FAIL  account: m0000_g may not use QOS nosuch",
+        ),
         ({"site__scheduler": {"gpu_nodes": {"constraint": "gpux"}}}, "FAIL  GPU nodes: "),
     ],
     ids=["QOS", "constraint"],
@@ -171,7 +174,7 @@ def test_a_failed_node(make: Callable[..., Flow], prepared: Flow, cluster: Clust
 def test_preemption(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
     """If a job of a higher QOS takes the node, the preempted run saves, waits and resumes."""
     flow = make(targets=["long"], plans__long__settings=long(40, prepared))
-    flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
+    flow.config["site"]["scheduler"]["run_queues"] = ["preempt"]
     with flow.running("--retries=2", "-p") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
         other = cluster.submit(
@@ -190,7 +193,7 @@ def test_a_preempted_program_that_ignores_TERM(make: Callable[..., Flow], cluste
     script = f"touch {marker}; trap '' TERM; for i in $(seq 600); do sleep 1; done"
     program = {"command": ["bash", "-c", script], "folder": "."}
     flow = make(targets=["long"], plans__long__settings={"program": program, "throughput": {"batches": 10}})
-    flow.config["site"]["scheduler"] |= {"part_qos": "preempt", "qos": {"preempt": {"charge": 0.25}}}
+    flow.config["site"]["scheduler"]["run_queues"] = ["preempt"]
 
     def states() -> list[str]:
         return sorted(row[0] for row in flow.jobs("state", "comment:100") if "program" in row[1])
@@ -247,7 +250,7 @@ def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cl
     flow = make(targets=["long"], plans__long__settings=long(15, prepared))
     flow.config["plans"]["long"]["runs"] = {"run": {}, "other": {"seed": 7}}
     if known:
-        flow.config["site"]["scheduler"]["qos"] = {"shared": {"max_jobs": 1}}
+        flow.config["site"]["scheduler"]["queues"] = {"shared": {"max_jobs": 1}}
     cluster.limit_jobs("shared", 1)
     try:
         assert flow.run("--retries=0") == 0, flow.output[-8000:]

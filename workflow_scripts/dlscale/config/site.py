@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from dlscale.config.laws import Law, Lawful
+from dlscale.core.errors import unknown
 from dlscale.core.machine import NEEDS, WATCHDOG
 from dlscale.core.schema import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Strict
 from dlscale.core.settings import validate
@@ -67,11 +70,17 @@ class Limits(Strict):
         return validate(cls, {name: value for name, _, value in limits}, where=WATCHDOG)
 
 
-class Qos(Strict):
-    """Limits and charge of a quality of service (QOS); limits that are absent are not checked."""
+class Queue(Strict):
+    """Partition and quality of service (QOS) of jobs, with limits and charge; absent limits are not checked."""
 
+    partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
+        None, description="Partition (sbatch -p), or several partitions, such as a,b. Absent: Slurm's default."
+    )
+    qos: str | None = Field(None, description="QOS (sbatch --qos). Absent: Slurm's default.")
     max_nodes: PositiveInt | None = Field(None, description="Maximum number of nodes per job.")
-    max_gpus: PositiveInt | None = Field(None, description="Maximum number of GPUs per job.")
+    max_gpus: PositiveInt | None = Field(
+        None, description="Maximum number of GPUs per job; of processes, if the nodes have no GPUs."
+    )
     max_minutes: PositiveInt | None = Field(None, description="Maximum time limit of a job, minutes.")
     min_minutes: PositiveInt = Field(1, description="Minimum time limit of a job, minutes.")
     max_jobs: PositiveInt | None = Field(
@@ -82,16 +91,14 @@ class Qos(Strict):
     full_charge_minutes: NonNegativeInt = Field(
         0, description="Minutes at the beginning of each job for which the cost is not multiplied by `charge`."
     )
+    whole_nodes: bool = Field(
+        False, description="Whether jobs get and pay for complete nodes, even if they use only a part."
+    )
 
 
 class Nodes(Strict):
     """Resources of one kind of node."""
 
-    partition: Annotated[str, StringConstraints(pattern=r"^[^\s:;|]+$")] | None = Field(
-        None,
-        description="Partition of these nodes (sbatch -p), or several partitions, such as a,b. Absent: Slurm's "
-        "default.",
-    )
     constraint: str | None = Field(None, description="Features that select these nodes (sbatch -C).")
     account_suffix: str = Field("", description="Suffix that is appended to the account for jobs on these nodes.")
     cpus: PositiveInt = Field(description="CPUs of a node; like Slurm, count each hardware thread as a CPU.")
@@ -126,6 +133,41 @@ class Nodes(Strict):
         return self.gpu or (known[0] if known else "")
 
 
+#: Keys of a scheduler that `queues` replaced, in addition to `partition` of its nodes.
+OLD_KEYS = ("data_qos", "part_qos", "whole_qos", "qos")
+_warn_once = functools.cache(logging.warning)
+
+
+def _with_queues(raw: Any) -> Any:
+    # Runs on part of a node took `part_qos`, up to its `max_gpus`. Other runs took `whole_qos`, and paid for full nodes
+    # if the two QOS differed.
+    try:
+        nodes = {key: dict(raw[key]) for key in ("cpu_nodes", "gpu_nodes")}
+        limits = {name: dict(each or {}) for name, each in dict(raw.get("qos") or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return raw  # a key is missing or has a wrong type, which the validation reports
+    at = {f"{key}.partition": each.pop("partition") for key, each in nodes.items() if "partition" in each}
+    if not (old := [key for key in OLD_KEYS if key in raw] + [*at]):
+        return raw
+    if {"queues", "run_queues", "data_queue"} & raw.keys():
+        raise ValueError(f"{', '.join(old)}: cannot be combined with queues; set run_queues or data_queue instead")
+    data, part, whole, _ = (raw.get(key) for key in OLD_KEYS)
+
+    def queue(qos: str | None, kind: str = "gpu_nodes", **more: Any) -> dict[str, Any]:
+        limit = {"partition": at.get(f"{kind}.partition"), "qos": qos, **limits.get(qos or "", {})}
+        return {key: value for key, value in {**limit, **more}.items() if value}
+
+    most = min(int(gpus := nodes["gpu_nodes"].get("gpus", 0)) - 1, int(limits.get(part, {}).get("max_gpus") or gpus))
+    small = {part: queue(part, max_nodes=1, max_gpus=most)} if part and part != whole and most > 0 else {}
+    large = {whole or "no_qos": queue(whole, whole_nodes=bool(whole) and whole != part)}
+    queues = {name: queue(name) for name in limits if name} | small | large
+    name = data if data in queues and at.get("cpu_nodes.partition") == at.get("gpu_nodes.partition") else "data_stages"
+    queues.setdefault(name, queue(data, "cpu_nodes", whole_nodes=bool(data) and data == whole != part))
+    new = {"queues": queues, "run_queues": [*small, *large], "data_queue": name}
+    _warn_once(f"site.scheduler: {', '.join(old)}: replaced by queues (docs/sites.md). Write {new}")
+    return {key: value for key, value in {**raw, **nodes, **new}.items() if key not in OLD_KEYS}
+
+
 class Scheduler(Strict):
     """Resources that jobs request from Slurm."""
 
@@ -133,13 +175,13 @@ class Scheduler(Strict):
     cpu_nodes: Nodes = Field(description="Nodes for data stages.")
     gpu_nodes: Nodes = Field(description="Nodes for runs.")
     data_cpus: PositiveInt = Field(32, description="CPUs per job of a data stage.")
-    data_qos: str | None = Field(None, description="QOS of data stages.")
-    part_qos: str | None = Field(None, description="QOS of runs on part of a node.")
-    whole_qos: str | None = Field(
-        None,
-        description="QOS of runs on full nodes, and of runs on part of a node that is too large for part_qos.",
+    queues: dict[str, Queue] = Field({}, description="Queues, by names of your choice.")
+    run_queues: list[str] = Field(
+        [],
+        description="Queues of runs, in order of preference: a run takes the first queue that allows its nodes and "
+        "GPUs; its time limit has no influence. Absent: Slurm's defaults.",
     )
-    qos: dict[str, Qos] = Field({}, description="Limits and charges by QOS.")
+    data_queue: str | None = Field(None, description="Queue of data stages. Absent: Slurm's defaults.")
     minutes: dict[Job, PositiveInt] = Field(
         {},
         description="Time limits, minutes, by stage, for jobs whose speed is unknown. The key `data` sets the limit of "
@@ -154,6 +196,14 @@ class Scheduler(Strict):
         description="Node on which files are fetched. here: the node of the controller, if compute nodes have no "
         "network; job: a compute node.",
     )
+
+    _before_queues = model_validator(mode="before")(_with_queues)
+
+    @model_validator(mode="after")
+    def _names_queues(self) -> Scheduler:
+        for name in sorted({*self.run_queues, *filter(None, [self.data_queue])} - self.queues.keys()):
+            raise ValueError(f"run_queues, data_queue: {unknown('queue', name, self.queues)}")
+        return self
 
     def limit(self, job: Job) -> int:
         """Return the time limit, minutes, of a job whose speed is unknown."""

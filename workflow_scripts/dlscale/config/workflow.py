@@ -263,7 +263,7 @@ class Budget(Strict):
         None, description="Maximum number of GPU-hours (GPUs x hours). Absent: no limit."
     )
     charged_hours: NonNegativeFloat | None = Field(
-        None, description="Maximum sum of node-hours, each multiplied by the charge of the job's QOS. Absent: no limit."
+        None, description="Maximum sum of node-hours, each multiplied by the charge of its queue. Absent: no limit."
     )
 
 

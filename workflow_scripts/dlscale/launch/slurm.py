@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlscale.config.run import Geometry
-from dlscale.config.site import Job, Nodes, Qos, Scheduler
+from dlscale.config.site import Job, Nodes, Queue, Scheduler
 from dlscale.core.errors import UserError
 from dlscale.core.machine import command_output
 from dlscale.core.stages import STAGES
@@ -40,28 +40,26 @@ def request(
 ) -> Request:
     """Return a job's resources, by the names of the workflow's Slurm executor.
 
-    If the job's QOS limits the number of submitted jobs, one of the resources counts this job.
+    If the job's queue limits the number of submitted jobs, one of the resources counts this job.
 
     Parameters
     ----------
     geometry
         Geometry of the run; None for a data stage, which takes part of a CPU node, or a GPU if these nodes have GPUs.
     minutes
-        Estimated time limit; None for the site's limit. The QOS may raise the limit to its minimum, or cut the limit to
-        its maximum.
+        Estimated time limit; None for the site's limit. The queue may raise the limit to its minimum, or cut the limit
+        to its maximum.
     processes
         Geometry of the processes, if a device does not have exactly one process.
     """
     nodes = scheduler.cpu_nodes if geometry is None else scheduler.gpu_nodes
     wanted: Request = {"nodes": 1}
     if geometry is None:
-        qos = scheduler.data_qos
         wanted["cpus_per_task"] = min(scheduler.data_cpus, nodes.cpus)
         if nodes.gpus:  # a job on nodes with GPUs must request a GPU
             wanted |= {"cpus_per_task": nodes.cpus // nodes.gpus, "gres": f"{nodes.gres}:1"}
     else:
         check(scheduler, geometry)
-        qos = run_qos(scheduler, geometry)
         wanted["nodes"] = geometry.nodes
         processes = processes or geometry
         wanted["cpus_per_task"] = cpus_per_task(scheduler, geometry) * geometry.gpus_per_node // processes.gpus_per_node
@@ -70,17 +68,18 @@ def request(
         if processes.world_size > 1:
             # With `mpi`, the executor does not start the tasks, because the command starts them with srun.
             wanted |= {"mpi": "srun", "tasks_per_node": processes.gpus_per_node}
+    name, queue = choose_queue(scheduler, geometry)
     # With 0, the request has no --mem, and the job gets the memory of its part of the node. Without a value, the
     # executor would request 1 GB.
-    share = int((nodes.memory_mb or 0) * part(scheduler, geometry, qos, wanted))
+    share = int((nodes.memory_mb or 0) * part(scheduler, geometry, queue, wanted))
     wanted["mem_mb"] = (geometry and geometry.memory_mb) or share
-    limits = scheduler.qos.get(qos or "", Qos())
-    minutes = max(minutes or scheduler.limit(job), limits.min_minutes)
-    wanted["runtime"] = min(minutes, limits.max_minutes or minutes)
-    named = {"qos": qos, "constraint": nodes.constraint, "slurm_partition": nodes.partition}
-    named["slurm_account"] = account_of(scheduler, nodes)
+    minutes = max(minutes or scheduler.limit(job), queue.min_minutes)
+    wanted["runtime"] = min(minutes, queue.max_minutes or minutes)
+    named = {
+        **{"qos": queue.qos, "constraint": nodes.constraint, "slurm_partition": queue.partition},
+        **{"slurm_account": account_of(scheduler, nodes), f"{name}_jobs": queue.max_jobs and 1},
+    }
     wanted |= {key: value for key, value in named.items() if value}
-    wanted |= {name: 1 for name in job_limits(scheduler) if name == f"{qos}_jobs"}
     extra = []
     if wanted.get("tasks_per_node") == 1:
         # The executor refuses one task per node, and multiplies the tasks by the GPUs if `gres` requests GPUs.
@@ -94,8 +93,8 @@ def request(
 
 
 def job_limits(scheduler: Scheduler) -> dict[str, int]:
-    """Return the maximum number of submitted jobs per QOS, by the name of the resource that counts them."""
-    return {f"{name}_jobs": qos.max_jobs for name, qos in scheduler.qos.items() if qos.max_jobs}
+    """Return the maximum number of submitted jobs per queue, by the name of the resource that counts them."""
+    return {f"{name}_jobs": queue.max_jobs for name, queue in scheduler.queues.items() if queue.max_jobs}
 
 
 def words(asked: Mapping[str, Any]) -> str:
@@ -104,10 +103,10 @@ def words(asked: Mapping[str, Any]) -> str:
     return " ".join([shlex.join(told), *filter(None, [asked.get("slurm_extra")])])
 
 
-def part(scheduler: Scheduler, geometry: Geometry | None, qos: str | None, asked: Request) -> float:
+def part(scheduler: Scheduler, geometry: Geometry | None, queue: Queue, asked: Request) -> float:
     """Return the fraction of each node that a job uses and pays for."""
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
-    if qos is not None and qos == scheduler.whole_qos and qos != scheduler.part_qos:
+    if queue.whole_nodes:
         return 1.0
     cpus = min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
     return max(geometry.gpus_per_node / nodes.gpus, cpus) if geometry and nodes.gpus else cpus
@@ -132,12 +131,26 @@ def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
     return account + nodes.account_suffix if account else None
 
 
-def run_qos(scheduler: Scheduler, geometry: Geometry) -> str | None:
-    """Return the QOS of a run: `part_qos` if the run fits on part of a node, else `whole_qos`."""
-    part = scheduler.qos.get(scheduler.part_qos or "", Qos())
-    small = geometry.nodes == 1 and geometry.gpus_per_node < scheduler.gpu_nodes.gpus
-    fits = geometry.gpus_per_node <= (part.max_gpus or scheduler.gpu_nodes.gpus)
-    return scheduler.part_qos if scheduler.part_qos and small and fits else scheduler.whole_qos
+def choose_queue(scheduler: Scheduler, geometry: Geometry | None, where: str = "") -> tuple[str, Queue]:
+    """Return name and settings of a job's queue, the first that allows its nodes and GPUs.
+
+    `geometry` is None for a data stage. The name is empty if the site names no queue. Raise `UserError` if no queue
+    allows the geometry.
+    """
+    names = scheduler.run_queues if geometry else filter(None, [scheduler.data_queue])
+    queues = {name: scheduler.queues[name] for name in names} or {"": Queue()}
+    asked = geometry or Geometry()  # a data stage uses at most one GPU
+    for name, queue in queues.items():
+        if asked.nodes <= (queue.max_nodes or math.inf) and asked.world_size <= (queue.max_gpus or math.inf):
+            return name, queue
+    limits = [
+        f"{name} ({', '.join(many(n, what) for n, what in ((queue.max_nodes, 'node'), (queue.max_gpus, 'GPU')) if n)})"
+        for name, queue in queues.items()
+    ]
+    raise UserError(
+        f"{where}geometry: no queue in site.scheduler.run_queues allows {many(asked.nodes, 'node')} with "
+        f"{many(asked.world_size, 'GPU')} in total; at most {', '.join(limits)}. Use fewer, or add a queue"
+    )
 
 
 def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> None:
@@ -175,16 +188,7 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
                 f"{where}geometry.{key}: this site gives each GPU a fixed number of CPUs and a fixed amount of memory "
                 "(gpu_nodes.fixed_share); remove the key, or run on another site"
             )
-    qos = run_qos(scheduler, geometry)
-    limit = scheduler.qos.get(qos or "", Qos())
-    if limit.max_gpus and geometry.world_size > limit.max_gpus:
-        raise UserError(
-            f"{where}geometry: {geometry.world_size} GPUs are more than the {limit.max_gpus} that QOS {qos} allows"
-        )
-    if limit.max_nodes and geometry.nodes > limit.max_nodes:
-        raise UserError(
-            f"{where}geometry.nodes: {geometry.nodes} is more than the {limit.max_nodes} that QOS {qos} allows"
-        )
+    choose_queue(scheduler, geometry, where)
 
 
 def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = True) -> str:

@@ -23,7 +23,7 @@ from dlscale.config.dataset import DatasetSettings
 from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration, ResolvedRun, load, study_files
 from dlscale.config.run import Run
-from dlscale.config.site import Job, Qos, Scheduler
+from dlscale.config.site import Job, Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -434,21 +434,27 @@ class Row:
     basis: Basis
     geometry: str  #: Geometry in words.
     hours: dict[Hours, float]
-    qos: str | None
+    queue: str | None  #: Name of the queue; None without queues.
 
     @property
     def plain(self) -> dict[str, Any]:
         """The row for JSON."""
         name = self.work.run_name if self.work.run else None
         place = {"plan": self.work.plan, "run": name, "stage": self.work.stage, "jobs": self.work.jobs}
-        return {**place, "geometry": self.geometry, "qos": self.qos, "basis": self.basis, **dict(self.hours.items())}
+        return {
+            **place,
+            "geometry": self.geometry,
+            "queue": self.queue,
+            "basis": self.basis,
+            **dict(self.hours.items()),
+        }
 
 
 def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Row]:
     """Return the cost of works on the site's nodes and queues.
 
-    Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 for the QOS for full nodes).
-    Charged hours = node-hours × charge of the QOS; the first `full_charge_minutes` of each job count in full.
+    Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 in queues with `whole_nodes`).
+    Charged hours = node-hours × charge of the queue; the first `full_charge_minutes` of each job count in full.
     Without an estimate, the hours are the time limit. Raise `UserError` for a geometry that does not fit the site.
     """
     rows = []
@@ -458,21 +464,20 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
         time, limit = estimate(work, results, scheduler), minutes(work, results, scheduler)
         asked = slurm.request(scheduler, work.stage, geometry, limit, processes)
         hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
-        qos = asked.get("qos")
-        rate = scheduler.qos.get(qos or "", Qos())
-        full = min(rate.full_charge_minutes / 60 * work.jobs / hours, 1.0) if hours else 0.0
+        name, queue = slurm.choose_queue(scheduler, geometry)
+        full = min(queue.full_charge_minutes / 60 * work.jobs / hours, 1.0) if hours else 0.0
         has_gpus = (scheduler.gpu_nodes if geometry else scheduler.cpu_nodes).gpus > 0
         gpus = (geometry.world_size if geometry else 1) if has_gpus else 0
-        node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, qos, asked)
+        node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, queue, asked)
         priced: dict[Hours, float] = {
             "node_hours": node_hours,
             "gpu_hours": hours * gpus,
-            "charged_hours": node_hours * (full + (1 - full) * rate.charge),
+            "charged_hours": node_hours * (full + (1 - full) * queue.charge),
         }
         shown = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
         if geometry:
             shown = slurm.shown(geometry, processes, device_kind(scheduler) == "cuda")
-        rows.append(Row(work, time.basis, shown, priced, qos))
+        rows.append(Row(work, time.basis, shown, priced, name or None))
     return rows
 
 
@@ -490,11 +495,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
     """Return rows as aligned text, with a total."""
     if not rows:
         return ["Nothing to run: all results exist."]
-    cells = [["run", "stage", "geometry", "QOS", "basis", *WORDS.values()]]
+    cells = [["run", "stage", "geometry", "queue", "basis", *WORDS.values()]]
     for row in rows:
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
         hours = [_hours(row.hours[kind], bound_mark([row])) for kind in WORDS]
-        cells.append([name, row.work.stage, row.geometry, row.qos or "-", row.basis, *hours])
+        cells.append([name, row.work.stage, row.geometry, row.queue or "-", row.basis, *hours])
     mark = bound_mark(rows)
     cells.append(["total", *[""] * 4, *(_hours(total(rows, kind), mark) for kind in WORDS)])
     note = ["≤: upper bound; without an estimate, the full time limit is counted"] if mark else []

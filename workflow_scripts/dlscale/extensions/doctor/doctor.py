@@ -23,7 +23,7 @@ from typing import Any
 from dlscale.config.places import check_plans
 from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry, Run
-from dlscale.config.site import Job, Nodes, Qos, Scheduler, Site
+from dlscale.config.site import Job, Nodes, Queue, Scheduler, Site
 from dlscale.core import registry
 from dlscale.core.machine import missing
 from dlscale.core.stages import RUN_STAGES
@@ -274,19 +274,24 @@ def probe_queue() -> Finding:
     return Finding("MinJobAge", "ok", f"{age} s")
 
 
+def _used_queues(scheduler: Scheduler) -> list[tuple[str, Queue]]:
+    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # empty without a queue
+    return [(name, scheduler.queues.get(name, Queue())) for name in names]
+
+
 def probe_partition(scheduler: Scheduler) -> Finding:
     """Warn if Slurm has a default partition that Snakemake's Slurm plugin would request.
 
-    The plugin requests this partition for jobs without a partition. If the site's settings name a partition for each
-    kind of node, the check passes.
+    The plugin requests this partition for jobs without a partition. If all used queues name a partition, the check
+    passes.
     """
     partitions = command_output(["sinfo", "-aho", "%P"]).split()
     default = next((name.removesuffix("*") for name in partitions if name.endswith("*")), None)
-    named = all(nodes.partition for nodes in (scheduler.cpu_nodes, scheduler.gpu_nodes))
+    named = all(queue.partition for _, queue in _used_queues(scheduler))
     if named or default is None:
         return Finding("partition", "ok", "set by the site" if named else "no default partition")
     text = f"{default} is the default: Snakemake's Slurm plugin adds --partition={default} to jobs without a partition"
-    remedy = "if the site selects partitions by QOS or constraint, set partition in *_nodes of site.scheduler"
+    remedy = "if the site selects partitions by QOS or constraint, set partition in site.scheduler.queues"
     return Finding("partition", "warn", text, remedy)
 
 
@@ -331,19 +336,23 @@ def probe_job_limits(scheduler: Scheduler) -> Finding:
             raise
         return Finding("job limits", "skip", "this Slurm has no accounting database")
     limits = {name: int(most) for name, _, most in (line.partition("|") for line in listed.split()) if most}
-    used = {scheduler.data_qos, scheduler.part_qos, scheduler.whole_qos}
-    for name in sorted(filter(None, used & limits.keys())):
-        if (scheduler.qos.get(name, Qos()).max_jobs or math.inf) > limits[name]:
-            text = f"QOS {name} accepts {many(limits[name], 'submitted job')} per user, and refuses further jobs"
-            remedy = f"set site.scheduler.qos.{name}.max_jobs: {limits[name]}, so that further jobs wait in Snakemake"
+    for name, queue in _used_queues(scheduler):
+        if (queue.max_jobs or math.inf) > (most := limits.get(queue.qos or "", math.inf)):
+            text = f"QOS {queue.qos} accepts {many(int(most), 'submitted job')} per user, and refuses further jobs"
+            remedy = f"set site.scheduler.queues.{name}.max_jobs: {most}, so that further jobs wait in Snakemake"
             return Finding("job limits", "warn", text, remedy)
     return Finding("job limits", "ok", ", ".join(f"{name} {most}" for name, most in limits.items()) or "none")
 
 
-def probe_nodes(kind: Nodes, most: int) -> Finding:
-    """Check that Slurm has at least `most` nodes as in the site's settings; otherwise jobs would wait forever."""
+def _probe_partitions(scheduler: Scheduler, kind: Nodes, geometries: Iterable[Geometry | None]) -> list[Finding]:
+    jobs = [(slurm.choose_queue(scheduler, each)[1].partition or "", each.nodes if each else 1) for each in geometries]
+    return [probe_nodes(kind, *largest) for largest in dict(sorted(jobs)).items()]  # the largest job of each partition
+
+
+def probe_nodes(kind: Nodes, partition: str, most: int) -> Finding:
+    """Check that a partition has at least `most` nodes as in the site's settings; otherwise jobs would wait forever."""
     # Each group of nodes: features, CPUs, generic resources, number of nodes, memory (MB).
-    text = command_output(["sinfo", "-a", *(["-p", kind.partition] if kind.partition else []), "-ho", "%f|%c|%G|%D|%m"])
+    text = command_output(["sinfo", "-a", *(["-p", partition] if partition else []), "-ho", "%f|%c|%G|%D|%m"])
     constraint = kind.constraint or ""
     features = set(filter(None, constraint.split("&"))) if not set(constraint) & set("|[*(") else set()
     asks = kind.cpus, kind.gpus, kind.memory_mb or 0
@@ -353,12 +362,12 @@ def probe_nodes(kind: Nodes, most: int) -> Finding:
             has = int(row[1].rstrip("+")), _count_gpus(row[2], kind.gres), int(row[4].rstrip("+"))
             seen.append(f"{row[3]} of {_has(*has)}")
             fitting += int(row[3]) if all(one >= other for one, other in zip(has, asks, strict=True)) else 0
-    which = {"partition": kind.partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
+    which = {"partition": partition, "constraint": constraint, "--gres": kind.gres if kind.gpus else ""}
     what = _has(*asks) + "".join(f", {word} {name}" for word, name in which.items() if name)
     if fitting >= most:
         return Finding(_name(kind), "ok", f"{fitting} of {what}")
     there = "; ".join(dict.fromkeys(seen)) or "no node with this partition and constraint"
-    remedy = "correct cpu_nodes or gpu_nodes in site.scheduler, or reduce geometry.nodes"
+    remedy = "correct cpu_nodes, gpu_nodes or queues in site.scheduler, or reduce geometry.nodes"
     text = f"{many(most, 'node')} of {what} wanted; sinfo has {fitting} ({there})"
     return Finding(_name(kind), "FAIL", text, remedy)
 
@@ -418,16 +427,18 @@ def check(
     place = functools.partial(probe_site, workflow.site, runs, profilers, on_gpus)
     probes: list[Probe] = [("environment", place)]
     if scheduler:
-        kinds = [(scheduler.cpu_nodes, 1)] if "data" in stages_wanted else []
+        kinds: list[tuple[Nodes, list[Geometry | None]]] = (
+            [(scheduler.cpu_nodes, [None])] if "data" in stages_wanted else []
+        )
         if runs and set(RUN_STAGES) & set(stages_wanted):
-            kinds.append((scheduler.gpu_nodes, max(run.geometry.nodes for run in runs)))
+            kinds.append((scheduler.gpu_nodes, [run.geometry for run in runs]))
         probes += [
             ("Slurm", probe_slurm),
             ("MinJobAge", probe_queue),
             ("partition", functools.partial(probe_partition, scheduler)),
             ("account", functools.partial(probe_account, scheduler, runs, stages_wanted)),
             ("job limits", functools.partial(probe_job_limits, scheduler)),
-            *((_name(kind), functools.partial(probe_nodes, kind, most)) for kind, most in kinds),
+            *((_name(kind), functools.partial(_probe_partitions, scheduler, kind, each)) for kind, each in kinds),
         ]
     for name in dict.fromkeys([*(run.dataset for run in runs), *datasets]):
         samples = [run.samples for run in runs if run.dataset == name]
