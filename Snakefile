@@ -44,7 +44,6 @@ localrules:
     image,
     configure_plan,
     preview,
-    promote,
     collect,
     report,
     report_plan,

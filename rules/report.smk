@@ -1,23 +1,3 @@
-checkpoint promote:
-    """Choose the trials for the next rung of successive halving."""
-    input:
-        plan=PATHS.plan(),
-        runs=PLANS.promote_inputs,
-    output:
-        PATHS.rung(),
-    log:
-        PATHS.log("promote", "{plan}", "rung{rung}"),
-    benchmark:
-        PATHS.benchmark("promote", "{plan}", "rung{rung}")
-    params:
-        stage=PLANS.promote_params,
-        launch=COMMANDS.launch,
-    message:
-        "Choose the trials of {wildcards.plan} for rung {wildcards.rung}"
-    shell:
-        "{params.launch:q} promote --plan {input.plan:q} --rung {wildcards.rung} --out {output:q} --log {log:q}"
-
-
 rule collect:
     """Tabulate a plan's runs."""
     input:

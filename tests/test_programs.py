@@ -24,7 +24,6 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.files import temporary_folder
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
 from dlscale.extensions.programs import checkout, run_program, turns
@@ -33,6 +32,7 @@ from dlscale.extensions.programs.launch import PROGRAM_SHELL, TORCHRUN_VARIABLES
 from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
+from dlscale.extensions.programs.system import temporary_folder
 from dlscale.launch.launcher import ContainerMounts
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program

@@ -132,4 +132,4 @@ def test_patterns_of_a_program_are_no_secrets() -> None:
 def test_a_missing_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(urls.VARIABLE, raising=False)
     with pytest.raises(UserError, match="stands for a secret, which this process does not have"):
-        redact.restore(["--token=***secret.token***"])
+        redact.put_back(["--token=***secret.token***"], {})

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from dlscale.core.noise import interval, pooled
-from dlscale.extensions.compare.compare import change
+from dlscale.extensions.compare.compare import change, relative_to_first
 from dlscale.measure.records import Beside, Outside, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
-from dlscale.report.speedup import FLOOR, SpeedUps, measured_apart, relative_to_first
+from dlscale.report.speedup import FLOOR, SpeedUps, measured_apart
 from dlscale.results import PlanResult, read_plan
 from tests.test_report import Page, Results
 

@@ -18,6 +18,7 @@ from dlscale.core.errors import cut
 from dlscale.core.noise import halved
 from dlscale.core.schema import MAX_RUNS, BatchSize, Devices, Name, Number, PositiveFloat, PositiveInt, Seed, Whole
 from dlscale.core.settings import holds
+from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
 #: Settings of a generated run, in parts: key in the block that sets the part → settings.
@@ -293,6 +294,10 @@ class Sweep(Lawful):
         }
 
     LAWS: ClassVar[tuple[Law, ...]] = (
+        (
+            lambda its: its.method == "halving" and "promote" not in STAGES,
+            "method: halving needs dlscale's extension tune, which is not installed; use grid or random",
+        ),
         (
             lambda its: its.method == "grid" and its.trials is not None,
             "trials: method grid tries all combinations; remove trials, or use method random",

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from typing import Any
 from dlscale.core.errors import UserError, brief
 from dlscale.core.urls import hidden_in
 
-_HOST = socket.gethostname().split(".")[0]
+#: Name of this machine.
+HOST = socket.gethostname().split(".")[0]
 #: Default advice for a file that cannot be read.
 TORN = "the file may be incomplete or damaged; fetch or make it again"
 #: Seconds by which a new file's modification time may precede `time.time()`, because the kernel's file clock is coarse.
@@ -37,11 +37,11 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     # The token is needed because processes in different containers may have the same process id.
-    stem, owner = f".{path.name[:150]}.{_HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
+    stem, owner = f".{path.name[:150]}.{HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
     temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left(path.parent, stem, f".part{path.suffix}")
+        remove_left(path.parent, stem, f".part{path.suffix}")
         yield temporary
         former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
         if former:  # a folder cannot be replaced in one step, so the old folder is renamed first
@@ -57,18 +57,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in `parent` that is removed when its context ends.
-
-    The default of `parent` is the system's temporary folder. Also remove folders of this name that killed processes
-    left behind.
-    """
-    parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{_HOST}"
-    _remove_left(parent, stem)
-    return tempfile.TemporaryDirectory(dir=parent, prefix=f"{stem}.{os.getpid()}.")
-
-
-def _remove_left(parent: Path, stem: str, suffix: str = "") -> None:
+def remove_left(parent: Path, stem: str, suffix: str = "") -> None:
     """Remove files and folders `STEM.PID.*SUFFIX` that killed processes on this machine left behind."""
     for left in parent.glob(f"{glob.escape(stem)}.*{glob.escape(suffix)}"):
         with contextlib.suppress(OSError):

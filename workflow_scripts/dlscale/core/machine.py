@@ -113,11 +113,6 @@ def with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
-def adopt_orphans(adopt: bool = True) -> None:
-    """Let Linux make this process the parent of orphaned descendants; if `adopt` is false, stop this."""
-    ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
 def processor() -> str:
     """Return the name of this machine's processor; its architecture if the name is unknown."""
     found = re.search(r"^model name\s*:\s*(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)

@@ -7,14 +7,13 @@ environment.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import SplitResult
 
 from dlscale.core.errors import UserError
-from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, VARIABLE, split
+from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, split
 
 #: Words that mark a secret at the end of a name, such as token in HF_TOKEN. Exceptions are `_NOT_ALONE`, and token or
 #: pass after a word in `_PLAIN`. Names that end with key are checked with `_KEYS`.
@@ -115,11 +114,6 @@ def redact_programs(settings: Any, secrets: dict[str, str] | None = None) -> Any
 def has_marker(settings: Any) -> bool:
     """Return whether settings contain a marker of a secret."""
     return bool(MARKER.search(json.dumps(settings)))
-
-
-def restore(settings: Any) -> Any:
-    """Return settings with markers replaced by the secrets in the environment variable `VARIABLE`."""
-    return put_back(settings, json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:

@@ -163,16 +163,6 @@ STAGES: dict[str, Stage] = {
         imports=lambda run: registry.provider("predict_memory"),
         seconds=throughput_seconds,
     ),
-    "promote": Stage(
-        "dlscale.report.promote",
-        "Choose the trials of a sweep for the next rung of successive halving.",
-        "plan",
-        (
-            path("--plan", "the plan's plan.yaml"),
-            option("--rung", "number of the next rung, from 1", type=int, metavar="N"),
-            path("--out", "JSON file to write"),
-        ),
-    ),
     "collect": Stage(
         "dlscale.report.collect",
         "Write the table of a plan's runs.",

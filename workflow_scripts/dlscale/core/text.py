@@ -13,7 +13,7 @@ NONE = "–"
 _SUPERSCRIPTS = str.maketrans("-+0123456789", "⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u00a0"  # keeps a number and its unit on one line
 #: Start of a text that a spreadsheet runs as a formula, possibly after single quotes.
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+FORMULA = re.compile(r"'*[=+\-@\t\r]")
 
 #: Maximum number of names that `listed` returns; further names are only counted.
 LISTED = 4
@@ -132,18 +132,13 @@ def escape_formula(value: Any) -> Any:
 
     Numbers, also as text, and all other values are returned unchanged.
     """
-    if not isinstance(value, str) or not _FORMULA.match(value):
+    if not isinstance(value, str) or not FORMULA.match(value):
         return value
     try:
         float(value)
     except ValueError:
         return f"'{value}"
     return value
-
-
-def unescape_formula(text: str) -> str:
-    """Return the original text for a text from `escape_formula`."""
-    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def shorten(text: str, length: int) -> str:

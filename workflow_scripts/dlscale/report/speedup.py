@@ -130,18 +130,6 @@ def paired_ratio(
     return SpeedUp(log, math.hypot(error, floor))
 
 
-def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
-    """Return the ratio of two runs' speed-ups over the first runs of their plans; None if it is unknown.
-
-    The ratio is unknown if a run has no paired timing, if the first runs do different work, or if one of the two runs
-    does the work of a first run.
-    """
-    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
-    if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
-        return None
-    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
-
-
 @dataclass(frozen=True, eq=False)
 class Group:
     """Runs that do the same work (`dlscale.config.compute`)."""

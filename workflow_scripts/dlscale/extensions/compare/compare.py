@@ -23,14 +23,14 @@ from dlscale.config.places import results_of, run_folder
 from dlscale.core import registry, text
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.files import no_pipe
-from dlscale.core.noise import standard_errors
+from dlscale.core.noise import pooled, standard_errors
 from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
 from dlscale.extensions.compare.terminal import show
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, Table, cell, table
-from dlscale.report.speedup import SpeedUp, measured_apart, relative_to_first
+from dlscale.report.speedup import FLOOR, SpeedUp, measured_apart, paired_ratio
 from dlscale.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def read(folder: Path) -> Summary:
 
 
 def _unescaped(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: text.unescape_formula(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+    return {key: unescape_formula(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
 
 
 def read_rows(file: Path) -> list[TopEntry]:
@@ -401,3 +401,20 @@ def _calls(before: float, after: float) -> Cell:
 def _ms(seconds: float, noise: float = 0.0) -> Cell:
     spread = f"± {text.number(1e3 * noise, 2)}" if math.isfinite(noise) else "noise unknown"
     return cell(1e3 * seconds, note=spread * bool(noise))
+
+
+def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
+    """Return the ratio of two runs' speed-ups over the first runs of their plans; None if it is unknown.
+
+    The ratio is unknown if a run has no paired timing, if the first runs do different work, or if one of the two runs
+    does the work of a first run.
+    """
+    own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
+    if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
+        return None
+    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
+
+
+def unescape_formula(cell_: str) -> str:
+    """Return the original text for a text from `escape_formula`."""
+    return cell_[1:] if cell_.startswith("'") and text.FORMULA.match(cell_) else cell_

@@ -17,6 +17,7 @@ from typing import IO, Any
 import psutil
 
 from dlscale.core import machine
+from dlscale.extensions.programs.system import adopt_orphans
 
 #: Seconds between SIGTERM to a program's processes and SIGKILL.
 GRACE = 5.0
@@ -108,7 +109,7 @@ def _keep(parent: int, write: int, all_end: bool) -> None:
     # The keeper blocks signals, because a terminal, Slurm and dlscale send them to the program directly.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     machine.with_parent(parent, signal.SIGCHLD)
-    machine.adopt_orphans()
+    adopt_orphans()
     keeper = os.getpid()
     if not (program := os.fork()):
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # ignored by dlscale, but not by the program

@@ -17,7 +17,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import make_folder
 from dlscale.core.machine import given
 from dlscale.core.progress import StageStatus, write_status
-from dlscale.core.redact import restore
+from dlscale.core.redact import put_back
+from dlscale.core.urls import VARIABLE
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.launch import FOLDER
@@ -36,7 +37,8 @@ class RunProgram:
             make_folder(folder)
         # Records contain the command as written in the configuration, without secrets.
         self.words = Words(run.program, str(out.absolute()), resumed).command
-        whole = type(run.program).model_validate(restore(run.program.model_dump()))
+        secrets = json.loads(os.environ.get(VARIABLE, "{}"))
+        whole = type(run.program).model_validate(put_back(run.program.model_dump(), secrets))
         words = Words(whole, str(out.absolute()), resumed)
         self.folder, self.environment = words.folder, words.environment
         if not Path(self.folder).is_dir():

@@ -33,6 +33,7 @@ from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram
 from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
+from dlscale.extensions.programs.system import adopt_orphans
 from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage
@@ -326,11 +327,11 @@ def _wait(process: KeptProgram, enough: Callable[[], bool]) -> bool:
 @contextlib.contextmanager
 def _reaping() -> Iterator[None]:
     """Adopt the processes that a program and its keeper leave running when they end."""
-    machine.adopt_orphans()
+    adopt_orphans()
     try:
         yield
     finally:
-        machine.adopt_orphans(False)
+        adopt_orphans(False)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ from typing import Any
 from dlscale.config.compute import compute_digest
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
-from dlscale.core.files import temporary_folder
 from dlscale.core.text import duration, number
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.run_program import RunProgram
+from dlscale.extensions.programs.system import temporary_folder
 from dlscale.measure.turns import paired
 
 

@@ -33,6 +33,16 @@ STAGES = {
         minutes=30,
         after="throughput",
     ),
+    "promote": Stage(
+        "dlscale.extensions.tune.promote",
+        "Choose the trials of a sweep for the next rung of successive halving.",
+        "plan",
+        (
+            path("--plan", "the plan's plan.yaml"),
+            option("--rung", "number of the next rung, from 1", type=int, metavar="N"),
+            path("--out", "JSON file to write"),
+        ),
+    ),
 }
 
 CARDS = {"tuning": "dlscale.extensions.tune.section.card"}

@@ -36,3 +36,27 @@ rule tune:
         " --device {params.device:q} --threads {threads}"
         " --run {wildcards.plan:q}.{wildcards.run:q} --call {params.call:q} {params.candidates:q} --out {params.folder:q}"
         " --telemetry {output.telemetry:q} --log {log:q}"
+
+
+localrules:
+    promote,
+
+
+checkpoint promote:
+    """Choose the trials for the next rung of successive halving."""
+    input:
+        plan=PATHS.plan(),
+        runs=PLANS.promote_inputs,
+    output:
+        PATHS.rung(),
+    log:
+        PATHS.log("promote", "{plan}", "rung{rung}"),
+    benchmark:
+        PATHS.benchmark("promote", "{plan}", "rung{rung}")
+    params:
+        stage=PLANS.promote_params,
+        launch=COMMANDS.launch,
+    message:
+        "Choose the trials of {wildcards.plan} for rung {wildcards.rung}"
+    shell:
+        "{params.launch:q} promote --plan {input.plan:q} --rung {wildcards.rung} --out {output:q} --log {log:q}"
