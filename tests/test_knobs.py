@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from dlscale.scores import l1
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
@@ -31,6 +30,7 @@ from dlscale.data.sampling import evenly
 from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
 from dlscale.extensions.cosmo_unet.cosmo.samples import Crops
 from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.imagenet_resnet50.model import ResNet
 from dlscale.extensions.trackers import trackers
 from dlscale.results import RunResult, reached

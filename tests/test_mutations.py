@@ -178,9 +178,8 @@ def _pack(folder: Path) -> None:
     _images(folder.parent / "images")
     images(folder.parent / "images")
     folder.mkdir(parents=True)
-    write_pack(
-        folder / "pack.h5", pictures(folder.parent / "images", ["a", "b"]), ["a", "b"], "encoded", lambda *_: None
-    )
+    found, _ = pictures(folder.parent / "images", ["a", "b"])
+    write_pack(folder / "pack.h5", found, ["a", "b"], "encoded", lambda *_: None)
 
 
 def _log(folder: Path) -> None:
