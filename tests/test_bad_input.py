@@ -317,7 +317,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "another shape": (
         lambda root: rewrite(root / "valid/2002.h5", lambda v: v[:, :, :8]),
         {},
-        ("2002.h5", "(6, 3, 8, 16)", "(6, 3, 9, 16)"),
+        ("2002.h5", "(3, 8, 16) per time", "(3, 9, 16)"),
     ),
     "a truncated year": (
         lambda root: (root / "valid/2002.h5").write_bytes((root / "valid/2002.h5").read_bytes()[:-50]),
