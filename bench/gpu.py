@@ -93,7 +93,7 @@ def all_tasks(bench: Bench) -> list[Task]:
 
 
 def heading(args: argparse.Namespace) -> Values:
-    """Return the facts that identify a call: time, commit, device and versions."""
+    """Return the facts that identify a benchmark run: time, commit, device, card and PyTorch's version."""
 
     def git(*words: str) -> str:
         try:

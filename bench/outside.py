@@ -22,7 +22,7 @@ from dlscale.core.telemetry import sampled
 from dlscale.extensions.programs.hook.sitecustomize import Watcher
 from dlscale.extensions.programs.timed import FOLDER
 
-#: Least ratio of speed to steps without the hook: with the hook, and with hook and telemetry.
+#: Minimum speed relative to steps without the hook: with the hook; with hook and telemetry.
 HOOKED, MEASURED = 0.995, 0.99
 
 #: Samples per step; warm-up steps per turn, needed after the hook is added or removed; timed steps per turn.

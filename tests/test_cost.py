@@ -428,7 +428,7 @@ def test_cpu_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_without_a_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    """A rate counts if this machine's devices measured it; a published GPU figure counts only with a GPU."""
+    """Without a scheduler, an estimate uses measured or published GPU rates only if this machine has a GPU."""
     monkeypatch.setattr("dlscale.preflight.cost.gpus", lambda: gpus)
     here = work(load(tmp_path), "cosmo_ladder.baseline")
     assert cost.estimate(here, tmp_path).basis == ("published" if gpus else "limit")

@@ -106,7 +106,7 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
 
 
 def test_a_validation_between_loops_is_not_a_step(tmp_path: Path) -> None:
-    """An unrecorded validation between two loops does not count as a step, even if it is shorter than a pause."""
+    """An unrecorded validation between two loops is not a step, even if it is too short to count as a pause."""
     clock = Clock(tmp_path, way="timed")
     for _ in range(20):
         clock.note(f"l {clock.now:.6f}")
@@ -423,7 +423,7 @@ def test_a_log_may_have_other_keys_for_the_step(tmp_path: Path) -> None:
             {"n": 1, "time": 1},
             "no step (`step`, `global_step`, `iteration`, `iter`, `current_steps`) among its keys n, time",
         ),
-        ({}, "and no `time` among its keys none; expected the time of day"),
+        ({}, "and no `time` among its keys none; expected a date with time"),
     ):
         log.write_text(json.dumps(line) + "\n")
         with pytest.raises(UserError, match=re.escape(message)):
@@ -530,12 +530,12 @@ def test_a_log_may_count_whole_seconds(tmp_path: Path, in_india: None) -> None:
         ([tick / 60 for tick in TICKS], "seems to be in minutes"),
         ([tick / 3600 for tick in TICKS], "seems to be in hours"),
         ([iso(BEGIN + 9 * 3600)] * 3, "is outside of the run"),
-        (["1.2k"], "line 1: `time` '1.2k': expected the time of day"),
-        (["12:00:05"], "line 1: `time` '12:00:05': expected the time of day"),
-        ([True], "line 1: `time` True: expected the time of day"),
-        ([None], "line 1: `time` None: expected the time of day"),
+        (["1.2k"], "line 1: `time` '1.2k': expected a date with time"),
+        (["12:00:05"], "line 1: `time` '12:00:05': expected a date with time"),
+        ([True], "line 1: `time` True: expected a date with time"),
+        ([None], "line 1: `time` None: expected a date with time"),
         ([10**400], "line 1: `time` 1000000000"),
-        (["nan", "inf"], "line 1: `time` 'nan': expected the time of day"),
+        (["nan", "inf"], "line 1: `time` 'nan': expected a date with time"),
     ],
 )
 def test_times_of_another_kind_are_refused(tmp_path: Path, in_india: None, times: list[object], message: str) -> None:

@@ -131,7 +131,7 @@ STUDIES = {
                 NO_UNITS,
                 "rmse_normalised",
                 "RMSE, normalised",
-                meaning="of standardised fields, averaged over samples: the published form",
+                meaning="RMSE of standardised fields, averaged over samples, as published",
             ),
             *of_channels(WINDS, "persistence_rmse", "RMSE of persistence"),
             *of_channels(NO_UNITS, "skill", "skill", better="higher", derived=True),

@@ -245,7 +245,7 @@ def test_a_single_cause_is_named_with_the_cost(name: str) -> None:
             None,
             id="calls that take half of a GPU's step",
         ),
-        pytest.param(measured(), profiled(0.2, device_busy=0.5), id="a device that only the profiler left idle"),
+        pytest.param(measured(), profiled(0.2, device_busy=0.5), id="a device that is idle only under the profiler"),
         pytest.param(
             measured(),
             profiled(items=1, syncs=1, sync_seconds=0.09, device_busy=0.98),

@@ -226,7 +226,7 @@ def test_a_rank_that_holds_pythons_lock_is_not_reported(tmp_path: Path, era5_dat
 
 @pytest.mark.slow
 def test_a_rank_that_never_releases_pythons_lock_is_named(tmp_path: Path, era5_data: Path) -> None:
-    """The first rank judges all others; if it hangs, the others report it."""
+    """Rank 0 judges all ranks. If rank 0 hangs, rank 1 reports this."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     limits = {WATCHDOG: "silent=5:stuck=12:between=12"}
     output = end_of(begin_faulty(folder, era5_data, "data", 400, culprit=0, HOLDS="3600", **limits), folder)
@@ -459,7 +459,9 @@ def test_the_verdict_on_silence() -> None:
     old = verdict(GOES_ON, GOES_ON, sees(watchdog.THERE), silent={1: 46, 2: 40})
     assert "process 1 on nid1" in old, "the rank that saw the process has been silent since"
     assert not verdict(sees(watchdog.THERE), GOES_ON, silent={1: 40})
-    assert verdict(sees(watchdog.THERE), GOES_ON | {"failed": "no"}, silent={1: 26}) == "process 1 on nid1 ended: no"
+    assert verdict(sees(watchdog.THERE), GOES_ON | {"failed": "full disk"}, silent={1: 26}) == (
+        "process 1 on nid1 ended: full disk"
+    )
     # The second rank judges the first rank.
     assert not verdict(GOES_ON, sees(watchdog.THERE, 0), silent={0: 40}, rank=1)
     assert "process 0 on nid0 (backward): still running" in verdict(

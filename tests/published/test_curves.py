@@ -103,7 +103,7 @@ def trained(folder: Path, study: str, data: Path, **over: Any) -> list[dict[str,
 
 
 def each(batches: Batches, epoch: int) -> Batches:
-    """Return the batches of an epoch: the same for all epochs, unless their loader shuffles them."""
+    """Return `batches` for every epoch; a shuffling loader reorders them at each iteration."""
     return batches
 
 

@@ -243,7 +243,10 @@ def _settings_class() -> Any:
     own: dict[str, Any] = {name: (field.annotation, field) for name, field in Run.model_fields.items()}
     del own["study"]
     return create_model(
-        "RunSettings", __base__=Strict, __doc__="Changes to the settings of a study.", **{**own, **unions, **more}
+        "RunSettings",
+        __base__=Strict,
+        __doc__="Settings of a run. They override the settings of its study.",
+        **{**own, **unions, **more},
     )
 
 

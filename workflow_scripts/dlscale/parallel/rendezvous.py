@@ -99,8 +99,8 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
     if size != geometry.world_size:
         raise UserError(
             f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), but "
-            f"{size} were started. Start the run with torchrun --nproc-per-node={per_node}, srun --ntasks="
-            f"{geometry.world_size} or mpirun -n {geometry.world_size}, as the workflow does"
+            f"{size} were started. Start them with torchrun --nnodes={geometry.nodes} --nproc-per-node="
+            f"{per_node}, srun --nodes={geometry.nodes} --ntasks-per-node={per_node} or mpirun -n {geometry.world_size}"
         )
     if local_rank != rank % per_node:
         raise UserError(

@@ -43,7 +43,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Rank among the ranks that load different samples; equal for ranks that share a model."""
+        """Data-parallel rank (mesh axis dp); equal for all ranks of a tp x cp group, which load the same samples."""
         return self.mesh.rank("dp") if self.mesh else self.rank
 
     @property

@@ -114,7 +114,7 @@ def charts_of(
     dashes: Sequence[str] = (),
     **more: Any,
 ) -> list[Chart]:
-    """Return a list with one chart, or an empty list without finite values."""
+    """Return a list with one chart; an empty list if `rows` is empty."""
     rows, axes = over(rows, first)
     if not rows:
         return []

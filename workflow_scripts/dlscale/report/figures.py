@@ -22,7 +22,7 @@ class Cell:
     text: str = NONE
     key: float | str = ""  #: Value to sort by; empty if unknown.
     note: str = ""  #: Second line of the cell.
-    link: str = ""  #: Anchor on the page that the cell links to.
+    link: str = ""  #: Anchor, on the same page, that the cell links to; empty without a link.
 
 
 def cell(value: Any, text: Callable[[Any], str] = number, note: str = "", link: str = "") -> Cell:

@@ -214,7 +214,7 @@ def fit_with_signals(
 ) -> list[Epoch]:
     """Run `trainer.fit` while showing progress and obeying signals; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
-    headline = described[0].name if described else ""  # a metric with a baseline without learning comes first
+    headline = described[0].name if described else ""  # metrics that have a naive baseline come first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
     latest = _Latest(samples)
 

@@ -112,7 +112,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
     """Open the array `name`, to be read on demand; an array of a .npz file is read completely."""
     names, values = [name], None
     if path.is_dir():
-        raise UserError(f"{path}: a folder; expected a file, name the files in it")
+        raise UserError(f"{path}: a folder; expected a file. Name one file in this folder")
     if path.suffix in HDF5:
         file = stack.enter_context(store.open_file(path))
         with reading(path):

@@ -232,7 +232,7 @@ def _run(words: list[str], world: World) -> tuple[int | None, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes in its session."""
+    """End a running process and its process group, and close the process's input."""
     for number, seconds in [(signal.SIGTERM, 10.0), (signal.SIGKILL, None)]:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

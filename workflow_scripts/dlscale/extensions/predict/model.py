@@ -27,7 +27,7 @@ from dlscale.core.schema import Strict
 from dlscale.core.settings import read_yaml, validate
 from dlscale.parallel.records import LinkLevel, Links
 
-#: Size of a level that joins any number of units.
+#: Value of `Level.size` if the number of units is unlimited.
 ANY = 2**31
 
 

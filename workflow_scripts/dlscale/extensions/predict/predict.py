@@ -102,7 +102,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
-                f"{path}: neither a throughput nor a training was measured. Add throughput to the plan's key measure"
+                f"{path}: no measured throughput and no training. Add `throughput` to the plan's key `measure`"
             )
         if measured and measured.unit != SAMPLE_RATE:
             raise UserError(
@@ -165,7 +165,7 @@ def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
         if found.get(key) != expected.get(key):
             raise UserError(
                 f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)} "
-                "(None: not set). Runs that are fitted together may differ only in devices and batch "
+                "(None: not set). Runs that are fitted together may differ only in geometry and batch "
                 "size. Predict the runs one by one"
             )
 

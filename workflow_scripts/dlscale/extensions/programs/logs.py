@@ -33,7 +33,7 @@ SKEW_SECONDS = 1.0
 #: Units of numeric times: seconds, milliseconds, microseconds, nanoseconds.
 UNITS = (1.0, 1e-3, 1e-6, 1e-9)
 
-#: Earliest accepted time of day in a log, seconds since 1970-01-01 UTC.
+#: Earliest accepted date in a log, seconds since 1970-01-01 UTC.
 OLDEST = 1e9
 
 #: Maximum fraction of a log's points, in the order of time, at which the step number may decrease.
@@ -50,7 +50,7 @@ REFUSED_UNITS, MIN_COVERED = {60.0: "minutes", 3600.0: "hours"}, 0.1
 STEP_KEYS = ("step", "global_step", "iteration", "iter", "current_steps")
 
 EXPECTED = (
-    "expected the time of day (seconds or milliseconds since 1970-01-01 UTC, or ISO 8601), or seconds since the start"
+    "expected a date with time (ISO 8601, or seconds or milliseconds since 1970-01-01 UTC), or seconds since the start"
 )
 
 #: Logged step: time (seconds since 1970-01-01 UTC) and step number.
@@ -156,7 +156,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     if path.is_dir() or ".tfevents." in path.name:
         found = defaultdict[Path, list[Row]](list)
         for folder, event in _events(files):
-            # A restart repeats steps: the first try of such a step counts for the speed, the last try for the values.
+            # A restart repeats steps: values (`tags`) keep the last try; `logged` keeps the first, for the speed.
             if tags is not None and is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             found[folder] += [

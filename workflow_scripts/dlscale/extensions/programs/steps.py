@@ -133,7 +133,7 @@ def _process(path: Path) -> Process:
 def stopped(folder: Path) -> str | None:
     """Return the reason why the hook of a process stopped early; None if no hook stopped."""
     reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
-    return next((reason.strip() or "its steps could not be written; the disk may be full" for reason in reasons), None)
+    return next((reason.strip() or "the steps could not be written; the disk may be full" for reason in reasons), None)
 
 
 class Tail:

@@ -6,7 +6,7 @@ With the time t of the input x(t), the lead d and the mean state m(hour) of each
 - climatology: m(t + d)
 - the mean diurnal change: x(t) + m(t + d) - m(t)
 - the damped anomaly: m(t + d) + a (x(t) - m(t)), a fitted to each channel in training
-- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h); for leads above 24 h the change over the last full days
+- yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h); for leads above 24 h, two or more days earlier
 - a linear regression on these three states, on the state one step before t, and on a constant, fitted to each channel
   in training
 
