@@ -22,7 +22,7 @@ from dlscale.rules.commands import Commands
 from dlscale.rules.context import Context
 from dlscale.rules.datasets import Datasets
 from dlscale.rules.plans import Plans
-from dlscale.rules.programs import Programs
+from dlscale.rules.runs import Programs
 from dlscale.rules.runs import ALL_CORES, Runs
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"

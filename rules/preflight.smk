@@ -6,7 +6,7 @@ from dlscale.core import progress, registry
 from dlscale.core.files import write_text
 from dlscale.core.fingerprint import save_tables
 from dlscale.report.report import live_page
-from dlscale.rules.calls import Call, requests
+from dlscale.rules.calls import Call
 
 STARTED = time.time() - progress.age()
 CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
@@ -72,7 +72,7 @@ def looked():
     if reasons or lost:
         tell("", "Why:", *(f"  {line}" for line in [*reasons, *lost]))
     if SITE.scheduler:
-        tell(*requests(requests_to_show()))
+        tell(*slurm.requests(requests_to_show()))
     return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles)
 
 

@@ -28,11 +28,11 @@ from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
 from dlscale.extensions.programs import checkout, run_program, turns
 from dlscale.extensions.programs.jobs import ProgramJobs
+from dlscale.extensions.programs.keeper import temporary_folder
 from dlscale.extensions.programs.launch import PROGRAM_SHELL, TORCHRUN_VARIABLES, launch_program
 from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
-from dlscale.extensions.programs.system import temporary_folder
 from dlscale.launch.launcher import ContainerMounts
 from tests.conftest import make_run, variables
 from tests.programs import TRAIN, settings, write_program

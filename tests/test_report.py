@@ -40,7 +40,7 @@ from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool,
 from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
 from dlscale.report import charts, collect, curves, profiles, published, report, sections
-from dlscale.report.bound import bound
+from dlscale.report.evidence import bound
 from dlscale.report.figures import joules
 from dlscale.report.verdict import disturbance, judge_run
 from dlscale.results import read_plan, read_run

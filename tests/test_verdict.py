@@ -17,8 +17,7 @@ from dlscale.extensions.explain.explain import lines
 from dlscale.measure.profilers import Activity, Profile, ProfiledTool
 from dlscale.measure.records import Outside, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
-from dlscale.report.bound import bound
-from dlscale.report.evidence import Evidence
+from dlscale.report.evidence import Evidence, bound
 from dlscale.report.verdict import limit, verdict
 from tests.conftest import stage
 from tests.test_report import Results

@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dlscale.core import environment, interrupt, process, progress, registry, telemetry
-from dlscale.core.commands import PLANS, Query
 from dlscale.core.errors import PeerLost, Stopped, UserError, nearest
 from dlscale.core.files import translate_error
 from dlscale.core.machine import let_threads_wait, put_python_first, restore_caller
 from dlscale.core.process import Ranks, ranks
 from dlscale.core.redact import redact, redact_programs
 from dlscale.core.settings import read_settings, typed, validate, write_yaml
-from dlscale.core.stage import Stage, option
+from dlscale.core.stage import PLANS, Query, Stage, option
 from dlscale.core.stages import RUN_OPTIONS, STAGES
 from dlscale.core.text import coloured
 from dlscale.launch.contain import exit_with_stdin

@@ -87,3 +87,22 @@ class Stage:
     def decides(self) -> str:
         """Module whose imports include all code that decides the results."""
         return self.science or self.module
+
+
+@dataclass(frozen=True)
+class Query:
+    """A command for users that no rule calls; its `main(args, configuration)` returns the exit status."""
+
+    module: str
+    text: str
+    options: tuple[Option, ...] = ()
+    configured: bool = True  #: Whether the command reads the configuration, and has options such as `--configfile`.
+
+
+#: Positional arguments: any number of plans.
+PLANS: Option = (
+    "plans",
+    {"nargs": "*", "metavar": "PLAN", "help": "plans (default: the targets of the configuration)"},
+)
+#: Positional arguments: at least one run.
+RUNS: Option = ("runs", {"nargs": "+", "metavar": "RUN", "help": "PLAN.RUN, or the folder of a run"})

@@ -8,14 +8,14 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlscale.config.run import Geometry
 from dlscale.config.site import Job, Nodes, Queue, Scheduler
 from dlscale.core.errors import UserError
 from dlscale.core.machine import command_output
-from dlscale.core.stages import STAGES
+from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.text import many
 
 #: Resource of the Slurm executor → requested value.
@@ -101,6 +101,19 @@ def words(asked: Mapping[str, Any]) -> str:
     """Return a job's resources as options of sbatch, quoted for a shell."""
     told = [f"{word}={asked[name]}" for name, word in WORDS.items() if asked.get(name)]  # 0 stands for no --mem
     return " ".join([shlex.join(told), *filter(None, [asked.get("slurm_extra")])])
+
+
+def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:
+    """Return the Slurm requests of jobs as lines; jobs with equal requests share a line.
+
+    `asked` yields resources, rule and wildcards of each job.
+    """
+    told = dict[str, set[str]]()
+    for resources, rule, wildcards in asked:
+        name = f"{wildcards.plan}.{wildcards.run}" if rule in RUN_STAGES else wildcards.dataset
+        told.setdefault(words(resources), set()).add(f"{rule} {name}")
+    lines = [f"sbatch {request_}: {', '.join(sorted(jobs))}" for request_, jobs in sorted(told.items())]
+    return ["", *lines] if lines else []
 
 
 def part(scheduler: Scheduler, geometry: Geometry | None, queue: Queue, asked: Request) -> float:

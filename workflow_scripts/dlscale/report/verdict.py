@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from dlscale.core.telemetry import summary
 from dlscale.core.text import number, percent
-from dlscale.report.bound import Bound, bound
 from dlscale.report.causes import findings
-from dlscale.report.evidence import DIRECT, Evidence, Finding
+from dlscale.report.evidence import DIRECT, Bound, Evidence, Finding, bound
 from dlscale.results import MIN_FRACTION, UNKNOWN, RunResult
 
 

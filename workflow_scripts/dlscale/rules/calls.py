@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES, job_name, stage_of
 from dlscale.core.text import are_gone, coloured, many
 from dlscale.data.manifest import Manifest
-from dlscale.launch import launcher, slurm
+from dlscale.launch import launcher
 from dlscale.preflight import cost, live
 from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_space
@@ -241,19 +241,6 @@ def missing_results(
             call = shlex.join(["snakemake", *given, "--force", f"{folder}/{first}"])
             lines.append(f"{what}: {are_gone(gone)}, and no job would restore this; to do so: {call}")
     return lines
-
-
-def requests(asked: Iterable[tuple[Mapping[str, Any], str, Any]]) -> list[str]:
-    """Return the Slurm requests of jobs as lines; jobs with equal requests share a line.
-
-    `asked` yields resources, rule and wildcards of each job.
-    """
-    told = dict[str, set[str]]()
-    for resources, rule, wildcards in asked:
-        name = f"{wildcards.plan}.{wildcards.run}" if rule in RUN_STAGES else wildcards.dataset
-        told.setdefault(slurm.words(resources), set()).add(f"{rule} {name}")
-    lines = [f"sbatch {words}: {', '.join(sorted(told[words]))}" for words in sorted(told)]
-    return ["", *lines] if lines else []
 
 
 def _facts(manifest: Path) -> list[str]:

@@ -19,10 +19,43 @@ from dlscale.preflight.probe import Finding
 from dlscale.rules.commands import Commands
 from dlscale.rules.context import Context, Params, Wildcards
 from dlscale.rules.datasets import Datasets
-from dlscale.rules.programs import Programs
 
 #: Cores requested by timed jobs: more than a machine has, so that no other job runs at the same time.
 ALL_CORES = 1_024
+
+
+@dataclass
+class Programs:
+    """Files and command-line arguments of a run's external program; empty for other runs.
+
+    The extension `programs` provides a subclass. Without this extension, no run has a program.
+    """
+
+    context: Context
+    commands: Commands
+
+    def params(self, stage: str, run: Run) -> Params:
+        """Return the parameters of a stage, for a run with a program; a change repeats the stage."""
+        raise AssertionError("without the extension `programs`, no run has a program")
+
+    def launch(self, paths: Iterable[str], run: Run, secrets: bool = False) -> tuple[list[str], list[str]]:
+        """Return the command of a stage, for a run with a program, and the arguments before the program's command."""
+        raise AssertionError("without the extension `programs`, no run has a program")
+
+    def with_fetched_folder(self, run: Run) -> Run:
+        return run
+
+    def checkout(self, wildcards: Wildcards) -> list[str]:
+        return []
+
+    def files(self, wildcards: Wildcards) -> list[str]:
+        return []
+
+    def start(self, wildcards: Wildcards, input: Any) -> list[str]:
+        return []
+
+    def tune_candidates(self, wildcards: Wildcards, input: Any) -> list[str]:
+        return []
 
 
 def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:

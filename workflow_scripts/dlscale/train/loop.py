@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 from dlscale.core import ranges
@@ -13,14 +12,6 @@ from dlscale.core.ranges import mark, patience
 
 #: Arguments of a step: usually input and target, and in training also the weight of this rank's loss.
 Batch = tuple[Any, ...]
-
-
-class Request(IntEnum):
-    """Request to a running training; a larger value is more urgent."""
-
-    NONE = 0
-    SAVE = 1
-    END = 2
 
 
 @dataclass(frozen=True)

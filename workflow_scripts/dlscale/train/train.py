@@ -42,9 +42,9 @@ from dlscale.train.around import run_context
 from dlscale.train.build import Session, open_session
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.logs import RunLogs
-from dlscale.train.loop import Batch, Hook, Request
+from dlscale.train.loop import Batch, Hook
 from dlscale.train.memory import total
-from dlscale.train.trainer import Trainer, training
+from dlscale.train.trainer import Request, Trainer, training
 from dlscale.train.weight_files import weights_digest
 
 #: Largest number of epochs with pictures in TensorBoard.

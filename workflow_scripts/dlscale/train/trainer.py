@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -22,12 +23,20 @@ from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.build import Session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.loop import Batch, Hook, Request, run_steps
+from dlscale.train.loop import Batch, Hook, run_steps
 from dlscale.train.optimizer import make_state, set_learning_rate
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.validation import metric_called, naive_means, validate
 from dlscale.train.weight_files import load_weights
+
+
+class Request(IntEnum):
+    """Request to a running training; a larger value is more urgent."""
+
+    NONE = 0
+    SAVE = 1
+    END = 2
 
 
 @contextlib.contextmanager

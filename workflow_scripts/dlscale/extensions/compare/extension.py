@@ -1,7 +1,6 @@
 """Extension: comparison of two results, and the history of all measurements."""
 
-from dlscale.core.commands import Query
-from dlscale.core.stage import option, path
+from dlscale.core.stage import Query, option, path
 
 COMMANDS = {
     "compare": Query(

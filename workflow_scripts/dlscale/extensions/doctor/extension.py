@@ -1,6 +1,6 @@
 """Command that checks a site; each dry run ends with the same checks."""
 
-from dlscale.core.commands import PLANS, Query
+from dlscale.core.stage import PLANS, Query
 
 COMMANDS = {
     "doctor": Query(

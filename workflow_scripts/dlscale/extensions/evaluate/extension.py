@@ -1,7 +1,6 @@
 """Extension: scores of trained weights."""
 
-from dlscale.core.commands import RUNS, Query
-from dlscale.core.stage import option, path
+from dlscale.core.stage import RUNS, Query, option, path
 
 COMMANDS = {
     "evaluate": Query(

@@ -1,6 +1,6 @@
 """Command of this extension: `dlscale explain`."""
 
-from dlscale.core.commands import RUNS, Query
+from dlscale.core.stage import RUNS, Query
 
 COMMANDS = {
     "explain": Query(

@@ -1,7 +1,6 @@
 """Command of this extension: `dlscale import`."""
 
-from dlscale.core.commands import Query
-from dlscale.core.stage import option
+from dlscale.core.stage import Query, option
 
 COMMANDS = {
     "import": Query(

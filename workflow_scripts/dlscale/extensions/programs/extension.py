@@ -1,7 +1,6 @@
 """Command, stages and modules that measure external programs, alone or in plans."""
 
-from dlscale.core.commands import Query
-from dlscale.core.stage import START, Stage, option, path, training_work
+from dlscale.core.stage import START, Query, Stage, option, path, training_work
 
 USES = ("logs", "profile", "tune")
 

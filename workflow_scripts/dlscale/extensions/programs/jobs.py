@@ -19,7 +19,7 @@ from dlscale.extensions.programs.settings import Words
 from dlscale.launch import launcher, slurm
 from dlscale.preflight.probe import Finding
 from dlscale.rules.context import Params, Wildcards
-from dlscale.rules.programs import Programs
+from dlscale.rules.runs import Programs
 
 #: Subfolder of a run for the output of its external program.
 OUT = "out"

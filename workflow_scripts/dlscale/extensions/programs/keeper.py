@@ -6,18 +6,21 @@ The keeper reaps the program's orphans. If dlscale is killed, the keeper ends al
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from dlscale.core import machine
-from dlscale.extensions.programs.system import adopt_orphans
+from dlscale.core.files import HOST, remove_left
 
 #: Seconds between SIGTERM to a program's processes and SIGKILL.
 GRACE = 5.0
@@ -169,3 +172,19 @@ def _end_all(grace: float) -> None:
                     each.resume()
         _reaped()
         time.sleep(0.02)
+
+
+def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder in `parent` that is removed when its context ends.
+
+    The default of `parent` is the system's temporary folder. Also remove folders of this name that killed processes
+    left behind.
+    """
+    parent, stem = Path(parent or tempfile.gettempdir()), f"{name}.{HOST}"
+    remove_left(parent, stem)
+    return tempfile.TemporaryDirectory(dir=parent, prefix=f"{stem}.{os.getpid()}.")
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Let Linux make this process the parent of orphaned descendants; if `adopt` is false, stop this."""
+    ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

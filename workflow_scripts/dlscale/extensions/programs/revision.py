@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlscale.core.errors import UserError, cut
 from dlscale.core.urls import hidden_in
-from dlscale.extensions.programs.system import temporary_folder
+from dlscale.extensions.programs.keeper import temporary_folder
 
 #: Git settings for untrusted repositories: only https and local files; no password prompts, lazy fetches or
 #: configuration of the user or machine.

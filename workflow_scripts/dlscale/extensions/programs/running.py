@@ -31,9 +31,8 @@ from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
-from dlscale.extensions.programs.keeper import KeptProgram
+from dlscale.extensions.programs.keeper import KeptProgram, adopt_orphans
 from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
-from dlscale.extensions.programs.system import adopt_orphans
 from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
 from dlscale.measure.records import Outside, Throughput, Trials, Usage

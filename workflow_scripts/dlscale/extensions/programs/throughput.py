@@ -14,8 +14,8 @@ from dlscale.core.errors import UserError
 from dlscale.core.text import duration, number
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
+from dlscale.extensions.programs.keeper import temporary_folder
 from dlscale.extensions.programs.run_program import RunProgram
-from dlscale.extensions.programs.system import temporary_folder
 from dlscale.measure.turns import paired
 
 

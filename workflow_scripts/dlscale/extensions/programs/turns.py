@@ -15,10 +15,9 @@ from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
-from dlscale.extensions.programs.keeper import KeptProgram
+from dlscale.extensions.programs.keeper import KeptProgram, temporary_folder
 from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import watched
-from dlscale.extensions.programs.system import temporary_folder
 from dlscale.measure.turns import PATIENCE, TURN, TimedRunSettings, TurnFailed
 
 #: Warm-up steps before a program is timed, and minimum steps of a turn.

@@ -1,7 +1,6 @@
 """Commands that write files to start from."""
 
-from dlscale.core.commands import Query
-from dlscale.core.stage import option
+from dlscale.core.stage import Query, option
 
 COMMANDS = {
     "init": Query(

@@ -1,7 +1,6 @@
 """Command that prints the schema of the configuration."""
 
-from dlscale.core.commands import Query
-from dlscale.core.stage import option
+from dlscale.core.stage import Query, option
 
 COMMANDS = {
     "schema": Query(

@@ -1,6 +1,6 @@
 """Command that explains why jobs would run; each dry run ends with the same reasons."""
 
-from dlscale.core.commands import Query
+from dlscale.core.stage import Query
 
 COMMANDS = {
     "why": Query(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dlscale.core.text import many, number, percent, size
-from dlscale.report.bound import bound
-from dlscale.report.evidence import DIRECT, Evidence, Finding, crowded_out
+from dlscale.report.evidence import DIRECT, Evidence, Finding, bound, crowded_out
 from dlscale.results import MIN_FRACTION
 
 
