@@ -120,10 +120,12 @@ def test_jobs_under_query_are_cancelled_too(executor: Executor, slurm: Slurm, mo
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", True),
         ("sbatch: error: AssocGrpSubmitJobsLimit\\nBatch job submission failed", True),
         ("sbatch: error: QOSMaxWallDurationPerJobLimit", False),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", False),  # or submitted
         ("sbatch: error: invalid account", False),
     ],
 )
-def test_only_limits_on_the_number_of_jobs_repeat_a_submission(message: str, again: bool) -> None:
+def test_only_temporary_refusals_repeat_a_submission(message: str, again: bool) -> None:
     assert bool(REFUSED.search(message)) is again
 
 

@@ -515,10 +515,14 @@ def test_a_queue_has_a_shortest_time_limit(perlmutter: slurm.Scheduler) -> None:
 
 
 def test_a_queue_has_a_number_of_jobs(perlmutter: slurm.Scheduler) -> None:
-    assert slurm.job_limits(perlmutter) == {"debug_jobs": 5, "premium_jobs": 5}
+    assert slurm.job_limits(perlmutter) == {"queue_debug_jobs": 5, "queue_premium_jobs": 5}
     debug = perlmutter.model_copy(update={"run_queues": ["debug"]})
-    assert slurm.request(debug, "train", EIGHT)["debug_jobs"] == 1
-    assert "debug_jobs" not in slurm.request(perlmutter, "train", EIGHT)
+    assert slurm.request(debug, "train", EIGHT)["queue_debug_jobs"] == 1
+    assert "queue_debug_jobs" not in slurm.request(perlmutter, "train", EIGHT)
+    small = PLACED.queues["small-g"].model_copy(update={"max_jobs": 7})
+    limited = PLACED.model_copy(update={"queues": PLACED.queues | {"small-g": small}})
+    (name,) = slurm.job_limits(limited)
+    assert name.isidentifier() and slurm.request(limited, "train", ONE)[name] == 1, "Snakemake accepts only identifiers"
 
 
 @pytest.mark.parametrize("key", ["cpus", "memory_mb"])
@@ -546,6 +550,15 @@ PLACED = slurm.Scheduler.model_validate(
         "data_queue": "small",
     }
 )
+
+
+def test_a_job_pays_for_its_largest_share_of_a_node() -> None:
+    """GPUs, CPUs or memory, whichever share is largest."""
+    shares = {(4, None, None): 0.5, (1, 48, None): 0.75, (4, None, 470_000): 0.94}
+    for (gpus, cpus, memory), share in shares.items():
+        geometry = Geometry(gpus_per_node=gpus, cpus=cpus, memory_mb=memory)
+        asked = slurm.request(PLACED, "train", geometry)
+        assert slurm.part(PLACED, geometry, PLACED.queues["small-g"], asked) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 FORGOTTEN_SECONDS = 900.0
 #: Seconds for which a refused submission is repeated; first pause between two attempts; longest pause.
 REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.0
-#: Pattern of Slurm's reasons for a temporary refusal, which ends when other jobs have ended.
-REFUSED = re.compile(r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*")
+#: Pattern of Slurm's reasons for a temporary refusal: a limit on submitted jobs, or a controller that does not run.
+REFUSED = re.compile(r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*|Unable to contact slurm controller")
 
 
 class Executor(SlurmExecutor):
@@ -88,7 +88,7 @@ class Executor(SlurmExecutor):
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **kwargs: Any) -> None:
         """Report a job as failed, or submit it again if Slurm refused it.
 
-        Only refusals because of a limit on the number of jobs lead to another submission, for `REFUSED_SECONDS`.
+        Only temporary refusals (`REFUSED`) lead to another submission, for `REFUSED_SECONDS`.
         """
         self._end(job_info)
         if job_info.external_jobid is None and (reason := REFUSED.search(msg or "")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -77,7 +78,7 @@ def request(
     wanted["runtime"] = min(minutes, queue.max_minutes or minutes)
     named = {
         **{"qos": queue.qos, "constraint": nodes.constraint, "slurm_partition": queue.partition},
-        **{"slurm_account": account_of(scheduler, nodes), f"{name}_jobs": queue.max_jobs and 1},
+        **{"slurm_account": account_of(scheduler, nodes), counter(name): queue.max_jobs and 1},
     }
     wanted |= {key: value for key, value in named.items() if value}
     extra = []
@@ -92,9 +93,14 @@ def request(
     return {**wanted, "slurm_extra": " ".join(extra)} if extra else wanted
 
 
+def counter(queue: str) -> str:
+    """Return the name of the resource that counts a queue's jobs; Snakemake accepts only identifiers."""
+    return re.sub(r"\W", "_", f"queue_{queue}_jobs")
+
+
 def job_limits(scheduler: Scheduler) -> dict[str, int]:
     """Return the maximum number of submitted jobs per queue, by the name of the resource that counts them."""
-    return {f"{name}_jobs": queue.max_jobs for name, queue in scheduler.queues.items() if queue.max_jobs}
+    return {counter(name): queue.max_jobs for name, queue in scheduler.queues.items() if queue.max_jobs}
 
 
 def words(asked: Mapping[str, Any]) -> str:
@@ -121,8 +127,10 @@ def part(scheduler: Scheduler, geometry: Geometry | None, queue: Queue, asked: R
     nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
     if queue.whole_nodes:
         return 1.0
-    cpus = min(float(asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus), 1.0)
-    return max(geometry.gpus_per_node / nodes.gpus, cpus) if geometry and nodes.gpus else cpus
+    cpus = asked["cpus_per_task"] * asked.get("tasks_per_node", 1) / nodes.cpus
+    memory = ((geometry and geometry.memory_mb) or 0) / (nodes.memory_mb or math.inf)
+    gpus = geometry.gpus_per_node / nodes.gpus if geometry and nodes.gpus else 0.0
+    return max(gpus, min(max(float(cpus), memory), 1.0))
 
 
 def cpus_per_task(scheduler: Scheduler, geometry: Geometry) -> int:

@@ -455,6 +455,7 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
 
     Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 in queues with `whole_nodes`).
     Charged hours = node-hours × charge of the queue; the first `full_charge_minutes` of each job count in full.
+    GPU-hours count all GPUs of complete nodes.
     Without an estimate, the hours are the time limit. Raise `UserError` for a geometry that does not fit the site.
     """
     rows = []
@@ -466,12 +467,12 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
         hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
         name, queue = slurm.choose_queue(scheduler, geometry)
         full = min(queue.full_charge_minutes / 60 * work.jobs / hours, 1.0) if hours else 0.0
-        has_gpus = (scheduler.gpu_nodes if geometry else scheduler.cpu_nodes).gpus > 0
-        gpus = (geometry.world_size if geometry else 1) if has_gpus else 0
+        of_node = (scheduler.gpu_nodes if geometry else scheduler.cpu_nodes).gpus
+        gpus = of_node * asked["nodes"] if queue.whole_nodes else geometry.world_size if geometry else 1
         node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, queue, asked)
         priced: dict[Hours, float] = {
             "node_hours": node_hours,
-            "gpu_hours": hours * gpus,
+            "gpu_hours": hours * gpus if of_node else 0.0,
             "charged_hours": node_hours * (full + (1 - full) * queue.charge),
         }
         shown = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
