@@ -540,7 +540,7 @@ def test_a_cost_above_the_budget_gives_one_message(tmp_path: Path) -> None:
     assert cost.budget_message(table, Budget()) is None
     assert cost.budget_message(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
     message = cost.budget_message(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
-    assert "0.09 GPU-hours, but budget.gpu_hours is" in message and "\n" not in message
+    assert "0.36 GPU-hours, but budget.gpu_hours is" in message and "\n" not in message
     assert "Raise the budget, drop runs" in message and "samples.train" in message
     assert "charged" not in message and "≤" not in message
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
