@@ -10,9 +10,15 @@ from dlscale.rules.calls import Call
 
 STARTED = time.time() - progress.age()
 CALL = Call(CONTEXT, PLANS, ASKED_PLANS, ASKED_DATASETS, workflow.resource_settings.cores, tell)
-# Without the extension that explains jobs, a call prints no reasons.
-explain_jobs = registry.provided("explain_jobs", lambda jobs: [])
-replaced_results = registry.provided("replaced_results", lambda jobs: "")
+
+
+def unexplained(jobs):
+    """Explain nothing: the extension `why` is absent."""
+    return []
+
+
+explain_jobs = registry.provided("explain_jobs", unexplained)
+replaced_results = registry.provided("replaced_results", unexplained)
 
 # Only in the main process, because the processes that Snakemake starts for jobs also read this file.
 if workflow.is_main_process:

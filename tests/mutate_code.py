@@ -764,7 +764,7 @@ MUTATIONS = [
     ),
     Mutation(
         "worst_promoted",
-        "report/promote.py",
+        "extensions/tune/promote.py",
         "best = [run.name for run in ranked if",
         "best = [run.name for run in reversed(ranked) if",
         "test_sweep.py::test_the_best_trials_continue_and_the_page_shows_all",

@@ -131,7 +131,7 @@ def test_data_that_do_not_fit_are_refused_with_sizes(
         monkeypatch.setattr(staging, "free_memory", lambda: 1000)
     else:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 800}))
-    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, but .* has only 800 B free; use loader"
+    message = rf"loader\.staging: {place}: the data take [\d.]+ [kM]B, but .* has only 800 B free; set loader"
     with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", place):
         pass
     assert files(disk) == []
@@ -177,7 +177,7 @@ def test_a_disk_that_cannot_be_written_to_is_one_message(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(shutil, "copy2", fail)
-    message = rf"/disk/dlscale-\d+: data cannot be copied .* \({os.strerror(number)}\); use loader\.staging none"
+    message = rf"/disk/dlscale-\d+: data cannot be copied .* \({os.strerror(number)}\); set loader\.staging to none"
     with pytest.raises(UserError, match=message), staged(era5_data / "manifest.json", "local"):
         pass
 

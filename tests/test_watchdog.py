@@ -192,7 +192,7 @@ def test_a_user_can_ask_for_all_stacks(tmp_path: Path, era5_data: Path) -> None:
     until("further epochs", lambda: said(folder).count("epoch ") > epochs + 2, process, lambda: said(folder))
     process.terminate()
     process.communicate(timeout=PATIENCE)
-    assert 'loop.py", line' in log.read_text()
+    assert 'train.py", line' in log.read_text()
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ ROWS = [
     ),
     Row("a file next to an external study", create(f"../{OUTSIDE}/unused.py"), []),
     # Files that studies share affect all their runs, including measurements.
-    Row("losses", append(f"{PACKAGE}/scores.py"), runs(*users("scores"))),
+    Row("shared metrics", append(f"{PACKAGE}/studies/scores.py"), runs(*users("studies.scores"))),
     Row("base of studies", append(f"{PACKAGE}/studies/base.py"), runs(*ALL)),
     # The sample stream also chooses the days whose hourly means are statistics of `years` (stage describe).
     Row("sample stream", append(f"{PACKAGE}/data/sampling.py"), [*runs(*ALL), *since("describe", "years")]),

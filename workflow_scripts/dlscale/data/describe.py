@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> None:
         if parts.kind_of(dataset).standardised:
             fields = {name: info.standardised() for name, info in manifest.fields.items()}
             manifest = manifest.model_copy(update={"fields": fields})
-        # Statistics as .npy files, [1, C, 1, 1] each. For a single field, names are as in the ERA5 tutorials: global_*.
+        # Statistics as .npy files, [1, C, 1, 1] each. A dataset with one field uses the names global_*.
         for name, info in manifest.fields.items():
             prefix = "global" if len(manifest.fields) == 1 else name
             for key, values in (("means", info.mean), ("stds", info.std)):
