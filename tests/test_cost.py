@@ -325,7 +325,7 @@ def test_nodes(tmp_path: Path, nodes: int, gpus: int, queue: str, charged: float
     assert row.queue == queue == slurm.request(scheduler(), "train", here.run.geometry)["qos"]
     assert row.basis == "measured"
     assert row.hours["node_hours"] == row.hours["charged_hours"] == pytest.approx(charged)
-    occupied = 4 if queue == "regular" else gpus  # nobody else can use the other GPUs of a complete node
+    occupied = 4 if queue == "regular" else gpus  # no other job can use the rest of a complete node
     assert row.hours["gpu_hours"] == pytest.approx(nodes * occupied)
     assert row.geometry == slurm.shown(Geometry(nodes=nodes, gpus_per_node=gpus))
 
