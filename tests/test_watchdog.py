@@ -172,6 +172,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     assert "This process also ends" in output
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path, era5_data: Path) -> None:
     """The rank waits for data; its log has the stack of its loader process."""
     folder = configure(tmp_path / "run", "era5_vit", 2, loader={"workers": 1}, training={"steps": 100_000})
