@@ -20,8 +20,8 @@ from dlscale.core.metrics import read_epochs
 from dlscale.parallel.rendezvous import first_host, join
 from dlscale.parallel.shards import Shard
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.loop import Request
 from dlscale.train.train import Interruption
+from dlscale.train.trainer import Request
 from tests.conftest import ERA5, ERA5_RUN, make_run, timeless, train, variables
 from tests.ranks import spawn
 from tests.waiting import PATIENCE, until

@@ -746,7 +746,7 @@ def test_mistakes_are_one_message(
 def test_an_unmeasured_run_is_refused(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (results / "plans/cosmo_unet/one/throughput.json").unlink()
     assert stage("predict", "cosmo_unet.one") == 2
-    assert "neither a throughput nor a training was measured" in capsys.readouterr().err
+    assert "no measured throughput and no training" in capsys.readouterr().err
 
 
 def test_a_user_defined_machine(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
             opened(linked, input={"array": array})
     opened(linked, input={"array": "group/own"})
     (folder := tmp_path / "folder.h5").mkdir()
-    with pytest.raises(UserError, match=r"folder.h5: a folder; expected a file, name the files in it"):
+    with pytest.raises(UserError, match=r"folder.h5: a folder; expected a file. Name one file in this folder"):
         opened(folder)
     (short := tmp_path / "short.h5").write_bytes(h5.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"short.h5: incomplete or still being written \(truncated file\); wait until"):
