@@ -422,6 +422,21 @@ def test_a_skipped_operation_is_named_with_its_line(tmp_path: Path) -> None:
         assert found and f"dist.{name}(" in lines[int(found[1]) - 1], said
 
 
+def test_a_failure_to_describe_a_hang_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the stacks, the process still ends with the verdict; without the operation, heartbeats continue."""
+
+    def fails() -> str:
+        raise AttributeError("PyTorch has no such function")
+
+    ends: list[str] = []
+    monkeypatch.setattr(watchdog.registry, "provided", lambda name, default: fails)
+    monkeypatch.setattr(watchdog, "end", lambda message, status: ends.append(message))
+    found = judge(WAITS, BEHIND)
+    found._closed, found._heartbeat = threading.Event(), found._seen[0]
+    found._end("a verdict")
+    assert ends == ["a verdict. This process also ends"] and watchdog.asked("waiting_place") == ""
+
+
 def test_the_awaited_rank_is_logged_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     """If the limit exceeds a minute, the message is logged once per awaited rank."""
     found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))

@@ -40,7 +40,7 @@ class Case:
     causes: tuple[str, ...]
     words: tuple[str, ...] = ()
     ranks: int = 1
-    neighbours: int = 0  #: Number of other programs, each of which keeps one core busy.
+    neighbours: int = 0  #: Number of other programs; each keeps one core busy.
     limited: bool = False  #: Whether the program may use only `MEMORY` bytes.
     environment: tuple[tuple[str, str], ...] = ()
 

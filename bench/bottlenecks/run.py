@@ -39,7 +39,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     profiled: bool = False
     ranks: int = 1
-    neighbours: int = 0  #: Number of other programs, each of which keeps one core busy.
+    neighbours: int = 0  #: Number of other programs; each keeps one core busy.
 
 
 CASES = {

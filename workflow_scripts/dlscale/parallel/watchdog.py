@@ -126,7 +126,6 @@ class Watchdog:
         self._seen, self._quiet = [Heartbeat()] * size, [0.0] * size
         self._heartbeat = Heartbeat(0, socket.gethostname().split(".")[0], progress.place(), os.getpid())
         self._unanswered = 0.0  #: seconds without an answer from the store
-        self._place_of_wait: Any = registry.provided("waiting_place", str)
         self._named: list[int] = []  #: awaited ranks that the log has already named
         self._closed = threading.Event()
         self._show()
@@ -191,7 +190,7 @@ class Watchdog:
             }
             at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
             try:
-                line = self._place_of_wait() if age > 3 * BEAT else ""
+                line = asked("waiting_place") if age > 3 * BEAT else ""
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees, line=line)
                 self._look()
                 self._unanswered = 0.0
@@ -306,8 +305,18 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     os.kill(process, number)
             time.sleep(seconds)
-        logging.error("%s", registry.provided("stacks", str)())
+        logging.error("%s", asked("stacks"))
         end(f"{verdict}. This process also ends", LOST)
+
+
+def asked(name: str) -> str:
+    """Return the text of a function that an extension provides; empty without it, or if it fails.
+
+    A failure must neither stop the heartbeats nor prevent the end of this process.
+    """
+    with contextlib.suppress(Exception):
+        return str(registry.provided(name, str)())
+    return ""
 
 
 def _exchanges() -> tuple[int, int]:

@@ -1,11 +1,12 @@
 """What this process is doing: the line of its main thread, its unfinished collective operations, and all stacks.
 
-PyTorch's Flight Recorder notes each collective operation with its Python stack, for NCCL and gloo
-(`torch.distributed.flight_recorder`).
+PyTorch's Flight Recorder notes each collective operation with its Python stack (`torch.distributed.flight_recorder`).
+Tested with gloo only, because the function that reads the recorder is private.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -47,7 +48,8 @@ def stacks() -> str:
             parts.append(f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}")
     children = [child.pid for child in multiprocessing.active_children() if child.pid]
     for child in children:
-        os.kill(child, signal.SIGQUIT)  # `faulthandler` writes their stacks (`dlscale.cli`)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGQUIT)  # `faulthandler` writes their stacks (`dlscale.cli`)
     time.sleep(CHILDREN if children else 0.0)
     return f"Stacks of process {os.getpid()}:\n{''.join(parts).rstrip()}"
 
