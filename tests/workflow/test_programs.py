@@ -38,6 +38,24 @@ SETTINGS: dict[str, Any] = {
     "throughput": TIMED,
     "program": PROGRAM,
 }
+#: Program whose loader and model take equally long.
+LOADS = """
+import pathlib, sys, time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        time.sleep(0.03)
+        return torch.ones(4)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+pathlib.Path(sys.argv[1], "started").touch()
+for batch in torch.utils.data.DataLoader(Data()):
+    time.sleep(0.03)
+    net(batch).sum().backward()
+    optimizer.step()
+"""
+
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["ladder"],
@@ -61,6 +79,12 @@ CONFIG: dict[str, Any] = {
             "settings": {**TINY["starter_cnn"]["run"], "dataset": "tiny", "throughput": TIMED, "batch_size": 8},
             "runs": {"theirs": {"program": {key: PROGRAM[key] for key in ("command", "values")}}, "ours": {}},
         },
+        "spare": {
+            "study": "program",
+            "measure": ["throughput", "headroom"],
+            "settings": {"throughput": TIMED, "program": {"command": ["python", "loads.py", "{out}"]}},
+            "runs": {"loads": {}},
+        },
         "tuned": {
             "study": "program",
             "kind": "tune",
@@ -82,6 +106,7 @@ def tree(make_tree: Callable[..., Tree]) -> Tree:
     for name in ("theirs.py", "neighbour.py"):
         shutil.copy(Path(__file__).with_name(name), made.path)
     (made.path / "read.txt").write_text("what it reads\n")
+    (made.path / "loads.py").write_text(LOADS)
     return made
 
 
@@ -239,3 +264,13 @@ def test_a_failed_try_is_resumed(tree: Tree) -> None:
     call(tree, "plan_resumed")
     one = runs(tree, "resumed")["one"]
     assert [epoch.step for epoch in one.epochs] == [16, 32, 48, 64]
+
+
+@pytest.mark.slow
+def test_the_headroom_of_a_program_in_a_plan(tree: Tree) -> None:
+    call(tree, "plan_spare")
+    (run,) = runs(tree, "spare").values()
+    assert 1.5 < run.records["headroom"].gain[0] < 2.1
+    assert not [*run.folder.rglob("started")], "the copy writes into a temporary folder"
+    page = (tree.results / "plans/spare/report.html").read_text()
+    assert "A faster loader gains at most" in page

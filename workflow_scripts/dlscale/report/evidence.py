@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlscale.core.settings import Raw
@@ -26,6 +27,7 @@ class Evidence:
     throughput: Throughput | None = None
     profile: Profile | None = None
     watched: Summary | None = None  #: Telemetry of the first node.
+    records: Mapping[str, Any] = field(default_factory=dict)  #: Records of extensions, by stage.
 
     @property
     def outside(self) -> Outside | None:

@@ -33,6 +33,13 @@ COMMANDS = {
                 False,
                 metavar="PATTERN",
             ),
+            option(
+                "--replay",
+                "before the run, measure the speed with a free loader: replay the first N batches in a scratch copy",
+                False,
+                type=int,
+                metavar="N",
+            ),
             option("--profile", "also profile with PyTorch's profiler and py-spy", False, action="store_true"),
         ),
         configured=False,

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlscale.config.places import MEASURED, results_of
 from dlscale.config.records import PlanRecord, RunReference
-from dlscale.core import machine, telemetry
+from dlscale.core import machine, registry, telemetry
 from dlscale.core.errors import UserError, cut
 from dlscale.core.files import remove, translate_error, write_text
 from dlscale.core.noise import interval
@@ -63,6 +63,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     try:
         steps.mkdir()
         _write_settings(folder, own)
+        if args.replay is not None:
+            _replay(args, folder)
         if args.profile:
             from dlscale.extensions.programs import profile as module  # here, because it imports PyTorch, which is slow
 
@@ -106,6 +108,25 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         except Exception as error:
             _complain(error, "; the page was not written")
     return run.status
+
+
+def _replay(args: argparse.Namespace, folder: Path) -> None:
+    """Measure a copy of the program with a loader that costs nothing; raise `UserError` if no copy can be made."""
+    measure = registry.provided("headroom", None)
+    if measure is None:
+        raise UserError("--replay: the extension `headroom` is not installed")
+    say("dlscale measure: a scratch copy runs first, with and without replayed batches; its losses are meaningless")
+    found, log = None, folder / "headroom.log"
+    try:
+        found = measure(args.command, args.replay, log)
+    except UserError:
+        raise
+    except Exception as error:
+        said = str(error) if type(error).__name__ == "NoHeadroom" else redact(f"a defect of dlscale: {error!r:.300}")
+        say(f"dlscale measure: --replay: {said} (output of the copy: {log})")
+    if found:
+        found.write(folder / "headroom.json")
+        say(f"dlscale measure: --replay: {found.text}")
 
 
 def _complain(error: Exception, known: str = "") -> None:
@@ -223,4 +244,5 @@ def _programs(record: PlanRecord, known: Sequence[tuple[str, RunResult]]) -> lis
 
 def _measured(*runs: Path) -> list[Any]:
     """Return the stages with a record in at least one run."""
-    return ["throughput", *(["profile"] if any((run / "profile/profile.json").exists() for run in runs) else [])]
+    files = {"headroom": "headroom.json", "profile": "profile/profile.json"}
+    return ["throughput", *(stage for stage, file in files.items() if any((run / file).exists() for run in runs))]

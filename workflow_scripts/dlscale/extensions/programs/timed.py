@@ -296,7 +296,8 @@ class _Timed:
 
     def __iter__(self) -> Iterator[Any]:
         LOG.loop()
-        batches, size = iter(self._loader), size_of(self._loader)
+        replay = sys.modules.get("dlscale_replay")  # loaded by the hook for `dlscale measure --replay`
+        batches, size = replay.loop(self._loader) if replay else iter(self._loader), size_of(self._loader)
         while True:
             begin = clock()
             try:

@@ -25,6 +25,9 @@ HERE = Path(__file__).resolve().parent
 #: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
+#: File that replays batches, of the extension `headroom`; None if not requested.
+REPLAY = HERE.parents[1] / "headroom/replay.py" if os.environ.get("DLSCALE_REPLAY") else None
+
 
 def load(name: str, place: str | Path) -> Any:
     """Load a module from a file."""
@@ -44,6 +47,10 @@ class Watcher:
         with contextlib.suppress(OSError):  # the program may have removed the folder
             Path(STEPS, "hook").touch()
         self._window: Any = None
+        self._replay = None
+        if REPLAY:
+            self._replay = sys.modules["dlscale_replay"] = load("dlscale_replay", REPLAY)
+            self._replay.start(self._log, STEPS)
         self._known: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count(1)
         self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
@@ -137,6 +144,8 @@ class Watcher:
         module.Optimizer.__init__ = made
 
     def _loaders(self, module: Any) -> None:
+        if self._replay is not None:
+            self._replay.watch(module)
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
         is_short = self._timed.is_short
         original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset

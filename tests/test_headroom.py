@@ -1,0 +1,299 @@
+"""Tests of `dlscale measure --replay`: speed with a free loader, measured in a copy that changes nothing."""
+
+from __future__ import annotations
+
+import collections
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlscale.core.errors import UserError
+from dlscale.extensions.headroom import headroom, replay, scratch
+from dlscale.extensions.headroom.headroom import NoHeadroom, of_command
+from dlscale.extensions.headroom.records import Headroom
+from tests.test_any_program import measure
+
+#: Program with a loader and a model that sleep, so that their times hardly depend on the machine.
+TRAIN = """
+import argparse, os, sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+parser = argparse.ArgumentParser()
+for name, kind, default in (
+    ("load", float, 0.0), ("model", float, 0.0), ("workers", int, 0), ("steps", int, 40), ("kind", str, "plain")
+):
+    parser.add_argument(f"--{name}", type=kind, default=default)
+args = parser.parse_args()
+torch.set_num_threads(1)
+class Data(Dataset):
+    def __len__(self):
+        return 4 * args.steps
+    def __getitem__(self, index):
+        time.sleep(args.load / 4)
+        return torch.full((16,), float(index + 1)), torch.tensor(index % 4)
+net = torch.nn.Linear(16, 4)
+optimizer = torch.optim.SGD(net.parameters(), 1e-9)
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+    net = torch.nn.parallel.DistributedDataParallel(net)
+loader = DataLoader(Data(), batch_size=4, num_workers=args.workers)
+if args.kind == "timed":
+    import dlscale
+    class Loader:
+        def __iter__(self):
+            return (pair for pair in DataLoaderLess())
+    def DataLoaderLess():
+        for _ in range(args.steps):
+            time.sleep(args.load)
+            yield torch.ones(4, 16), torch.zeros(4, dtype=torch.long)
+    loader = dlscale.timed(Loader())
+elif args.kind == "list":
+    loader = [(torch.ones(4, 16), torch.zeros(4, dtype=torch.long))] * args.steps
+seen = 0
+with open("out.txt", "w") as file:
+    for x, y in loader:
+        if args.kind == "changes":
+            assert x.mean() >= 1, "the program's change of an earlier batch came back"
+            x.mul_(0.5)
+            x.mul_(0.5)
+        time.sleep(args.model)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        seen += 1
+    file.write(str(seen))
+"""
+
+
+def _can_copy() -> bool:
+    command = [sys.executable, "-I", str(scratch.__file__), "/tmp", "/tmp", "--", "true"]
+    code = f"import runpy, sys; sys.argv = {command[2:]!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run([sys.executable, "-I", "-c", code], check=False).returncode == 0
+
+
+copies = pytest.mark.skipif(not _can_copy(), reason="this machine does not let a user make mount namespaces")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TURN": 0.15, "MIN_PAIRS": 5, "ERROR": 0.1, "SECONDS": 5.0}.items():
+        monkeypatch.setattr(headroom, name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "out.txt").write_text("earlier results")
+    monkeypatch.chdir(folder)
+    return folder / "train.py"
+
+
+def replayed(script: Path, *words: object, count: int = 8) -> Headroom:
+    return of_command([sys.executable, str(script), *map(str, words)], count, script.with_name("log.txt"))
+
+
+# ---- the speed-up ------------------------------------------------------------------------------------
+
+
+@copies
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("load", "model", "low", "high"),
+    [(0.04, 0.0, 6, 400), (0.04, 0.04, 1.6, 2.1), (0.0, 0.04, 0.9, 1.1)],
+    ids=["slow loader", "both slow", "slow model"],
+)
+def test_slow_loaders_and_slow_models_are_told_apart(
+    train: Path, load: float, model: float, low: float, high: float
+) -> None:
+    found = replayed(train, "--load", load, "--model", model)
+    assert low < found.gain[0] < high and found.gain[1] <= found.gain[0] <= found.gain[2]
+    assert found.significant is (load > 0)
+    assert ("at most" in found.text) is (load > 0) and ("no significant gain" in found.text) is (load == 0)
+    assert (found.batches, found.copied, found.others, found.processes) == (8, False, False, 1)
+    assert found.bytes == 8 * 4 * (16 * 4 + 8)
+    assert train.with_name("out.txt").read_text() == "earlier results"
+
+
+@copies
+@pytest.mark.slow
+def test_batches_that_workers_have_loaded_in_advance_do_not_count(train: Path) -> None:
+    """Workers fill their queue while batches are replayed; plain turns must not profit from this queue."""
+    found = replayed(train, "--load", 0.08, "--model", 0.02, "--workers", 2)
+    assert 1.6 < found.gain[0] < 2.4, "two workers deliver a batch in 40 ms, and a step takes 20 ms"
+
+
+@copies
+@pytest.mark.slow
+def test_a_loader_of_timed(train: Path) -> None:
+    found = replayed(train, "--kind", "timed", "--load", 0.03, "--model", 0.03)
+    assert 1.6 < found.gain[0] < 2.2
+
+
+@copies
+@pytest.mark.slow
+def test_a_program_that_changes_its_batches(train: Path) -> None:
+    found = replayed(train, "--kind", "changes", "--load", 0.02, "--model", 0.02)
+    assert found.copied and 1.5 < found.gain[0] < 2.2
+
+
+@copies
+@pytest.mark.slow
+def test_two_processes_change_turns_together(train: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(train)]
+    found = of_command([sys.executable, *torchrun, "--load", "0.04", "--model", "0.04"], 8, train.with_name("log.txt"))
+    assert found.processes == 2 and 1.5 < found.gain[0] < 2.2
+    assert not [*Path("/dev/shm").glob("dlscale*")]
+
+
+# ---- a copy that changes nothing -----------------------------------------------------------------------
+
+
+@copies
+def test_the_copy_changes_no_file(train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files next to the program, in its home, in temporary folders, and at absolute paths of its command stay."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    for folder in (home, other):
+        folder.mkdir()
+        (folder / "results").write_text("earlier")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    code = """
+import os, pathlib, shutil, sys
+for place in ("out.txt", os.path.expanduser("~/results"), sys.argv[1]):
+    pathlib.Path(place).write_text("overwritten")
+    assert pathlib.Path(place).read_text() == "overwritten"
+os.remove(sys.argv[1]); os.mkdir("new"); shutil.move("train.py", "new")
+assert os.environ["WANDB_MODE"] == "disabled"
+sys.argv = ["train.py", "--load", "0.01", "--model", "0.01"]
+exec(compile(open("new/train.py").read(), "train.py", "exec"))
+"""
+    script = train.with_name("all.py")
+    script.write_text(code)
+    assert replayed(script, other / "results").gain[0] > 1.3
+    assert sorted(path.name for path in train.parent.iterdir()) == ["all.py", "log.txt", "out.txt", "train.py"]
+    for file in (train.with_name("out.txt"), home / "results", other / "results"):
+        assert file.read_text() in ("earlier", "earlier results")
+    assert not [*Path("/tmp").glob("dlscale-replay*")]
+
+
+@copies
+def test_a_program_that_writes_elsewhere(train: Path) -> None:
+    with pytest.raises(NoHeadroom, match=r"folder of which --replay makes no copy.*/proc/../etc/dlscale_test"):
+        replayed(_script(train, "open('/proc/../etc/dlscale_test', 'w')"))
+    assert not Path("/etc/dlscale_test").exists()
+
+
+def test_a_command_that_starts_processes_elsewhere_is_refused(train: Path) -> None:
+    with pytest.raises(UserError, match="srun starts processes outside"):
+        of_command(["srun", "-n2", "python", "train.py"], 8, train.with_name("log.txt"))
+    with pytest.raises(UserError, match="at least 1"):
+        replayed(train, count=0)
+
+
+def test_a_process_outside_of_the_copy_ends_before_the_program_begins(train: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    environment = headroom.watched(steps, {replay.REPLAY: "8 1000000", replay.SCRATCH: "1"})
+    ended = subprocess.run([sys.executable, "-c", "open('out.txt', 'w')"], env=environment, check=False)
+    assert ended.returncode == replay.REFUSED == scratch.REFUSED
+    assert "does not run in the scratch copy" in (steps / scratch.REASON).read_text()
+    assert train.with_name("out.txt").read_text() == "earlier results"
+
+
+def test_a_machine_without_namespaces_refuses(train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "scratch.py"
+    text = Path(str(scratch.__file__)).read_text()
+    broken.write_text(text.replace("_own_namespace()\n    opened", "_check(1, 'unshare')\n    opened"))
+    monkeypatch.setattr(scratch, "__file__", str(broken))
+    with pytest.raises(UserError, match=r"no scratch copy can be made here.*\{out\}"):
+        replayed(train)
+    assert train.with_name("out.txt").read_text() == "earlier results"
+
+
+# ---- programs that cannot be replayed ------------------------------------------------------------------
+
+
+@copies
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kind", "list"], "other loaders cannot be replayed"),
+        (["--kind", "wrong", "--wrong"], "unrecognized arguments"),
+    ],
+)
+def test_programs_that_cannot_be_replayed(train: Path, words: list[str], said: str) -> None:
+    with pytest.raises(NoHeadroom, match=said):
+        replayed(train, *words)
+
+
+@copies
+def test_a_program_with_too_few_steps(train: Path) -> None:
+    code = TRAIN.replace("for x, y in loader:", "for x, y in (next(iter(loader)) for _ in range(12)):")
+    with pytest.raises(NoHeadroom, match="before enough turns; let it make more steps"):
+        replayed(_script(train, code))
+
+
+@copies
+def test_a_batch_that_is_too_large_to_keep(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "MEMORY", 0.0)
+    with pytest.raises(NoHeadroom, match="bytes that may be kept"):
+        replayed(train, "--model", 0.01)
+
+
+def _script(train: Path, code: str) -> Path:
+    script = train.with_name("other.py")
+    script.write_text(code)
+    return script
+
+
+# ---- kept batches ----------------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+def test_kept_batches_are_handed_out_again() -> None:
+    """Tensors are shared until the program changes one in place; containers and arrays are always new."""
+    x = torch.ones(2, 3)
+    batch = {"pair": Pair(x, [x, "name"]), "array": np.ones(3)}
+    kept = replay.Kept(batch)
+    x.zero_()
+    first, second = kept.again(), kept.again()
+    assert torch.equal(first["pair"].x, torch.ones(2, 3)) and kept.bytes == 24
+    assert first["pair"].x is second["pair"].x is first["pair"].y[0] and first["pair"].y[1] == "name"
+    first.pop("pair")
+    first["array"] *= 2
+    assert kept.again()["array"].sum() == 3 and not kept.changed
+    second["pair"].x.mul_(3)
+    values = [kept.again()["pair"].x.mul_(2).sum() for _ in range(3)]
+    assert kept.changed and values == [36, 36, 36]
+
+
+# ---- the command -----------------------------------------------------------------------------------------
+
+
+@copies
+@pytest.mark.slow
+def test_the_command_measures_the_copy_and_then_the_program(train: Path) -> None:
+    ended = measure(train.parent, "--replay", 8, "--", sys.executable, "train.py", "--load", 0.03, "--model", 0.03)
+    assert ended.returncode == 0, ended.stderr
+    assert "a faster loader gains at most" in ended.stderr and "losses are meaningless" in ended.stderr
+    assert train.with_name("out.txt").read_text() == "40"
+    folder = train.parent / "results/plans/measured/train"
+    assert json.loads((folder / "headroom.json").read_text())["batches"] == 8
+    assert "A faster loader gains at most" in (folder.parent / "report.html").read_text()
+
+
+@copies
+@pytest.mark.slow
+def test_a_program_that_cannot_be_replayed_is_still_measured(train: Path) -> None:
+    ended = measure(train.parent, "--replay", 8, "--", sys.executable, "train.py", "--kind", "list", "--model", 0.01)
+    assert ended.returncode == 0 and "other loaders cannot be replayed" in ended.stderr
+    assert "steps/s" in ended.stderr and train.with_name("out.txt").read_text() == "40"
+    assert not (train.parent / "results/plans/measured/train/headroom.json").exists()

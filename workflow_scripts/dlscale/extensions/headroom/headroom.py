@@ -1,0 +1,292 @@
+"""How much faster a program would be with a loader that costs nothing.
+
+A copy of the program runs, in which plain turns and turns with replayed batches alternate (`replay.py`). For `dlscale
+measure --replay` the copy cannot change the program's files (`scratch.py`). In plans, it writes into a folder of its
+own, like the program that is timed for `throughput`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from dlscale.config.run import load_run
+from dlscale.core.errors import UserError, brief
+from dlscale.core.noise import interval
+from dlscale.core.text import duration
+from dlscale.extensions.headroom import scratch
+from dlscale.extensions.headroom.records import Headroom
+from dlscale.extensions.headroom.replay import REPLAY
+from dlscale.extensions.programs.keeper import KeptProgram, temporary_folder
+from dlscale.extensions.programs.run_program import RunProgram
+from dlscale.extensions.programs.running import watched
+
+#: Number of batches that are kept in plans, and largest fraction of the free memory that they take.
+BATCHES, MEMORY = 16, 0.05
+
+#: Duration of a turn, s, and least number of batches of a turn.
+TURN, MIN_BATCHES = 0.5, 4
+
+#: Batches before the first turn.
+WARM_UP = 10
+
+#: Number of pairs of turns after which the timing may end; width of the interval at which it ends; seconds after which
+#: it ends in any case.
+MIN_PAIRS, ERROR, SECONDS = 8, 0.02, 60.0
+
+#: Least number of pairs for an interval.
+FEWEST_PAIRS = 4
+
+#: Longest time without progress, s.
+PATIENCE = 600.0
+
+#: Seconds between looks at the turns.
+LOOK = 0.1
+
+#: Words of a command that start processes elsewhere, where no scratch copy protects the program's results.
+ELSEWHERE = ("srun", "sbatch", "salloc", "ssh", "flux", "jsrun", "aprun", "docker")
+
+#: Variables that switch off experiment trackers, from their documentation.
+TRACKERS_OFF = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "MLFLOW_TRACKING_URI": "file:/dev/null",
+}
+
+
+class NoHeadroom(Exception):
+    """The headroom of a program could not be measured; the message has the reason."""
+
+
+def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
+    """Measure a command's headroom in a scratch copy; the copy's output goes to `log`.
+
+    Raises
+    ------
+    UserError
+        The program's results cannot be protected here. No program was started.
+    NoHeadroom
+        The program's headroom cannot be measured.
+    """
+    if count < 1:
+        raise UserError(f"--replay: {count}: expected the number of batches to keep, at least 1")
+    if word := next((word for word in map(os.path.basename, command) if word in ELSEWHERE), None):
+        raise UserError(
+            f"--replay: {word} starts processes outside of dlscale's, where they could overwrite the program's "
+            f"results. Call dlscale within {word} instead: {word} … dlscale measure --replay {count} -- python train.py"
+        )
+    with temporary_folder("dlscale-replay") as folder:
+        steps, layers = Path(folder, "steps"), Path(folder, "files")
+        steps.mkdir()
+        layers.mkdir()
+        start = [sys.executable, "-I", str(scratch.__file__), str(layers), str(steps), *_written(command), "--"]
+        with log.open("w") as out, _started([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno()) as copy:
+            try:
+                return _turns(copy, steps, "--replay")
+            except NoHeadroom as failed:
+                if copy.poll() == scratch.REFUSED:
+                    raise UserError(
+                        f"--replay: {failed}, so the copy could overwrite the program's results. It needs Linux 5.12 "
+                        "or later, and user namespaces unless you are root. Measure without --replay, or write a plan "
+                        "with `measure: [headroom]`, whose program writes into {out}"
+                    ) from None
+                raise NoHeadroom(f"{failed}{_reason(log)}") from None
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure the headroom of the program of the run in `args.config`; write the record `args.out`."""
+    run, out = load_run(args.config, "headroom"), Path(args.out)
+    if not run.program:
+        raise UserError(
+            "headroom: the run is not an external program; the stage throughput compares its training with and without "
+            "loading. Remove headroom from the plan's measure, or restrict it to programs (only: {headroom: [...]})"
+        )
+    with temporary_folder(".headroom", out.parent) as folder:
+        program = RunProgram(run, args.start, Path(folder, "out"), Path(folder, "steps"))
+        environment = {**program.environment, **TRACKERS_OFF}
+        with _started(
+            program.command, program.folder, environment, program.steps, BATCHES, None, program.contained
+        ) as copy:
+            try:
+                found = _turns(copy, program.steps, "headroom")
+            except NoHeadroom as failed:
+                raise UserError(f"headroom: {failed}") from None
+    logging.info("%s", found.text)
+    found.write(out)
+
+
+def _written(command: Sequence[str]) -> list[str]:
+    """Return the folders that a program probably writes to.
+
+    These are the working folder, the home and temporary folders, folders that variables of the environment name, and
+    those of absolute paths in the command.
+    """
+    words = [part for word in command for part in (word, word.partition("=")[2]) if part.startswith("/")]
+    named = [*words, *map(os.path.dirname, words)]
+    variables = [value for value in os.environ.values() if value.startswith("/") and ":" not in value]
+    folders = [os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/tmp", "/var/tmp", *variables, *named]  # noqa: PTH109
+    return [folder for folder in dict.fromkeys(folders) if os.access(folder, os.W_OK)]
+
+
+class _started:
+    """A copy of a program that replays batches; its processes end with the context."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: str | None,
+        environment: Mapping[str, str],
+        steps: Path,
+        count: int,
+        out: int | None,
+        contained: bool = False,
+    ) -> None:
+        limit = int(MEMORY * psutil.virtual_memory().available)
+        own = watched(steps, {**environment, REPLAY: f"{count} {limit}"}, contained)
+        try:
+            self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True)
+        except OSError as error:
+            raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from None
+
+    def __enter__(self) -> KeptProgram:
+        return self._process
+
+    def __exit__(self, *error: object) -> None:
+        self._process.signal(signal.SIGKILL, descendants=True)
+        self._process.wait()
+
+
+#: One turn of a process: first batch of its schedule, number of the turn → batches/s.
+_Turns = dict[tuple[int, int], list[float]]
+
+
+def _turns(copy: KeptProgram, steps: Path, option: str) -> Headroom:
+    """Let the copy take turns until the speed-up is known well enough."""
+    schedule = steps / "schedule"
+    first, plain = _pace(copy, steps)
+    # The speed with replayed batches is unknown. Two turns of the same length show it.
+    length = _length(plain)
+    _plan(schedule, first, length, length)
+    _wait(copy, steps, lambda: len(_pairs(steps, first)) >= 1)
+    replayed = _pairs(steps, first)[0][1]
+    first = _number(steps) + math.ceil(2 * replayed) + 4 * length
+    _plan(schedule, first, length, _length(replayed))
+    begin = time.monotonic()
+
+    def enough() -> bool:
+        pairs, passed = _pairs(steps, first), time.monotonic() - begin
+        return len(pairs) >= MIN_PAIRS and (
+            passed >= SECONDS or interval([math.log(fast / slow) for slow, fast in pairs])[1] <= ERROR
+        )
+
+    try:
+        _wait(copy, steps, enough)
+    except NoHeadroom:
+        if len(_pairs(steps, first)) < FEWEST_PAIRS:
+            raise
+    pairs, rows = _pairs(steps, first), _rows(steps)
+    return Headroom(
+        turns=pairs,
+        batches=min(int(row[4]) for row in rows),
+        bytes=max(int(row[5]) for row in rows),
+        processes=len([*steps.glob("turns.*.now")]),
+        seconds=time.monotonic() - begin,
+        copied=any(int(row[6]) for row in rows),
+        others=any(int(row[7]) for row in rows),
+    )
+
+
+def _length(rate: float) -> int:
+    return max(MIN_BATCHES, math.ceil(TURN * rate))
+
+
+def _plan(schedule: Path, first: int, plain: int, replayed: int) -> None:
+    with schedule.open("a") as file:
+        file.write(f"{first} {plain} {replayed}\n")
+
+
+def _pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
+    """Wait for the warm-up; return the number of a batch that no process has reached yet, and the batches/s."""
+    _wait(copy, steps, lambda: _number(steps) >= WARM_UP)
+    begin, since = _number(steps), time.monotonic()
+    _wait(copy, steps, lambda: _number(steps) >= begin + MIN_BATCHES and time.monotonic() - since >= TURN)
+    rate = (_number(steps) - begin) / (time.monotonic() - since)
+    return _number(steps) + math.ceil(2 * rate) + 1, rate
+
+
+def _number(steps: Path) -> int:
+    """Return the largest number of batches that a process has used."""
+    return max((int(words[0]) for file in steps.glob("turns.*.now") if (words := file.read_text().split())), default=0)
+
+
+def _rows(steps: Path) -> list[list[str]]:
+    """Return the turns of all processes: the words of `replay.py`'s lines."""
+    found = list[list[str]]()
+    for file in steps.glob("turns.*"):
+        if file.suffix != ".now":
+            lines = file.read_text().split("\n")
+            found += [line.split() for line in lines[:-1]]
+    return found
+
+
+def _pairs(steps: Path, first: int) -> list[tuple[float, float]]:
+    """Return the batches/s of each pair of turns of a schedule, means over the processes."""
+    rates = defaultdict[int, list[float]](list)
+    for row in _rows(steps):
+        if int(row[0]) == first and float(row[3]) > 0:
+            rates[int(row[1])].append(int(row[2]) / float(row[3]))
+    means = {number: sum(values) / len(values) for number, values in rates.items()}
+    return [(means[turn], means[turn + 1]) for turn in sorted(means) if turn % 2 == 0 and turn + 1 in means]
+
+
+def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
+    """Wait until `done` returns True; raise `NoHeadroom` if the copy ends before, or makes no progress."""
+    before, since = -1, time.monotonic()
+    while not done():
+        status, reason = copy.poll(), steps / scratch.REASON
+        if reason.exists() and (text := reason.read_text()):
+            if status is None and "scratch copy" in text:
+                time.sleep(LOOK)
+            raise NoHeadroom(text)
+        if status is not None and not done():
+            raise NoHeadroom(_ended(status, steps))
+        if (now := _number(steps)) != before:
+            before, since = now, time.monotonic()
+        if time.monotonic() - since > PATIENCE:
+            raise NoHeadroom(f"the program used no batch of its training loader for {duration(PATIENCE)}")
+        time.sleep(LOOK)
+
+
+def _ended(status: int, steps: Path) -> str:
+    if not any(steps.glob("turns.*.now")):
+        return (
+            f"the program ended with status {status} before a training step whose batch came from PyTorch's DataLoader "
+            "or dlscale.timed; other loaders cannot be replayed"
+        )
+    return f"the program ended with status {status} before enough turns; let it make more steps"
+
+
+def _reason(log: Path) -> str:
+    """Return the probable reason for which a copy failed, from its output."""
+    text = log.read_text(errors="replace")[-4000:]
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    if "Read-only file system" in text:
+        return f". It writes to a folder of which --replay makes no copy: {brief(OSError(last))}"
+    if "Value too large for defined data type" in text:
+        return f". It writes to files of another user or group, of which no copy can be made: {last[:200]}"
+    return f". Its last line: {last[:200]}" if last else ""

@@ -1,0 +1,45 @@
+"""Record of the headroom of a program's loader."""
+
+from __future__ import annotations
+
+import math
+
+from dlscale.core.noise import interval
+from dlscale.core.record import Measured, Positive, Record
+from dlscale.core.text import number
+
+#: Speed-up below which a gain is not worth mentioning.
+MIN_GAIN = 1.05
+
+
+class Headroom(Record):
+    """Speed of a program with its loader and with a loader that costs nothing, timed in turns."""
+
+    turns: list[tuple[Positive, Positive]]  #: Batches/s of a plain turn and of the replayed turn after it.
+    batches: int  #: Number of kept batches.
+    bytes: int  #: Their size, of one process.
+    processes: int
+    seconds: Measured  #: Duration of all turns, s.
+    copied: bool = False  #: Whether each replayed batch was copied, because the program changes its batches.
+    others: bool = False  #: Whether the program also used loaders that were not replayed.
+
+    @property
+    def gain(self) -> tuple[float, float, float]:
+        """Speed-up with a free loader, and the limits of its 95 % interval."""
+        centre, reach = interval([math.log(replayed / plain) for plain, replayed in self.turns])
+        return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
+
+    @property
+    def significant(self) -> bool:
+        gain, low, _ = self.gain
+        return low > 1 and gain >= MIN_GAIN
+
+    @property
+    def text(self) -> str:  # type: ignore[override]
+        """The result in one sentence."""
+        gain, low, high = self.gain
+        if not self.significant:
+            return f"a faster loader brings no significant gain: with a free loader, {number(gain)}× the speed " + (
+                f"(95 % interval {number(low)} to {number(high)})"
+            )
+        return f"a faster loader gains at most {number(gain)}× (95 % interval {number(low)} to {number(high)})"

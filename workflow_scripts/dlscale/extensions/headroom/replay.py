@@ -1,0 +1,291 @@
+"""Replay the batches of a program's training loader: the hook loads this file for `dlscale measure --replay`.
+
+The first batches are kept. Then turns alternate: in a plain turn the loader loads as always; in a replayed turn a kept
+batch is returned at once. `dlscale` writes the schedule of the turns into the file `schedule` of the folder of steps,
+because all processes must change turns at the same batch. Each process writes its turns into `turns.HOST.PID`. The
+training's losses are meaningless, and its loader never ends. For Python 3.8 and later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+clock = time.perf_counter
+
+#: Environment variables: number and total bytes of kept batches, as `N BYTES`; mount namespace of the scratch copy.
+REPLAY, SCRATCH = "DLSCALE_REPLAY", "DLSCALE_SCRATCH"
+
+#: Seconds between two looks at the schedule.
+LOOK = 0.1
+
+#: Exit status of a process that does not run in the scratch copy.
+REFUSED = 125
+
+#: The replay of this process; None in programs that are not replayed.
+CURRENT: Replay | None = None
+
+
+class Kept:
+    """One batch, and how to hand it out again: tensors are shared, all other objects are copied.
+
+    If the program changes tensors in place, tensors are copied as well from then on.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch, self._shared = _copied(batch)
+        self.bytes = sum(_size(part) for part in self._shared)
+        self._versions = [_version(part) for part in self._shared]
+        self.changed = False  #: Whether the program changed a tensor of the batch in place.
+
+    def again(self) -> Any:
+        if not self.changed and self._versions != [_version(part) for part in self._shared]:
+            self.changed = True
+        if self.changed:
+            return _copied(self._batch)[0]
+        return copy.deepcopy(self._batch, {id(part): part for part in self._shared})
+
+
+def _copied(batch: Any) -> tuple[Any, list[Any]]:
+    """Return a copy of a batch, and the tensors of the copy; copies of pinned tensors are pinned."""
+    memo: dict[int, Any] = {}
+    found = copy.deepcopy(batch, memo)
+    originals = memo.get(id(memo), [])  # `copy.deepcopy` keeps the originals alive here
+    pinned = {id(part): memo[id(part)].pin_memory() for part in originals if _is_tensor(part) and part.is_pinned()}
+    if pinned:
+        memo = pinned
+        found = copy.deepcopy(batch, memo)
+    return found, [part for part in memo.values() if _is_tensor(part)]
+
+
+def _is_tensor(part: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(part, torch.Tensor)
+
+
+def _size(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _version(tensor: Any) -> int:
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # a tensor made in inference mode
+        return 0
+
+
+class Replay:
+    """Turns of one process."""
+
+    def __init__(self, folder: str) -> None:
+        count, size = os.environ[REPLAY].split()
+        self._count, self._free = int(count), int(size)
+        self._folder, self._file = folder, f"{folder}/turns.{os.uname().nodename}.{os.getpid()}"
+        self._kept: list[Kept] = []
+        self._full = False
+        self._training: Any = None  # key of the training's loader: the last loader before a step
+        self._last: Any = None
+        self._others = False
+        self._number = 0  # batches of the training's loader so far
+        self._schedule: list[tuple[int, int, int]] = []  # first batch, batches of a plain turn and of a replayed turn
+        self._looked, self._read = 0.0, 0
+        self._turn: tuple[int, int, int] | None = None  # first batch of its schedule, its number, end of the turn
+        self._begin = self._copying = 0.0
+        self._timed = 0
+
+    def step(self) -> None:
+        """Note that the optimiser made a step: the last loader is the training's."""
+        if self._training is None:
+            self._training = self._last
+
+    def next(self, key: Any, fetch: Callable[[], Any], ahead: int = 0, workers: int = 0) -> Any:
+        """Return a loader's next batch.
+
+        Parameters
+        ----------
+        key
+            Identity of the loader.
+        fetch
+            Function that returns the loader's next batch; after the last batch it returns the first one.
+        ahead, workers
+            Number of batches that workers load in advance, and number of workers.
+        """
+        self._last = key
+        if self._training is None or key != self._training:
+            self._others |= self._training is not None
+            return fetch()
+        self._look()
+        replayed = self._enter(fetch, ahead, workers)
+        self._number += 1
+        if replayed:
+            begin = clock()
+            kept = self._kept[self._number % len(self._kept)]
+            batch = kept.again()
+            if kept.changed:  # a real loader's batch is new, and needs no such copy
+                self._copying += clock() - begin
+            return batch
+        batch = fetch()
+        self._keep(batch)
+        return batch
+
+    def _enter(self, fetch: Callable[[], Any], ahead: int, workers: int) -> bool:
+        """Enter the turn of the next batch; return whether the batch is replayed."""
+        plan = next((plan for plan in reversed(self._schedule) if plan[0] <= self._number), None)
+        if plan is None or not self._kept:
+            return False
+        first, *lengths = plan
+        # The first batches of a turn do not count: workers are still busy with work of the turn before.
+        settling = workers + 1
+        plain, whole = settling + lengths[0], 2 * settling + sum(lengths)
+        cycle, place = divmod(self._number - first, whole)
+        replayed = place >= plain
+        turn = (first, 2 * cycle + replayed, place - plain if replayed else place)
+        if self._turn is None or self._turn[:2] != turn[:2]:
+            self._leave()
+            self._turn = turn
+            # Workers have filled their queue during the replayed turn. These batches cost nothing, so drop them.
+            for _ in range(0 if replayed else ahead):
+                fetch()
+        if turn[2] == settling:
+            _synchronize()
+            self._begin, self._copying, self._timed = clock(), 0.0, lengths[replayed]
+        return bool(replayed)
+
+    def _leave(self) -> None:
+        """Write down the turn that ends now."""
+        if self._turn is None or not self._timed:
+            return
+        _synchronize()
+        seconds, self._timed, timed = clock() - self._begin - self._copying, 0, self._timed
+        first, number, _ = self._turn
+        changed = any(kept.changed for kept in self._kept)
+        with contextlib.suppress(OSError), open(self._file, "a") as file:
+            file.write(
+                f"{first} {number} {timed} {seconds:.6f} {len(self._kept)} {sum(kept.bytes for kept in self._kept)} "
+                f"{int(changed)} {int(self._others)}\n"
+            )
+
+    def _look(self) -> None:
+        """Read new lines of the schedule."""
+        now = clock()
+        if now - self._looked < LOOK:
+            return
+        self._looked = now
+        with contextlib.suppress(OSError):
+            text = ""
+            if Path(self._folder, "schedule").stat().st_size != self._read:
+                with open(f"{self._folder}/schedule") as file:
+                    text = file.read()
+            if text.endswith("\n"):
+                self._read = len(text)
+                self._schedule = [tuple(map(int, line.split())) for line in text.splitlines()]  # type: ignore[misc]
+        with contextlib.suppress(OSError), open(f"{self._file}.now", "w") as file:
+            file.write(f"{self._number} {len(self._kept)}\n")
+
+    def _keep(self, batch: Any) -> None:
+        if self._full or len(self._kept) == self._count:
+            return
+        kept = Kept(batch)
+        if kept.bytes > self._free:
+            self._full = True
+            if not self._kept:
+                _note(
+                    self._folder, f"one batch has {kept.bytes} bytes, more than the {self._free} bytes that may be kept"
+                )
+            return
+        self._free -= kept.bytes
+        self._kept.append(kept)
+
+
+def _synchronize() -> None:
+    """Wait for the GPU, if the program uses one: a turn ends when its work ends."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def start(log: Any, folder: str) -> None:
+    """Replay batches in this process; end the process if it should run in a scratch copy, but does not."""
+    global CURRENT
+    if (place := os.environ.get(SCRATCH, "")) and place != str(Path("/proc/self/ns/mnt").stat().st_ino):
+        _note(folder, "a process of the program does not run in the scratch copy")
+        os._exit(REFUSED)
+    CURRENT = replay = Replay(folder)
+    noted = log.step
+
+    def step(*arguments: Any) -> None:
+        noted(*arguments)
+        replay.step()
+
+    log.step = step
+
+
+def _note(folder: str, reason: str) -> None:
+    """Write down why the program cannot be replayed."""
+    with contextlib.suppress(OSError), open(f"{folder}/unsupported", "w") as file:
+        file.write(reason)
+
+
+def watch(module: Any) -> None:
+    """Replay the batches of PyTorch's loaders; `module` is `torch.utils.data.dataloader`."""
+    iterator, loader = module._BaseDataLoaderIter, module.DataLoader
+    original, begin = iterator.__next__, loader.__iter__
+
+    def begun(self: Any) -> Any:
+        made = begin(self)
+        made.__dict__["_dlscale_loader"] = self
+        return made
+
+    def following(self: Any) -> Any:
+        replay, own = CURRENT, self.__dict__
+        if replay is None or "_dlscale_loader" not in own:
+            return original(self)
+
+        def fetch() -> Any:
+            try:
+                return original(own.get("_dlscale_rest", self))
+            except StopIteration:
+                if replay._training is None:
+                    raise
+            own["_dlscale_rest"] = begin(own["_dlscale_loader"])
+            return original(own["_dlscale_rest"])
+
+        workers = getattr(self, "_num_workers", 0)
+        ahead = workers * (getattr(self, "_prefetch_factor", 0) or 0)
+        return replay.next(id(own["_dlscale_loader"].dataset), fetch, ahead, workers)
+
+    iterator.__next__, loader.__iter__ = following, begun
+
+
+def loop(loader: Any) -> Iterator[Any]:
+    """Iterate over a loader of `dlscale.timed`, with replayed turns; PyTorch's loaders are watched by `watch`."""
+    data = sys.modules.get("torch.utils.data")
+    if CURRENT is None or (data is not None and isinstance(loader, data.DataLoader)):
+        yield from loader
+        return
+    batches = iter(loader)
+    replay = CURRENT
+
+    def fetch() -> Any:
+        nonlocal batches
+        try:
+            return next(batches)
+        except StopIteration:
+            if replay._training is None or iter(loader) is loader:  # a generator cannot begin anew
+                raise
+        batches = iter(loader)
+        return next(batches)
+
+    while True:
+        try:
+            batch = replay.next(id(loader), fetch)
+        except StopIteration:
+            return
+        yield batch
+        replay.step()

@@ -1,0 +1,118 @@
+"""Run a program in a scratch copy: what it writes goes to a temporary folder, and is removed with this folder.
+
+`python -I scratch.py SCRATCH STEPS FOLDER... -- COMMAND` gives the process a mount namespace of its own (Linux 5.12 or
+later; without root, the machine must allow user namespaces). In this namespace, the program sees and changes a copy of
+each FOLDER (an overlay file system: only written files are copied). Everything else is read-only, except STEPS and
+devices. Then COMMAND replaces this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+#: Environment variable with the mount namespace of the scratch copy.
+SCRATCH = "DLSCALE_SCRATCH"
+
+#: Exit status if the machine cannot make a scratch copy, and name of the file in STEPS with the reason.
+REFUSED, REASON = 125, "unsupported"
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+#: `mount_setattr`, which has the same number on all processors; its flags for read-only mounts and for whole trees.
+MOUNT_SETATTR, MOUNT_ATTR_RDONLY, AT_RECURSIVE, AT_FDCWD = 442, 1, 0x8000, -100
+
+#: Folders of devices and processes, which stay writable.
+DEVICES = ("/dev", "/proc", "/sys")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    words = [text.encode() for text in (source, target, kind)]
+    _check(_libc.mount(*words, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+
+
+def _set_read_only(path: str, on: bool) -> None:
+    """Make all mounts at and below `path` read-only, or writable again."""
+    # struct mount_attr: attributes to set, attributes to clear, propagation, user namespace
+    flags = (0, MOUNT_ATTR_RDONLY, 0, 0)
+    attributes = (ctypes.c_uint64 * 4)(*((flags[1], 0, 0, 0) if on else flags))
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = _libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, attributes, size)
+    _check(result, f"mount_setattr {path}")
+
+
+def _own_namespace() -> None:
+    """Move this process into a mount namespace of its own; without root also into a user namespace."""
+    user, group = os.geteuid(), os.getegid()
+    _check(_libc.unshare(CLONE_NEWNS | (CLONE_NEWUSER if user else 0)), "unshare")
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _mount("none", "/", "none", MS_REC | MS_PRIVATE)
+
+
+def outermost(folders: Sequence[str]) -> list[str]:
+    """Return the existing folders without those that another folder of the same file system contains."""
+    found = list[Path]()
+    for folder in sorted({Path(each).resolve() for each in folders if os.path.isdir(each)}):  # noqa: PTH112
+        if str(folder) == "/" or any(folder.is_relative_to(each) for each in DEVICES):
+            continue
+        above = next((each for each in found if folder.is_relative_to(each)), None)
+        if above is None or above.stat().st_dev != folder.stat().st_dev:
+            found.append(folder)
+    return [str(each) for each in found]
+
+
+def enter(scratch: str, steps: str, folders: Sequence[str]) -> None:
+    """Make the namespace: writable copies of `folders`, and the folder `steps` itself; the rest is read-only."""
+    here = os.getcwd()  # noqa: PTH109
+    _own_namespace()
+    opened = {folder: os.open(folder, os.O_PATH) for folder in folders}
+    written = os.open(steps, os.O_PATH)
+    layers = os.open(scratch, os.O_PATH)
+    for number, folder in enumerate(folders):
+        upper, work = (f"/proc/self/fd/{layers}/{number}.{name}" for name in ("files", "work"))
+        for each in (upper, work):
+            os.mkdir(each)  # noqa: PTH102
+        lower = f"/proc/self/fd/{opened[folder]}"
+        _mount("overlay", folder, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work},userxattr")
+    _mount(f"/proc/self/fd/{written}", steps, "none", MS_BIND)
+    _set_read_only("/", True)
+    for each in (*folders, steps, *filter(os.path.isdir, DEVICES)):
+        _set_read_only(each, False)
+    for number in (*opened.values(), written, layers):
+        os.close(number)
+    os.chdir(here)
+    os.environ[SCRATCH] = str(Path("/proc/self/ns/mnt").stat().st_ino)
+
+
+def main(arguments: list[str]) -> None:
+    """Enter the scratch copy and execute the command; if no copy can be made, write the reason and exit."""
+    cut = arguments.index("--")
+    scratch, steps, *folders = arguments[:cut]
+    try:
+        enter(scratch, steps, outermost(folders))
+    except OSError as error:
+        Path(steps, REASON).write_text(f"no scratch copy can be made here ({error.strerror})")
+        sys.exit(REFUSED)
+    try:
+        os.execvp(arguments[cut + 1], arguments[cut + 1 :])
+    except OSError as error:
+        Path(steps, REASON).write_text(f"{arguments[cut + 1]}: {error.strerror}")
+        sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
