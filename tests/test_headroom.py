@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from dlscale.core.errors import UserError
-from dlscale.extensions.headroom import headroom, replay, scratch
+from dlscale.extensions.headroom import causes, headroom, replay, scratch
 from dlscale.extensions.headroom.headroom import NoHeadroom, of_command
 from dlscale.extensions.headroom.records import Headroom
+from dlscale.report.evidence import Evidence
 from tests.test_any_program import measure
 
 #: Program with a loader and a model that sleep, so that their times hardly depend on the machine.
@@ -273,6 +274,16 @@ def test_kept_batches_are_handed_out_again() -> None:
     second["pair"].x.mul_(3)
     values = [kept.again()["pair"].x.mul_(2).sum() for _ in range(3)]
     assert kept.changed and values == [36, 36, 36]
+
+
+def test_the_verdict_names_a_loader_whose_cost_is_significant() -> None:
+    known = {"batches": 4, "bytes": 100, "processes": 1, "seconds": 10.0}
+    slow = Headroom(turns=[(10, 20), (10.1, 20), (9.9, 20), (10, 20.1)], **known)
+    noisy = Headroom(turns=[(10, 20), (20, 15), (10, 11), (20, 15)], **known)
+    tiny = Headroom(turns=[(10, 10.1), (10, 10.1), (10, 10.1), (10, 10.1)], **known)
+    found = [causes.faster_loader(Evidence({}, records={"headroom": each})) for each in (slow, noisy, tiny)]
+    assert found[0] and found[0].share == pytest.approx(0.5, abs=0.01) and "at most 2.00×" in found[0].why
+    assert found[1:] == [None, None] and causes.faster_loader(Evidence({})) is None
 
 
 # ---- the command -----------------------------------------------------------------------------------------
