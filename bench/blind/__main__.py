@@ -69,25 +69,36 @@ def predict(run: dict[str, Any], every: dict[str, Any]) -> list[float]:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table of errors, in Markdown; each error is predicted / measured - 1."""
-    every = configurations()
-    files = [yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in ("predictions", "measured")]
-    predicted, measured = (file["tokens_per_second_per_gpu"] for file in files)
-    groups, errors, inside = dict[tuple[str, ...], list[str]](), dict[str, list[float]](), 0
-    for run, (value, low, high), found in zip(every["runs"], predicted, measured, strict=True):
-        error = value / found - 1
-        errors.setdefault(run["table"], []).append(abs(error))
-        inside += low <= found <= high
+    runs, files = configurations()["runs"], ("predictions.yaml", "measured.yaml")
+    predicted, measured = (yaml.safe_load((HERE / file).read_text())["tokens_per_second_per_gpu"] for file in files)
+    errors = [value / found - 1 for (value, *_), found in zip(predicted, measured, strict=True)]
+    cells, sizes = dict[tuple[str, ...], list[str]](), dict[str, list[tuple[int, float]]]()
+    for run, error in zip(runs, errors, strict=True):
         split = "".join(f", {axis} {run[axis]}" for axis in ("tp", "cp") if axis in run)
         key = run["table"], run["model"], f"{run['tokens']:,}", run["device"], run.get("id", "")
-        groups.setdefault(key, []).append(f"{run['gpus']}{split}: {100 * error:+.0f} %".replace("-", "−"))
+        cells.setdefault(key, []).append(f"{run['gpus']}{split}: {_percent(error)}")
+        same = {name: value for name, value in run.items() if name not in ("gpus", "id")}
+        sizes.setdefault(str(same), []).append((run["gpus"], error))
     yield "| table | model | tokens | device | row | GPUs: error |"
     yield "|---|---|---|---|---|---|"
-    yield from (f"| {' | '.join(key)} | {'; '.join(cells)} |" for key, cells in groups.items())
+    yield from (f"| {' | '.join(key)} | {'; '.join(group)} |" for key, group in cells.items())
     yield ""
-    for name, found in errors.items():
-        middle, most = 100 * statistics.median(found), 100 * max(found)
-        yield f"{name}: {len(found)} figures, median error {middle:.0f} %, largest {most:.0f} %"
-    yield f"published figures within the 90 % band: {inside} of {len(measured)}"
+    for key in dict.fromkeys((run["table"], run["device"]) for run in runs):
+        own = [error for run, error in zip(runs, errors, strict=True) if (run["table"], run["device"]) == key]
+        yield f"- {', '.join(key)}: {_spread(own)}"
+    ends = [(min(group)[1], max(group)[1]) for group in sizes.values() if len(group) > 1]
+    yield f"- scaling from the fewest to the most GPUs: {_spread([(1 + most) / (1 + few) - 1 for few, most in ends])}"
+    inside = sum(low <= found <= high for (_, low, high), found in zip(predicted, measured, strict=True))
+    yield f"- published figures within the 90 % band: {inside} of {len(measured)}"
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:+.0f} %".replace("-", "−")
+
+
+def _spread(errors: list[float]) -> str:
+    middle = statistics.median(map(abs, errors))
+    return f"{len(errors)} figures, median {100 * middle:.0f} %, {_percent(min(errors))} to {_percent(max(errors))}"
 
 
 def main() -> None:

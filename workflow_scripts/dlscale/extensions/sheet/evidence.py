@@ -22,7 +22,7 @@ from dlscale.results import PlanResult, RunResult, reached
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions of runs on other devices, or the reason why there are none."""
+    """Predictions of runs on other devices, or the reason why predictions are missing."""
 
     runs: predict.MeasuredRuns | None
     reason: str = ""

@@ -77,7 +77,7 @@ def forms() -> dict[str, Form]:
 
 
 def answer(question: Question, made: Sequence[Part]) -> dict[str, Any]:
-    """Return where the sheet answers a question (`parts`: titles), and what is `open`."""
+    """Return a question with the titles of the parts that answer it, and with all open points."""
     here = [part for part in made if part.key in question.parts]
     left = [f"{fact.label}: {fact.note}" for part in here for fact in part.open]
     applicant = [f"the applicant: {question.applicant}"] if question.applicant else []
