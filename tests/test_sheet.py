@@ -21,7 +21,7 @@ from dlscale.extensions.sheet.sheet import forms
 from dlscale.measure.records import Throughput, Trials, Usage
 from dlscale.parallel.records import Device
 from dlscale.train.provenance import Provenance
-from tests.conftest import TINY, error_line, stage
+from tests.conftest import ROOT, TINY, error_line, stage
 
 CPU = Device(kind="cpu", name="Example CPU", threads=1)
 PARTS = {"problem", "machine", "scaling", "efficiency", "target", "energy", "memory", "storage", "request", "commands"}
@@ -138,6 +138,17 @@ def test_figures_by_hand(results: Callable[..., Path]) -> None:
     assert row(html, "Energy per sample")[0] == row(html, "Weak scaling")[0] == "open"
     assert "kind: weak_scaling, from: strong.b8_ddp_4" in row(html, "Weak scaling")[2]
     assert "dlscale report --sheet strong learn --trainings 10 --configfile mine.yaml" in html
+
+
+def test_other_devices_than_the_sites_are_open(results: Callable[..., Path]) -> None:
+    results()
+    raw = yaml.safe_load(Path("mine.yaml").read_text())
+    raw["plans"]["learn"]["runs"]["two"] = {"geometry": {"gpus_per_node": 2}}
+    raw["site"] = yaml.safe_load((ROOT / "profiles/perlmutter/site.yaml").read_text()) | {"engine": "none"}
+    Path("mine.yaml").write_text(yaml.safe_dump(raw))
+    html = sheet("strong", "learn")
+    assert row(html, "Measured devices")[0] == "open" and "the site has A100" in row(html, "Measured devices")[2]
+    assert row(html, "7  Measurements to run")[:2] == ("predicted", "≤0.125 node-hours")  # 15 min on half a node
 
 
 def test_training_on_the_devices_of_production_needs_no_prediction(results: Callable[..., Path]) -> None:

@@ -136,8 +136,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
         # An extension may add a command of two words, such as `report --sheet`.
-        words = [first, *words[2:]] if (first := " ".join(words[:2])) in QUERIES else words
-        return super().parse_known_args(self._ordered(words) if self.reorders else words, namespace)
+        joined = [first, *words[2:]] if (first := " ".join(words[:2])) in QUERIES else words
+        return super().parse_known_args(self._ordered(words) if self.reorders else joined, namespace)
 
     def _ordered(self, words: Sequence[str]) -> list[str]:
         """Return `words` in another order: options with their values, then `--`, then all other words."""

@@ -11,6 +11,7 @@ from dlscale.core.settings import flat
 from dlscale.core.text import NONE, count, many, number, percent, shorten, size
 from dlscale.extensions.sheet.evidence import Evidence, named, nodes_of
 from dlscale.extensions.sheet.parts import Fact, fact
+from dlscale.preflight.cost import device_kind
 from dlscale.report.evidence import bound
 from dlscale.report.figures import grams, joules
 from dlscale.results import UNKNOWN, reached
@@ -56,6 +57,11 @@ def machine(its: Evidence) -> Iterator[Fact]:
     what = "GPU" if run.device.kind == "cuda" else "process"
     told = f"measured on up to {many(most.devices, what)} of {many(nodes_of(most), 'node')}"
     yield fact("Device", run.device.name and run.device.name + memory, todo, note=told)
+    if scheduler := its.configuration.workflow.site.scheduler:
+        wanted, here = scheduler.gpu_nodes.gpu_name or device_kind(scheduler), f"{run.device.kind} {run.device.name}"
+        same = "the site's" if wanted.lower() in here.lower() and run.device.kind == device_kind(scheduler) else None
+        todo_there = f"the runs were measured on {run.device.name}, the site has {wanted}: measure there"
+        yield fact("Measured devices", same, todo_there, note=wanted)
     cores = [many(made.cores, "usable core")] if made and made.cores else []
     ram = [f"{size(made.memory_bytes)} usable"] if made and made.memory_bytes else []
     yield fact("Node", where and where.processor, todo, note=", ".join([*cores, *ram]))

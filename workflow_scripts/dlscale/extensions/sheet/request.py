@@ -75,7 +75,8 @@ def request(its: Evidence) -> Iterator[Fact]:
         basis="predicted",
     )
     total = hours.times(wanted, rest or 0.0) if hours and rest is not None else None
-    span = f", {number(total.low)} to {number(total.high)}" if total and total.high > total.low else ""
+    ends = [number(total.low), number(total.high)] if total else []
+    span = f", {' to '.join(ends)}" if len({*ends}) > 1 else ""
     shown = f"{mark}{number(total.value)} node-hours" if total else None
     told = f"5 × 6 + 7{span}; a reserve for failures is the applicant's decision{_disturbed(its)}"
     yield fact("Request", shown, "close the open lines above", note=told, basis="predicted")
