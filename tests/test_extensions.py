@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from dlscale.cli import QUERIES
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.stages import STAGES, stage_of
@@ -49,7 +50,7 @@ def repository(tmp_path: Path, removed: list[str]) -> Path:
 @pytest.mark.parametrize("removed", REMOVED)
 def test_commands_of_a_removed_extension_are_gone(repository: Path, removed: list[str]) -> None:
     done = called(repository, "-m", "dlscale", "--help")
-    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ") and line[4] != " "}
+    listed = {name for name in ("run", *QUERIES) if f"\n    {name} " in done.stdout}
     gone = {command for name in absent(removed) for command in COMMANDS[name]}
     kept = {command for name in NAMES for command in COMMANDS[name]} - gone
     assert done.returncode == 0 and kept < listed and not gone & listed, done.stderr

@@ -110,14 +110,12 @@ class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
 def _overview(texts: Mapping[str, str]) -> str:
     width = min(shutil.get_terminal_size().columns, 120)
     lines = list[str]()
-    everyday = [name for name in EVERYDAY if name in texts]
-    for title, names in {"every day": everyday, "more": [name for name in texts if name not in EVERYDAY]}.items():
-        lines.append(coloured(f"{title}:", "bold", sys.stdout))
-        for name in names:
+    for title, group in {"every day": EVERYDAY, "more": [name for name in texts if name not in EVERYDAY]}.items():
+        lines += ["", coloured(f"{title}:", "bold", sys.stdout)]
+        for name in (name for name in group if name in texts):
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
-        lines.append("")
     stages = f"Stages, which the workflow calls and which you can also run by hand: {', '.join(STAGES)}."
-    return "\n".join([*lines, textwrap.fill(stages, width)])
+    return "\n".join([*lines, "", textwrap.fill(stages, width)])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -136,7 +134,10 @@ class _Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(self._ordered(args) if self.reorders else args, namespace)
+        words = sys.argv[1:] if args is None else args
+        # An extension may add a command of two words, such as `report --sheet`.
+        joined = [first, *words[2:]] if (first := " ".join(words[:2])) in QUERIES else words
+        return super().parse_known_args(self._ordered(words) if self.reorders else joined, namespace)
 
     def _ordered(self, words: Sequence[str]) -> list[str]:
         """Return `words` in another order: options with their values, then `--`, then all other words."""

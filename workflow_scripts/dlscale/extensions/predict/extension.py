@@ -64,6 +64,7 @@ COMMANDS = {
             option(
                 "--target-samples", "samples that the training needs, in place of epochs", False, type=int, metavar="N"
             ),
+            option("--model", "YAML file of a model that was not measured", False, metavar="FILE"),
             option("--validate", "compare predictions with published figures", False, action="store_true"),
         ),
     ),

@@ -134,7 +134,7 @@ class Fit:
         than the measured points has 0 doublings.
         """
         devices, shared = (
-            max(sizes) for sizes in zip(*((p.job.devices, p.job.shared) for p in self.points), strict=True)
+            max(sizes) for sizes in zip((1, 1), *((p.job.devices, p.job.shared) for p in self.points), strict=True)
         )
         return max(0.0, math.log2(job.devices / devices)) + max(0.0, math.log2(job.shared / shared))
 

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dlscale.config.compute import compute_digest, compute_settings
@@ -25,6 +26,7 @@ from dlscale.core.metrics import read_epochs
 from dlscale.core.paths import Results
 from dlscale.core.settings import flat, read_yaml
 from dlscale.core.text import aligned, duration, many, number, percent, shorten, size
+from dlscale.extensions.predict import analytic
 from dlscale.extensions.predict import fit as fitting
 from dlscale.extensions.predict.fit import Fit, Point, Prediction, fit
 from dlscale.extensions.predict.model import (
@@ -149,6 +151,13 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     batch = min(points, key=lambda point: point.job.devices).job.batch
     epoch = samples_of(run, "train", results), samples_of(run, "valid", results)
     return MeasuredRuns(run, fit(on, work, points), on_device, whose, batch, epoch, links)
+
+
+def unmeasured(model: analytic.Model) -> MeasuredRuns:
+    """Return the scaling model of a model that was never measured."""
+    kind, device = "fsdp" if model.gathered_bytes else "ddp", model.device.source
+    run = SimpleNamespace(study=model.name, parallel=SimpleNamespace(kind=kind), training=SimpleNamespace(epochs=None))
+    return MeasuredRuns(run, analytic.fitted(model), device, model.machine, model.batch, (None, None), None)
 
 
 def _follows(key: str) -> bool:
@@ -283,15 +292,20 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.validate:
         print("\n".join(validated()))
         return 0
-    if not args.runs:
-        raise UserError("RUN: expected measured runs (PLAN.RUN, or the folder of a run), or the option --validate")
+    if bool(args.runs) == bool(args.model):
+        raise UserError(
+            "RUN: expected measured runs (PLAN.RUN, or the folder of a run), or --model FILE, or --validate"
+        )
     for flag in NUMBERS:
         given = getattr(args, flag)
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not 0 < value <= MAX_VALUE:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MAX_VALUE:.0e}")
-    measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
+    if args.model:
+        measured = unmeasured(analytic.read(args.model))
+    else:
+        measured = read([run_folder(name, configuration) for name in args.runs], args.machine, args.storage or math.inf)
     rows, left_out = table(measured, args)
     if not rows:
         raise UserError(f"--devices: all configurations are left out: {'; '.join(left_out)}")
@@ -381,9 +395,10 @@ def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: f
 
 def head(measured: MeasuredRuns) -> list[str]:
     """Return lines that describe the measurements on which the predictions are based."""
-    most = max(point.job.devices for point in measured.fit.points)
+    most = max((point.job.devices for point in measured.fit.points), default=0)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
+    fitted = fitted if most else "not measured; from FLOPs, shapes and data sheets alone"
     links = measured.links
     return [
         f"{measured.run.study}, {kind}: {fitted}",

@@ -1,0 +1,119 @@
+"""Predict the configurations of the blind test, or compare the predictions with the published figures.
+
+`python -m bench.blind predict` writes `predictions.yaml`, `python -m bench.blind` prints the table of docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlscale.extensions.predict.analytic import Model, fitted
+from dlscale.extensions.predict.model import Job
+
+HERE = Path(__file__).parent
+#: Fraction of a block's FLOPs that a selective recomputation repeats: torchtitan repeats every second matrix product.
+SELECTIVE = 0.5
+
+
+def configurations() -> dict[str, Any]:
+    """Return the content of `configurations.yaml`."""
+    found: dict[str, Any] = yaml.safe_load((HERE / "configurations.yaml").read_text())
+    return found
+
+
+def model_of(run: dict[str, Any], every: dict[str, Any]) -> Model:
+    """Return the description of a run's model: parameters, FLOPs and shapes, for `dlscale predict --model`."""
+    shape, device = every["models"][run["model"]], dict(every["devices"][run["device"]])
+    blocks, width, vocabulary, count = shape["blocks"], shape["width"], shape["vocabulary"], run["tokens"]
+    products = width * width * (2 + 2 * shape.get("heads", 1)) + shape["matrices"] * width * shape["inner"]
+    embedding = vocabulary * width
+    # Forward pass of a sample: products of the blocks, attention (half of the pairs, since it is causal), logits.
+    linear, attention, logits = 2 * count * products * blocks, 2 * count**2 * width * blocks, 2 * count * embedding
+    repeated = {"full": 1.0, "selective": SELECTIVE}.get(run.get("recompute", ""), 0.0)
+    again = repeated * linear + (attention if repeated == 1 else 0.0)
+    format_ = "fp8" if run.get("fp8") else "bf16"
+    flops = {"bf16": 3 * logits + 3.5 * attention + (attention if repeated == 1 else 0.0)}  # flash: 5 products back
+    flops[format_] = flops.get(format_, 0.0) + 3 * linear + again - (attention if repeated == 1 else 0.0)
+    fsdp = run.get("strategy", "fsdp") == "fsdp"
+    ranks = run["gpus"] // (run.get("tp", 1) * run.get("cp", 1))
+    return Model(
+        name=run["model"],
+        machine=device.pop("machine"),
+        device=device,
+        parameters=products * blocks + embedding * (1 if shape.get("tied") else 2),
+        flops=flops,
+        tokens=(count, width, blocks),
+        vocabulary=vocabulary,
+        batch=run["batch"],
+        recomputed={"full": 1.0, "selective": 0.9}.get(run.get("recompute", ""), 0.0),
+        fused=run.get("fused", 1.0),
+        gradient_bytes=2 if run.get("reduce") == "bf16" else 4,
+        gathered_bytes=(2, 0 if run.get("keep") else 2) if fsdp else None,
+        shards=ranks,
+        steps=run.get("accumulate", 1),
+    )
+
+
+def predict(run: dict[str, Any], every: dict[str, Any]) -> list[float]:
+    """Return tokens/s per GPU: predicted, 5 % quantile, 95 % quantile."""
+    model = model_of(run, every)
+    found = fitted(model).rate(Job(run["gpus"], run["batch"], run.get("tp", 1), run.get("cp", 1)))
+    return [round(float(rate) * run["tokens"] / run["gpus"], 1) for rate in (found.value, found.low, found.high)]
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the table of errors, in Markdown; each error is predicted / measured - 1."""
+    runs, files = configurations()["runs"], ("predictions.yaml", "measured.yaml")
+    predicted, measured = (yaml.safe_load((HERE / file).read_text())["tokens_per_second_per_gpu"] for file in files)
+    errors = [value / found - 1 for (value, *_), found in zip(predicted, measured, strict=True)]
+    cells, sizes = dict[tuple[str, ...], list[str]](), dict[str, list[tuple[int, float]]]()
+    for run, error in zip(runs, errors, strict=True):
+        split = "".join(f", {axis} {run[axis]}" for axis in ("tp", "cp") if axis in run)
+        key = run["table"], run["model"], f"{run['tokens']:,}", run["device"], run.get("id", "")
+        cells.setdefault(key, []).append(f"{run['gpus']}{split}: {_percent(error)}")
+        same = {name: value for name, value in run.items() if name not in ("gpus", "id")}
+        sizes.setdefault(str(same), []).append((run["gpus"], error))
+    yield "| table | model | tokens | device | row | GPUs: error |"
+    yield "|---|---|---|---|---|---|"
+    yield from (f"| {' | '.join(key)} | {'; '.join(group)} |" for key, group in cells.items())
+    yield ""
+    for key in dict.fromkeys((run["table"], run["device"]) for run in runs):
+        own = [error for run, error in zip(runs, errors, strict=True) if (run["table"], run["device"]) == key]
+        yield f"- {', '.join(key)}: {_spread(own)}"
+    ends = [(min(group)[1], max(group)[1]) for group in sizes.values() if len(group) > 1]
+    yield f"- scaling from the fewest to the most GPUs: {_spread([(1 + most) / (1 + few) - 1 for few, most in ends])}"
+    inside = sum(low <= found <= high for (_, low, high), found in zip(predicted, measured, strict=True))
+    yield f"- published figures within the 90 % band: {inside} of {len(measured)}"
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:+.0f} %".replace("-", "−")
+
+
+def _spread(errors: list[float]) -> str:
+    middle = statistics.median(map(abs, errors))
+    return f"{len(errors)} figures, median {100 * middle:.0f} %, {_percent(min(errors))} to {_percent(max(errors))}"
+
+
+def main() -> None:
+    """Write the predictions, or print the table."""
+    if sys.argv[1:] != ["predict"]:
+        print("\n".join(table()))
+        return
+    every = configurations()
+    lines = ["# Predicted tokens/s per GPU, with 5 % and 95 % quantiles, in the order of configurations.yaml."]
+    lines += ["tokens_per_second_per_gpu:"]
+    for run in every["runs"]:
+        what = f"{run['table']}: {run['model']}, {run['tokens']} tokens, {run['gpus']} x {run['device']}"
+        lines.append(f"  - {predict(run, every)}  # {what}")
+    (HERE / "predictions.yaml").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

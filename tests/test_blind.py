@@ -1,0 +1,80 @@
+"""Predictions of a model that was not measured, and the blind test of docs/planning.md."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.blind.__main__ import HERE, configurations, model_of, predict, table
+from dlscale.extensions.predict import analytic
+from dlscale.extensions.predict.model import Job
+from tests.conftest import ROOT, error_line, stage
+
+MODEL = {
+    "name": "small",
+    "machine": "dgx_h100",
+    "device": {"source": "by hand", "flops": {"bf16": 1e15, "fp8": 2e15}, "bandwidth": 1e12},
+    "parameters": 10**9,
+    "flops": {"bf16": 7.9e12, "fp8": 1.58e13},
+    "tokens": [1000, 1000, 10],
+    "vocabulary": 1000,
+    "batch": 4,
+}
+
+
+def test_the_time_of_a_sample_by_hand() -> None:
+    model = analytic.Model.model_validate(MODEL)
+    moved = (2 * 34 + 3 * 34) * 1e3 * 1e3 * 10 + 24 * 1e3 * 1e3
+    assert model.bytes == moved
+    assert model.sample_seconds == pytest.approx(0.01 + 0.01 + moved / 0.9e12)
+    again = analytic.Model.model_validate(MODEL | {"recomputed": 1, "fused": 0.5})
+    assert again.bytes == pytest.approx((moved + 2 * 34 * 1e7) / 2)
+    one = analytic.fitted(model).rate(Job(1, 4))
+    update = 28e9 / 0.9e12 / 4  # the optimiser, per sample
+    assert one.value == pytest.approx(1 / (model.sample_seconds + update), rel=0.01)
+    assert one.low < one.value / 1.4 and one.high > one.value * 1.4
+
+
+def test_a_file_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(MODEL | {"gathered_bytes": [2, 2], "shards": 8}))
+    assert stage("predict", "--model", file, "--devices", 8, 16, "--target-samples", 1_000_000) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("small, fsdp on by hand, links of dgx_h100: not measured; from FLOPs")
+    assert "Fastest: 16 devices" in text
+    file.write_text(yaml.safe_dump(MODEL | {"parameters": 0}))
+    assert stage("predict", "--model", file) == 2 and "parameters" in error_line(capfd)
+    assert stage("predict", "some.run", "--model", file) == 2 and "--model FILE" in error_line(capfd)
+
+
+def test_parameters_and_flops_of_the_configurations() -> None:
+    """Parameters equal those in llm-foundry's table within 1 %; FLOPs are 6 per parameter and token, and attention."""
+    every = configurations()
+    published = {"mpt-1b": 1315950592, "mpt-7b": 6658859008, "mpt-70b": 64862437376}
+    for run in every["runs"]:
+        if run["model"] in published and run["tokens"] == 2048 and "recompute" not in run:
+            model = model_of(run, every)
+            assert model.parameters == pytest.approx(published[run["model"]], rel=0.01)
+            count, width, depth = model.tokens
+            attention = 3.5 * 2 * count**2 * width * depth
+            assert sum(model.flops.values()) == pytest.approx(6 * model.parameters * count + attention, rel=0.01)
+
+
+def test_predictions_are_those_before_the_figures_were_known() -> None:
+    """The file of predictions is the committed one, and today's model still predicts the same."""
+    file = HERE / "predictions.yaml"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == SHA256
+    every, predicted = configurations(), yaml.safe_load(file.read_text())["tokens_per_second_per_gpu"]
+    assert len(predicted) == len(every["runs"]) == 93
+    for run, expected in list(zip(every["runs"], predicted, strict=True))[::6]:
+        assert predict(run, every) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_docs_have_all_errors() -> None:
+    assert "\n".join(table()) in (ROOT / "docs/planning.md").read_text()
+
+
+SHA256 = "e7357259bf41e8e7d3c19ae074a77f54d480811cac4f1078caa269488ef0b6e0"

@@ -1,0 +1,105 @@
+"""Predict a model that was never measured, from its parameters, FLOPs and shapes (`dlscale predict --model FILE`).
+
+The time of a sample is its FLOPs divided by `MATMUL` of the peak of the device, plus the bytes of all other operators
+divided by `COPY` of the bandwidth of the memory. All other costs are the medians of their priors.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from pydantic import Field
+
+from dlscale.core.schema import Strict
+from dlscale.core.settings import read_yaml, validate
+from dlscale.extensions.predict.fit import NAMES, PRIORS, Fit
+from dlscale.extensions.predict.model import Costs, Memory, Tokens, Workload, buckets, named
+
+#: Fractions of the data sheet's peak that a large matrix product and a copy reach. Measured by dlscale on an H200: 770
+#: to 800 of 989 TFLOP/s (bf16), and 4.3 of 4.8 TB/s.
+MATMUL, COPY = 0.79, 0.9
+#: Bytes that operators other than matrix products move per token, unit of width and block. 34 bytes are stored for the
+#: backward pass (Korthikanti et al. 2022, arXiv:2205.05198, equation 2). The forward pass writes and reads these bytes.
+#: The backward pass reads them, and writes and reads as many bytes of gradients.
+FORWARD_BYTES, BACKWARD_BYTES = 2 * 34, 3 * 34
+#: Bytes per token and entry of the vocabulary: logits in fp32, written and read three times.
+LOGIT_BYTES = 24
+#: Bytes per parameter that an optimiser step reads and writes, as in the prior of `fixed`.
+OPTIMIZER_BYTES = 28
+#: Factor of a standard deviation of the time of a sample (judgement).
+FACTOR = 1.3
+
+
+class Device(Strict):
+    """Peak rates of a device, from its data sheet."""
+
+    source: str
+    flops: dict[str, float] = Field(description="FLOP/s by number format, such as bf16.")
+    bandwidth: float = Field(gt=0, description="Bytes/s of the device's memory.")
+
+
+class Model(Strict):
+    """A model and its training, without any measurement."""
+
+    name: str
+    machine: str = Field(description="Machine in machines.yaml, or a YAML file.")
+    device: Device
+    parameters: int = Field(ge=1)
+    flops: dict[str, float] = Field(
+        description="FLOPs of forward and backward pass of a sample, by number format; with repeated forward passes."
+    )
+    tokens: tuple[int, int, int] = Field(description="Tokens of a sample, width of a token, number of blocks.")
+    vocabulary: int = Field(0, ge=0, description="Entries of the vocabulary; 0: the model returns no logits.")
+    batch: float = Field(gt=0, description="Samples per step of each device, or group of devices that share a model.")
+    recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
+    fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
+    gradient_bytes: float = Field(4, gt=0, description="Bytes per parameter of averaged gradients.")
+    gathered_bytes: tuple[float, float] | None = Field(
+        None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."
+    )
+    shards: int = Field(1, ge=1, description="Devices over which the state of the optimiser is sharded.")
+    steps: int = Field(1, ge=1, description="Batches per step of the optimiser (accumulation of gradients).")
+    state_bytes: float = Field(16, gt=0, description="Bytes per parameter of weights, gradients and optimiser state.")
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per sample that operators other than matrix products read and write."""
+        count, width, depth = self.tokens
+        blocks = (FORWARD_BYTES * (1 + self.recomputed) + BACKWARD_BYTES) * count * width * depth
+        return self.fused * (blocks + LOGIT_BYTES * count * self.vocabulary)
+
+    @property
+    def sample_seconds(self) -> float:
+        """Computing time of a sample on one device."""
+        products = sum(flops / (MATMUL * self.device.flops[kind]) for kind, flops in self.flops.items())
+        return products + self.bytes / (COPY * self.device.bandwidth)
+
+
+def read(path: str | Path) -> Model:
+    """Read the description of a model from a YAML file."""
+    return validate(Model, read_yaml(path), str(path))
+
+
+def fitted(model: Model) -> Fit:
+    """Return the scaling model with the costs of a model that was never measured.
+
+    The intervals come from the priors, and from `FACTOR` for the time of a sample.
+    """
+    size, (count, width, depth) = model.parameters * model.gradient_bytes, model.tokens
+    unit = [1 / depth] * depth if model.gathered_bytes else buckets([size / depth] * depth)
+    gathered = model.gathered_bytes
+    state = model.state_bytes * model.parameters
+    work = Workload(
+        size,
+        tuple(unit),
+        Tokens(count, width, depth, 2, model.recomputed == 1),
+        gathered=(gathered[0] * model.parameters, gathered[1] * model.parameters) if gathered else None,
+        memory=Memory(state, 34.0 * count * width * (1 if model.recomputed == 1 else depth)),
+    )
+    update = OPTIMIZER_BYTES * model.parameters / model.shards / model.steps / (COPY * model.device.bandwidth)
+    known = {"sample": model.sample_seconds, "fixed": update, "load": 1e-6 * model.sample_seconds}
+    factors = {name: prior.factor for name, prior in PRIORS.items()} | {"sample": FACTOR, "load": 1.01}
+    costs = Costs(**{name: known.get(name, PRIORS[name].middle) for name in NAMES})
+    return Fit(named(model.machine).machine, work, costs, np.diag([math.log(factors[name]) ** 2 for name in NAMES]), ())

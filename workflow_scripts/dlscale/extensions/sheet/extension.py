@@ -1,0 +1,30 @@
+"""Command of this extension: `dlscale report --sheet`."""
+
+from dlscale.core.stage import Query, option
+
+USES = ("predict",)
+
+COMMANDS = {
+    "report --sheet": Query(
+        "dlscale.extensions.sheet.sheet",
+        "Write the evidence for a request of computing time on two pages (HTML, PDF): measured, predicted, open.",
+        (
+            (
+                "plans",
+                {"nargs": "+", "metavar": "PLAN", "help": "plan of the request; further plans add their measurements"},
+            ),
+            option(
+                "--devices",
+                "numbers of devices for which to predict (default: 2, 4 and 8 times the measured number)",
+                False,
+                type=int,
+                nargs="+",
+                default=[],
+                metavar="N",
+            ),
+            option("--production", "devices of a training in production (default: the most measured)", False, type=int),
+            option("--trainings", "number of trainings in production", False, type=int, default=1),
+            option("--machine", "machine of the predictions, as for `dlscale predict`", False, metavar="NAME"),
+        ),
+    ),
+}
