@@ -306,8 +306,8 @@ def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, c
 
 
 @pytest.mark.slow
-def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow]) -> None:
-    """Pieces of a dataset are submitted together, as arrays, and two measurements share one job."""
+def test_small_runs_share_a_job(make: Callable[..., Flow]) -> None:
+    """Each piece of a dataset is a job, and two measurements share one job."""
     flow = make(plans__shapes__runs={"one": {}, "two": {"seed": 1}}, plans__shapes__measure=["throughput"])
     flow.config["datasets"]["years"] = {**flow.config["datasets"]["years"], "pieces": 3}
     shutil.rmtree(flow.path / "results")
@@ -317,10 +317,9 @@ def test_pieces_are_an_array_and_small_runs_share_a_job(make: Callable[..., Flow
         *("--resources", "cpus_per_task=32", "nodes=1"),
     ]
     assert flow.run(*grouped) == 0, flow.output[-8000:]
-    jobs = flow.jobs("jobarrayid", "comment:100", "state")
-    arrays = [row[0] for row in jobs if row[1].startswith("rule_preprocess")]
-    assert len(arrays) == 6 and len({name.partition("_")[0] for name in arrays}) < 6, jobs
-    assert len([row for row in jobs if "measure" in row[1] or "throughput" in row[1]]) == 1, jobs
+    names = [row[0] for row in flow.jobs("comment:100", "state")]
+    assert len([name for name in names if name.startswith("rule_preprocess")]) == 6, names
+    assert len([name for name in names if "measure" in name or "throughput" in name]) == 1, names
     for run in ("one", "two"):
         assert (flow.path / f"results/plans/shapes/{run}/throughput.json").exists()
 
@@ -362,7 +361,7 @@ def test_weak_scaling_over_the_nodes(make: Callable[..., Flow]) -> None:
     assert (found.batch, [point.devices for point in found.points]) == (2, [1, 2, 4])
     assert [point.twin is not None for point in found.points] == [False, True, True]
     assert [point.run.throughput and point.run.throughput.batch_size for point in found.points] == [2, 4, 8]
-    assert "of the ideal on 4 devices" in (flow.path / "results/report/weak.html").read_text()
+    assert re.search(r"efficiency [^.<]*on 4 devices", (flow.path / "results/report/weak.html").read_text())
     assert flow.run() == 0 and "Nothing to be done" in flow.output
 
 
