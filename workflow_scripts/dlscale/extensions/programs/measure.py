@@ -8,7 +8,9 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from dlscale.core.paths import Results
 from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
+from dlscale.extensions.hangs.watch import FINDING, HUNG, MAX_SECONDS, MIN_SECONDS, HangWatch
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.running import (
@@ -54,10 +57,14 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         raise UserError(
             f"--batch-size: {cut(str(args.batch_size), 40)}: expected a whole number from 1 to {MAX_BATCH_SIZE:,}"
         )
+    if args.hang_after is not None and not MIN_SECONDS <= args.hang_after <= MAX_SECONDS:
+        raise UserError(
+            f"--hang-after: {args.hang_after}: expected a number of seconds from {MIN_SECONDS:.0f} to {MAX_SECONDS:,.0f}"
+        )
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
-    folder, profilers = _reserved(args.name or _called(args.command), plan), None
+    folder, profilers, hang = _reserved(args.name or _called(args.command), plan), None, None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
     try:
@@ -69,18 +76,24 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             profilers = module.Profilers(folder)
         # Without KINETO_LOG_LEVEL, a part of PyTorch's profiler (Kineto) prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
+        if args.hang_after is not None:
+            hang = HangWatch(steps, folder, args.hang_after, say, before_first_step=not (args.rate or args.steps))
+            more = {**more, **hang.environment}
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
             run = run_command(
                 *(args.command, steps, pattern),
                 environment=more,
-                beside=profilers.sample_stacks if profilers else None,
+                beside=_together(profilers and profilers.sample_stacks, hang and hang.watch),
                 warn=not args.steps,
             )
     except BaseException:
         if not (steps.is_dir() and any(steps.iterdir())):  # the program did not start
             remove(folder)
         raise
+    if hang and hang.finding:  # printed again, after the messages of processes that dlscale ended
+        run = replace(run, status=HUNG)
+        say(f"dlscale measure: ended the program: {hang.finding}")
     # From this line on an error does not change the exit status. Written records are kept, unless the run is short and
     # has no steps.
     try:
@@ -97,6 +110,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     except Exception as error:
         # The record of a long run is kept even if the run has no steps.
         nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
+        nothing = nothing and not (folder / FINDING).exists()
         if nothing:
             remove(folder)
         _complain(error, "" if nothing or not folder.exists() else f"; the run's record is kept in {folder}")
@@ -106,6 +120,18 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         except Exception as error:
             _complain(error, "; the page was not written")
     return run.status
+
+
+def _together(*contexts: Callable[[int], AbstractContextManager[None]] | None) -> Callable[[int], ExitStack]:
+    """Return a function that opens all contexts that are not None, with the same argument."""
+
+    def opened(program: int) -> ExitStack:
+        with ExitStack() as stack:
+            for each in filter(None, contexts):
+                stack.enter_context(each(program))
+            return stack.pop_all()
+
+    return opened
 
 
 def _complain(error: Exception, known: str = "") -> None:

@@ -84,7 +84,7 @@ class Log:
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
         """Note that an iterator delivered a batch now, after `wait` seconds; `samples` is 0 if unknown."""
-        now = clock()
+        now = self.fetched = clock()
         if now >= self._until:
             if get_ident() != self._thread:
                 self._enter()
@@ -104,7 +104,7 @@ class Log:
 
     def step(self, part: int = 0) -> None:
         """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time."""
-        now = clock()
+        now = self.stepped = clock()
         if now >= self._until:
             if get_ident() != self._thread:
                 self._enter()
@@ -155,6 +155,8 @@ class Log:
         self._begin = self._since = now
         self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {rank(self._rank)}\n")
         atexit.register(self._end)
+        if hang := sys.modules.get("dlscale_hang"):  # with `dlscale measure --hang-after`
+            hang.begin(self)
         if util := sys.modules.get("multiprocessing.util", self._util):  # its forked children end without `atexit`
             util.Finalize(None, self._end, exitpriority=0)
 
