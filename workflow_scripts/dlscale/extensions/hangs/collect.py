@@ -143,8 +143,9 @@ def _processes(
         now = reports.get(pid, {}).get("line") or line_of(stacks.get(pid, ""))
         last = each["line"] if state in (GONE, ENDED) else ""
         found[pid] = Process(pid, each["rank"], state, now or last, waiting(reports.get(pid, {})))
-        children = {int(child): text for child, text in reports.get(pid, {}).get("children", {}).items()}
-        found[pid].workers = {child: line_of(text) for child, text in children.items()}
+        forked = {int(child): text for child, text in reports.get(pid, {}).get("children", {}).items()}
+        found[pid].workers = {child: line_of(text) for child, text in forked.items()}
+        found[pid].workers |= {child: other["line"] for child, other in reports.items() if other["parent"] == pid}
         found[pid].workers |= {child: STOPPED for child in stopped if _parent(child) == pid}
     # torchrun may have started a rank again.
     present = {each.rank for each in found.values() if each.state not in (GONE, ENDED)}
@@ -153,7 +154,7 @@ def _processes(
 
 
 def _seen(pid: int) -> dict[str, Any]:
-    """Return what is known from outside about a process without status and report."""
+    """Return a status for a process that wrote none, with its rank from the launcher's variable `RANK`."""
     rank = ""
     with contextlib.suppress(psutil.Error):
         rank = psutil.Process(pid).environ().get("RANK", "")

@@ -41,7 +41,7 @@ class Process:
     """A process of a program, as its status and its report show."""
 
     pid: int
-    rank: int | None = None  #: None for a process that is no rank, such as a launcher.
+    rank: int | None = None  #: None if the program has no ranks.
     state: str = RUNNING
     line: str = ""  #: Line of the main thread, as `at FILE:LINE`.
     waiting: list[Waiting] = field(default_factory=list)  #: The first operation first.

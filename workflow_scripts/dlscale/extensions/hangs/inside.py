@@ -21,6 +21,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -45,9 +46,9 @@ KEYS = (
     *("time_created_ns", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "state", "retired", "is_p2p"),
 )
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 #: Folder of code that runs within programs, whose lines are not the program's.
-_HOOK = os.path.join(_PACKAGE, "extensions", "programs") + os.sep
+_HOOK = f"{_PACKAGE}/extensions/programs/"
 _LIBRARY = sysconfig.get_path("stdlib")
 
 # The original functions, since a program may replace the functions in the modules.
@@ -57,7 +58,7 @@ _sleep, _frames = time.sleep, sys._current_frames
 def place() -> str:
     """Return the host and the PID namespace of this process, within which process ids are unique."""
     try:
-        return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+        return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - Python 3.8
     except OSError:
         return os.uname().nodename
 
@@ -100,13 +101,13 @@ def is_start(file: str, function: str) -> bool:
 
 def line(places: Iterable[tuple[str, int]]) -> str:
     """Return the innermost place that is not in a library, as `at FILE:LINE`; empty without such a place."""
-    return next((f"at {os.path.basename(file)}:{number}" for file, number in places if is_own(file)), "")
+    return next((f"at {Path(file).name}:{number}" for file, number in places if is_own(file)), "")
 
 
 def is_own(file: str) -> bool:
     """Return whether a file is a program's or dlscale's, and not in a library or in dlscale's hook."""
-    installed = "site-packages" in file and not file.startswith(_PACKAGE + os.sep)
-    return not (installed or file.startswith(("<", _LIBRARY, _HOOK)))
+    installed = "site-packages" in file and not file.startswith(f"{_PACKAGE}/")
+    return not (installed or file == __file__ or file.startswith(("<", _LIBRARY, _HOOK)))
 
 
 def main_line() -> str:
@@ -115,7 +116,7 @@ def main_line() -> str:
 
 
 class Reporter:
-    """Thread of a program's process that shows whether the process makes steps, and what it does if it makes none.
+    """Thread of a program's process: writes how long the process has made no step, and reports if asked.
 
     The process also writes the stacks of all threads after SIGQUIT, even if its code holds Python's lock (GIL).
     """
@@ -166,8 +167,12 @@ class Reporter:
             _sleep(TICK)
             with contextlib.suppress(Exception):  # the folder is gone, or the disk is full
                 last = max((max(log.fetched, log.stepped) for log in self._logs), default=0.0)
-                before, idle = idle, 0.0 if last != noted else idle + TICK  # not a clock: time while stopped is no time
+                # Ticks are counted, because time while the process is stopped must not count.
+                before, idle = idle, 0.0 if last != noted else idle + TICK
                 noted, written = last, written + TICK
+                if idle == 2 * TICK:  # a log writes the notes of a second at the next note
+                    for log in self._logs:
+                        log.write()
                 every = max(TICK, WRITES * self._seconds)
                 if self._logs and not self._ended and (written >= every or before - idle >= every):
                     written = 0.0
@@ -178,7 +183,7 @@ class Reporter:
 
     def _asked(self) -> int:
         try:
-            return os.stat(f"{self._folder}/{ASK}").st_mtime_ns
+            return Path(self._folder, ASK).stat().st_mtime_ns
         except OSError:
             return 0
 
@@ -246,19 +251,18 @@ class Reporter:
 
 def children(process: int) -> list[int]:
     """Return the process ids of a process's children; empty if the process is gone."""
-    found = []
+    found: list[int] = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            found += map(int, Path(thread, "children").read_text().split())
     return sorted(found)
 
 
 def catches_quit(process: int) -> bool:
     """Return whether a process has a handler for SIGQUIT, which would otherwise end the process."""
     try:
-        with open(f"/proc/{process}/status") as file:
-            caught = next(row.split()[1] for row in file if row.startswith("SigCgt:"))
+        rows = Path(f"/proc/{process}/status").read_text().splitlines()
+        caught = next(row.split()[1] for row in rows if row.startswith("SigCgt:"))
     except (OSError, StopIteration):
         return False
     return bool(int(caught, 16) >> (signal.SIGQUIT - 1) & 1)

@@ -37,9 +37,7 @@ def mismatches(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         own = {"rank": report["rank"], "entries": entries, "version": report["version"], "pg_config": groups}
         dumps[str(report["rank"])] = own
-    options = argparse.Namespace(
-        verbose=False, just_print_entries=False, allow_incomplete_ranks=True, mismatch_cap=1
-    )
+    options = argparse.Namespace(verbose=False, just_print_entries=False, allow_incomplete_ranks=True, mismatch_cap=1)
     found = dict[str, dict[str, Any]]()
     for each in build_db(dumps, options, reports[0]["version"]).collectives:
         others = {str(rank): _called(other) for rank, other in (each.mismatch_collectives or {}).items()}

@@ -22,6 +22,7 @@ from dlscale.core.files import write_text
 from dlscale.extensions.hangs.collect import Collected, collect, family_of, is_gone, py_spy, read
 from dlscale.extensions.hangs.finding import SILENT, describe
 from dlscale.extensions.hangs.inside import AFTER, STATUS, TICK
+from dlscale.extensions.hangs.record import FINDING
 
 #: Exit status of `dlscale measure` if it ended the program because of a hang, as that of coreutils' `timeout`.
 HUNG = 124
@@ -35,8 +36,8 @@ BEFORE_FIRST_STEP = 10
 #: Longest waits, seconds: for PyTorch's analysis; for the end of processes after SIGTERM.
 ANALYSIS, GRACE = 60.0, 10.0
 
-#: File with the finding, in the folder of a run.
-FINDING = "hang/finding.txt"
+#: Time after which a warning is printed if processes note steps but write no status, seconds.
+UNSEEN = 10 * TICK
 
 
 class HangWatch:
@@ -60,18 +61,19 @@ class HangWatch:
         before_first_step
             Whether the program is also ended if its first step takes more than `BEFORE_FIRST_STEP` times as long.
         """
-        self._steps, self._folder, self._limit, self._say = steps, folder, seconds, say
+        self._steps, self._limit, self._say = steps, seconds, say
+        self.folder, self._finding = folder / FINDING.parent, folder / FINDING
         self._before = before_first_step
         self.environment = {AFTER: f"{seconds:g}"}  #: Variables of the program.
         self.finding = ""  #: The hang because of which the program was ended; empty without one.
         self._statuses: dict[Path, dict[str, Any]] = {}
         self._ages: dict[Path, float] = {}
-        self._ticks = 0.0
+        self._ticks, self._unseen = 0.0, 0.0
         self._closed, self._asked = threading.Event(), threading.Event()
 
     @contextlib.contextmanager
     def watch(self, program: int) -> Iterator[None]:
-        """Watch the process `program` and its descendants during the block; SIGQUIT prints what they do."""
+        """Watch the process `program` and its descendants during the block; SIGQUIT prints a finding."""
         faulthandler.unregister(signal.SIGQUIT)  # the handler of `dlscale.cli`
         before = signal.signal(signal.SIGQUIT, lambda *_: self._asked.set())
         thread = threading.Thread(target=self._run, args=(program,), daemon=True)
@@ -87,7 +89,7 @@ class HangWatch:
     def _run(self, program: int) -> None:
         try:
             while not (self._closed.wait(TICK) or self.finding):
-                self._ticks += TICK  # not a clock: time while this process is stopped does not count
+                self._ticks += TICK  # counted, because time while this process is stopped must not count
                 self._look()
                 idle, limit = self._idle()
                 if idle >= limit or self._asked.is_set():
@@ -112,21 +114,32 @@ class HangWatch:
             idle = min(each["idle"] + self._ages[file] for file, each in live.items())
             stepped = any(each["stepped"] for each in live.values())
             return idle, self._limit * (1 if stepped else BEFORE_FIRST_STEP)
-        noted = self._statuses or any(each for way in ("seen", "timed") for each in self._steps.glob(f"{way}.*"))
-        # After the training, or if the steps cannot be seen, there is no limit.
-        return 0.0 if noted or not self._before else self._ticks, self._limit * BEFORE_FIRST_STEP
+        # There is no limit after the training, and if this process cannot see the steps.
+        idle = 0.0 if self._statuses or self._is_blind() or not self._before else self._ticks
+        return idle, self._limit * BEFORE_FIRST_STEP
+
+    def _is_blind(self) -> bool:
+        """Return whether processes note steps, but write no status; warn once if this lasts."""
+        blind = any(each for way in ("seen", "timed") for each in self._steps.glob(f"{way}.*"))
+        self._unseen += TICK if blind else 0.0
+        if self._unseen == UNSEEN:
+            self._say(
+                "dlscale measure: --hang-after cannot watch this program, whose processes note steps but no progress: "
+                "an old copy of timed.py, or a full disk"
+            )
+        return blind
 
     def _find(self, program: int, idle: float, ends: bool) -> None:
         """Print what all processes do, and end the program if `ends`."""
         found = collect(self._steps, program, {each["pid"]: each for each in self._statuses.values()}, ends)
         if self._closed.is_set() or (ends and any(map(self._has_moved, found.reports.values()))):
             return
-        found.keep(self._folder / "hang")
+        found.keep(self.folder)
         what = f"no step for {idle:.0f} s: {self._describe(found)}"
         if ends:
             self.finding = what
-            write_text(self._folder / FINDING, f"{what}\n")
-        kept = f"Stacks of all processes: {self._folder / 'hang'}"
+            write_text(self._finding, f"{what}\n")
+        kept = f"Stacks of all processes: {self.folder}"
         self._say(f"dlscale measure: {what}. {kept}{'. dlscale ends the program' * ends}")
         if ends:
             _end(program)
@@ -137,7 +150,7 @@ class HangWatch:
 
     def _describe(self, found: Collected) -> str:
         known = {each.called for process in found.processes for each in process.waiting}
-        said = [describe(found.processes), *_mismatches(self._folder / "hang", found, known)]
+        said = [describe(found.processes), *_mismatches(self.folder, found, known)]
         silent = [each.name for each in found.processes if each.state == SILENT and each.pid not in found.stacks]
         if silent and not py_spy():
             said.append(f"No stacks of {', '.join(silent)}; py-spy may read them (pip install 'dlscale[profile]')")
