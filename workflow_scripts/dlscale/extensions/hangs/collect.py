@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,10 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     reports = _ask(steps, (own.keys() - stopped) | away)
     # A process that holds Python's lock writes no report, but its handler of SIGQUIT still works.
     mute = {pid for pid in own if pid not in reports and (ends or pid not in stopped) and catches_quit(pid)}
+    dumps = _Dumps([own[pid] for pid in mute])
     for pid in mute:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGQUIT)
-            os.kill(pid, signal.SIGCONT)
-    _until(lambda: all(own[pid].stat().st_size > sizes[pid] for pid in mute), SIGNALLED)
+        _dump(pid)
+    _until(dumps.are_complete, SIGNALLED)
     stacks = {pid: file.read_bytes()[sizes[pid] :].decode(errors="replace") for pid, file in own.items()}
     stacks |= {int(child): text for each in reports.values() for child, text in each.get("children", {}).items()}
     stacks |= _spied([pid for pid in family - stopped if _is_python(pid) and not stacks.get(pid)][:MAX_SPIED])
@@ -116,6 +116,31 @@ def _ask(steps: Path, expected: Collection[int]) -> dict[int, dict[str, Any]]:
 
     _until(has_all, ANSWER)
     return found
+
+
+def _dump(pid: int) -> None:
+    """Let a process write its stacks, even if it is stopped.
+
+    The signal is for the main thread, which then writes the stacks before it continues.
+    """
+    with contextlib.suppress(OSError):
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # missing before glibc 2.30
+        if not tgkill or tgkill(pid, pid, signal.SIGQUIT):
+            os.kill(pid, signal.SIGQUIT)
+        os.kill(pid, signal.SIGCONT)
+
+
+class _Dumps:
+    """Files of stacks that processes begin to write now, piece by piece."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files, self._begin = files, [file.stat().st_size for file in files]
+        self._last = self._begin
+
+    def are_complete(self) -> bool:
+        """Return whether all files have grown, and none has grown since the last call."""
+        before, self._last = self._last, [file.stat().st_size for file in self._files]
+        return before == self._last and all(now > begin for now, begin in zip(self._last, self._begin, strict=True))
 
 
 def _until(ready: Callable[[], bool], seconds: float) -> None:

@@ -15,6 +15,8 @@ from dlscale.extensions.hangs.inside import is_start, line
 RUNNING, STOPPED, SILENT = "running", "stopped by a signal", "no answer"
 GONE, ENDED = "is gone: killed, or ended without Python's exit", "has ended before the other processes"
 
+_PLURALS = {"is": "are", "has": "have", "does": "do"}
+
 #: Maximum number of a rank's child processes that a finding names.
 MAX_CHILDREN = 4
 
@@ -87,7 +89,7 @@ def describe(processes: Sequence[Process]) -> str:
     texts = defaultdict[str, list[Process]](list)
     for each in behind:
         texts[_doing(each)].append(each)
-    parts = [f"{_names(group)} {text}" for text, group in texts.items()]
+    parts = [f"{_names(group)} {text if len(group) == 1 else _plural(text)}" for text, group in texts.items()]
     waits = defaultdict[str, list[Process]](list)
     for each in stuck:
         waits[each.waiting[0].called].append(each)
@@ -120,6 +122,12 @@ def _doing(process: Process) -> str:
         text = f"is {process.line or 'in a library'}"
     children = [f", its child process {pid} {place}" for pid, place in process.workers.items() if place]
     return text + "".join(children[:MAX_CHILDREN])
+
+
+def _plural(text: str) -> str:
+    """Return a text of `_doing` for several processes."""
+    verb, _, rest = text.partition(" ")
+    return f"{_PLURALS[verb]} {rest}"
 
 
 def _names(group: Sequence[Process]) -> str:
