@@ -132,7 +132,7 @@ def test_files_of_long_runs_stay_small(tmp_path: Path, monkeypatch: pytest.Monke
         log.batch(0, 0.004, 8)
         now += 0.006
         log.step()
-    log._end()
+    log.write()
     (process,) = steps.read(tmp_path)[1]
     pace = steps.pace([process])
     assert len(process.steps) < count / 5 and process.gaps and pace

@@ -24,8 +24,10 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core import urls
 from dlscale.core.errors import UserError
+from dlscale.core.machine import WATCHDOG
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
+from dlscale.extensions.hangs.record import hang_of
 from dlscale.extensions.programs import checkout, run_program, turns
 from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.extensions.programs.keeper import temporary_folder
@@ -196,6 +198,21 @@ def test_other_files_begin_afresh(tmp_path: Path) -> None:
     (tmp_path / SOURCES).write_text("a")
     assert ended(start(tmp_path)) == (0, "")
     assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site's limits of the watchdog hold for programs; the message and `dlscale explain` name the line."""
+    run = tmp_path / "plans/p/r"
+    run.mkdir(parents=True)
+    configure(run, command=["python3", "hangs.py"], log=None, losses={}, resume=[])
+    program = "import time; from torch.optim.optimizer import step; step()\ntime.sleep(1000)\n"
+    Path(next(run.rglob("train.py"))).with_name("hangs.py").write_text(program)
+    monkeypatch.setenv(WATCHDOG, "stuck=5:between=6")
+    code, said = ended(start(run))
+    hang = "no step for 6 s: rank 0 is at hangs.py:2"
+    assert code == 2 and f"dlscale program: ended the program: {hang}. Stacks of all processes: " in said, said
+    assert hang_of(run) == f"{hang}. Stacks of all processes: {run}/hang"
+    assert 'hangs.py", line 2' in next((run / "hang").glob("stacks.*")).read_text()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
 from dlscale.core.process import LOST, MEET
 from dlscale.extensions.hangs.hangs import waiting_place
+from dlscale.extensions.hangs.record import hang_of
 from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
@@ -170,6 +171,11 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     assert f'program.py", line {SLEEP}, in falter' in (folder / "train.rank1.log").read_text()
     assert "process 0" not in log.split("all other processes have waited")[1]
     assert "This process also ends" in output
+    # `dlscale explain` reads the logs of a run in a results folder.
+    (tmp_path / "logs/train/plan").mkdir(parents=True)
+    shutil.copy(folder / "train.log", tmp_path / "logs/train/plan/run.log")
+    hang = hang_of(tmp_path / "plans/plan/run")
+    assert re.search(rf"^train: {waits}\({where} at program\.py:{SLEEP}\)", hang), hang
 
 
 @pytest.mark.slow

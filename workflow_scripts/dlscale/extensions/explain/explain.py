@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dlscale.config.places import run_folder
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.report.verdict import Verdict, format_findings, judge_run
 from dlscale.results import UNKNOWN, read_run
@@ -18,9 +19,14 @@ if TYPE_CHECKING:
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     """Print the verdicts on `args.runs` (PLAN.RUN, or folders of runs); return the exit status."""
-    found = dict[str, Verdict]()
+    found, hangs = dict[str, Verdict](), dict[str, str]()
+    hang_of = registry.provided("hang_of", lambda folder: "")
     for name in args.runs:
         run = read_run(run_folder(name, configuration))
+        hangs[name] = hang_of(run.folder)
+        if hangs[name] and not (run.throughput or run.profile):
+            found[name] = Verdict(None, [], "", "")
+            continue
         if not (run.throughput or run.profile):
             raise UserError(
                 f"{run.folder}: this run has neither throughput nor a profile yet. Add `throughput` or `profile` to "
@@ -28,15 +34,16 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             )
         found[name] = judge_run(run)
     if args.json:
-        print(json.dumps({name: asdict(each) for name, each in found.items()}, indent=2))
+        print(json.dumps({name: {**asdict(each), "hang": hangs[name]} for name, each in found.items()}, indent=2))
     else:
-        print("\n\n".join("\n".join(lines(name, each)) for name, each in found.items()))
+        print("\n\n".join("\n".join(lines(name, each, hangs[name])) for name, each in found.items()))
     return 0
 
 
-def lines(name: str, found: Verdict) -> list[str]:
-    """Format a verdict as lines of text."""
+def lines(name: str, found: Verdict, hang: str = "") -> list[str]:
+    """Format a verdict as lines of text; `hang` is the reason why the run was ended, if it hung."""
     said = ""
     if found.bound:
         said = ": its limit is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
-    return [f"{name}{said}", *format_findings(found)]
+    ended = [f"  ended: {hang}"] if hang else []
+    return [f"{name}{said}", *ended, *format_findings(found)]

@@ -1,6 +1,7 @@
-"""What a process that makes no progress is doing; the watchdog asks this extension."""
+"""What processes that make no progress are doing; the watchdog, `dlscale measure` and `dlscale explain` use this."""
 
 PROVIDES = {
     "waiting_place": "dlscale.extensions.hangs.hangs.waiting_place",
+    "hang_of": "dlscale.extensions.hangs.record.hang_of",
     "stacks": "dlscale.extensions.hangs.hangs.stacks",
 }

@@ -2,7 +2,7 @@
 
 from dlscale.core.stage import START, Query, Stage, option, path, training_work
 
-USES = ("logs", "profile", "tune")
+USES = ("hangs", "logs", "profile", "tune")
 
 STUDIES = {"program": "dlscale.extensions.programs.study"}
 KINDS = {"files": "dlscale.extensions.programs.files"}
@@ -39,6 +39,13 @@ COMMANDS = {
                 False,
                 type=int,
                 metavar="N",
+            ),
+            option(
+                "--hang-after",
+                "end the program after this time without a step, and report what all its processes do",
+                False,
+                type=float,
+                metavar="SECONDS",
             ),
             option("--profile", "also profile with PyTorch's profiler and py-spy", False, action="store_true"),
         ),

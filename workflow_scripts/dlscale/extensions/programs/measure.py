@@ -8,7 +8,8 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dlscale.core.paths import Results
 from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
+from dlscale.extensions.hangs.watch import HUNG, MAX_SECONDS, MIN_SECONDS, HangWatch
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.running import (
@@ -40,6 +42,9 @@ from dlscale.report import report
 from dlscale.report.verdict import Verdict, format_findings, judge_run
 from dlscale.results import PlanResult, RunResult, read_alone
 
+#: Function that takes a program's process id and returns a context, which is open while the program runs.
+Beside = Callable[[int], contextlib.AbstractContextManager[None]]
+
 #: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"
 
@@ -54,10 +59,12 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         raise UserError(
             f"--batch-size: {cut(str(args.batch_size), 40)}: expected a whole number from 1 to {MAX_BATCH_SIZE:,}"
         )
+    if args.hang_after is not None and not MIN_SECONDS <= args.hang_after <= MAX_SECONDS:
+        raise UserError(f"--hang-after: {args.hang_after}: expected {MIN_SECONDS:.0f} to {MAX_SECONDS:,.0f} seconds")
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
-    folder, profilers = _reserved(args.name or _called(args.command), plan), None
+    folder, profilers, hang = _reserved(args.name or _called(args.command), plan), None, None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
     try:
@@ -71,18 +78,26 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             profilers = module.Profilers(folder)
         # Without KINETO_LOG_LEVEL, a part of PyTorch's profiler (Kineto) prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
+        beside: list[Beside] = [profilers.sample_stacks] if profilers else []
+        if args.hang_after is not None:
+            hang = HangWatch(steps, folder, args.hang_after, say, before_first_step=not (args.rate or args.steps))
+            more = {**more, **hang.environment}
+            beside.append(hang.watch)
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
             run = run_command(
                 *(args.command, steps, pattern),
                 environment=more,
-                beside=profilers.sample_stacks if profilers else None,
+                beside=_together(beside),
                 warn=not args.steps,
             )
     except BaseException:
         if not (steps.is_dir() and any(steps.iterdir())):  # the program did not start
             remove(folder)
         raise
+    if hang and hang.finding:  # printed again, after the messages of processes that dlscale ended
+        run = replace(run, status=HUNG)
+        say(f"dlscale measure: ended the program: {hang.finding}")
     # From this line on an error does not change the exit status. Written records are kept, unless the run is short and
     # has no steps.
     try:
@@ -99,6 +114,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     except Exception as error:
         # The record of a long run is kept even if the run has no steps.
         nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
+        nothing = nothing and not (hang and hang.finding)
         if nothing:
             remove(folder)
         _complain(error, "" if nothing or not folder.exists() else f"; the run's record is kept in {folder}")
@@ -127,6 +143,19 @@ def _replay(args: argparse.Namespace, folder: Path) -> None:
     if found:
         found.write(folder / "headroom.json")
         say(f"dlscale measure: --replay: {found.text}")
+
+
+def _together(several: Sequence[Beside]) -> Beside:
+    """Return a function that opens the contexts of all functions in `several`."""
+
+    @contextlib.contextmanager
+    def opened(program: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in several:
+                stack.enter_context(each(program))
+            yield
+
+    return opened
 
 
 def _complain(error: Exception, known: str = "") -> None:

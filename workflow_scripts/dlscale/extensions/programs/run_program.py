@@ -12,18 +12,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.site import Limits
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.files import make_folder
-from dlscale.core.machine import given
+from dlscale.core.files import make_folder, remove
+from dlscale.core.machine import WATCHDOG, given
 from dlscale.core.progress import StageStatus, write_status
 from dlscale.core.redact import put_back
 from dlscale.core.urls import VARIABLE
+from dlscale.extensions.hangs.record import FINDING
+from dlscale.extensions.hangs.watch import HangWatch
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.launch import FOLDER
 from dlscale.extensions.programs.revision import fresh
-from dlscale.extensions.programs.running import Outcome, Reading, measured, run_command, warn_of_lost_hook, with_hook
+from dlscale.extensions.programs.running import (
+    Outcome,
+    Reading,
+    measured,
+    run_command,
+    say,
+    warn_of_lost_hook,
+    with_hook,
+)
 from dlscale.extensions.programs.settings import Words
 from dlscale.measure.records import Throughput
 
@@ -83,13 +94,27 @@ class RunProgram:
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
         """Run the program until it ends, or until `enough` (given the number of printed rates) returns True."""
         write_status(StageStatus(what="the program runs"))
+        hang = None if enough else self._hang_watch()
         warn_of_lost_hook(self.words, self._reading())
-        return run_command(
-            *(self.command, self.steps, self.pattern, self.folder, self.environment, enough),
+        environment = {**self.environment, **(hang.environment if hang else {})}
+        ended = run_command(
+            *(self.command, self.steps, self.pattern, self.folder, environment, enough),
             losses=None if enough else self.losses,
             contained=self.contained,
             warn=not self.log,
+            beside=hang.watch if hang else None,
         )
+        if hang and hang.finding:
+            raise UserError(f"ended the program: {hang.finding}. Stacks of all processes: {hang.folder}")
+        return ended
+
+    def _hang_watch(self) -> HangWatch | None:
+        """Return a watch with the site's limits; None for limits that are not set, and in an image of the program."""
+        remove(self.steps.with_name(FINDING.parts[0]))
+        if not os.environ.get(WATCHDOG) or self.run.program.image or not (limits := Limits.from_environment()):
+            return None
+        seconds = max(limits.stuck, limits.between)  # a pause between epochs looks like a hang in a step
+        return HangWatch(self.steps, self.steps.parent, seconds, say, not (self.pattern or self.log))
 
     def _reading(self) -> Reading:
         return Reading(self.batch_size, True, self.run.program.rate, self.log, self.log_start)

@@ -84,7 +84,7 @@ class Log:
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
         """Note that an iterator delivered a batch now, after `wait` seconds; `samples` is 0 if unknown."""
-        now = clock()
+        now = self.fetched = clock()
         if now >= self._until:
             if get_ident() != self._thread:
                 self._enter()
@@ -104,7 +104,7 @@ class Log:
 
     def step(self, part: int = 0) -> None:
         """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time."""
-        now = clock()
+        now = self.stepped = clock()
         if now >= self._until:
             if get_ident() != self._thread:
                 self._enter()
@@ -154,17 +154,21 @@ class Log:
         self._file = f"{self._folder}/{self._way}.{self._host}.{getpid()}"
         self._begin = self._since = now
         self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {rank(self._rank)}\n")
-        atexit.register(self._end)
+        atexit.register(self.write)
+        if hang := sys.modules.get("dlscale_hang"):  # with `dlscale measure --hang-after`
+            hang.begin(self)
         if util := sys.modules.get("multiprocessing.util", self._util):  # its forked children end without `atexit`
-            util.Finalize(None, self._end, exitpriority=0)
+            util.Finalize(None, self.write, exitpriority=0)
 
-    def _end(self) -> None:
+    def write(self) -> None:
+        """Write the notes that are not yet in the file."""
         if self._file is not None and self.on:
             self._write(clock())
 
     def _forget(self) -> None:
         """Reset the log; a forked process must not write its parent's notes."""
         self._file, self._notes = None, []
+        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 without one
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
         self._until = 0.0 if self._folder else math.inf

@@ -28,6 +28,9 @@ STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_P
 #: File that replays batches, of the extension `headroom`; None if not requested.
 REPLAY = HERE.parents[1] / "headroom/replay.py" if os.environ.get("DLSCALE_REPLAY") else None
 
+#: Seconds without a step after which `dlscale measure` ends the program; an empty text without a limit.
+HANG_AFTER = os.environ.get("DLSCALE_HANG_AFTER", "")
+
 
 def load(name: str, place: str | Path) -> Any:
     """Load a module from a file."""
@@ -44,6 +47,9 @@ class Watcher:
     def __init__(self) -> None:
         self._timed = load("dlscale_timed", HERE.parent / "timed.py")
         self._log = self._timed.Log("seen")
+        if HANG_AFTER:
+            hang = sys.modules["dlscale_hang"] = load("dlscale_hang", HERE.parent.parent / "hangs/inside.py")
+            hang.prepare(STEPS, float(HANG_AFTER), self._timed.rank)
         with contextlib.suppress(OSError):  # the program may have removed the folder
             Path(STEPS, "hook").touch()
         self._window: Any = None
@@ -79,6 +85,8 @@ class Watcher:
     def _optimizers(self, module: Any) -> None:
         with contextlib.suppress(OSError):
             Path(STEPS, "pytorch").touch()
+        if hang := sys.modules.get("dlscale_hang"):
+            hang.begin()
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return

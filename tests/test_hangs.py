@@ -1,0 +1,230 @@
+"""`dlscale measure --hang-after`: a hanging program is ended, and the rank, operation and line are named."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dlscale.extensions.hangs import inside
+from dlscale.extensions.hangs.finding import GONE, Process, Waiting, describe, line_of
+from dlscale.extensions.hangs.matching import mismatches
+from dlscale.extensions.hangs.record import hang_of
+from dlscale.extensions.hangs.watch import HUNG
+from tests.conftest import ROOT
+from tests.waiting import PATIENCE, until
+
+#: Distributed training whose rank 1 hangs as the first argument says; the comments mark the lines that are named.
+TRAIN = """
+import ctypes, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+how, rank = sys.argv[1], int(os.environ.get("RANK", 0))
+with open(f"pid.{os.getpid()}", "w"):
+    pass
+
+class Data(Dataset):
+    lock = threading.Lock()
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        if how == "worker" and rank == 1 and index > 100:
+            self.lock.acquire()
+            self.lock.acquire()  # worker
+        return torch.ones(3)
+
+if how == "first":
+    time.sleep(1000)  # first
+dist.init_process_group("gloo")
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+total = torch.zeros(1)
+for step, x in enumerate(DataLoader(Data(), batch_size=2, num_workers=how == "worker")):
+    model(x).sum().backward()
+    optimizer.step()
+    if rank == 1 and step == 60:
+        if how == "sleep":
+            time.sleep(1000)  # sleep
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)  # stop
+        if how == "lock":
+            ctypes.PyDLL(None).read(os.pipe()[0], b" ", 1)  # lock
+        if how == "skip":
+            dist.barrier()  # skip
+        if how == "die":
+            os._exit(0)
+    if how == "slow":
+        time.sleep(2)
+        if step == 6:
+            break
+    try:
+        dist.all_reduce(total)  # reduce
+    except RuntimeError:
+        time.sleep(1000)  # alone
+    time.sleep(0.01)
+dist.destroy_process_group()
+print("trained", flush=True)
+"""
+
+
+def row(mark: str) -> str:
+    """Return the place of a marked line of `TRAIN`."""
+    lines = TRAIN.splitlines()
+    return f"train.py:{next(number for number, text in enumerate(lines, 1) if text.endswith(f'# {mark}'))}"
+
+
+def begin(folder: Path, how: str, seconds: int, processes: int = 2) -> subprocess.Popen[str]:
+    """Start `dlscale measure --hang-after` with torchrun in a folder; return its process."""
+    (folder / "train.py").write_text(TRAIN)
+    words = ["-P", "-m", "dlscale", "measure", "--hang-after", str(seconds), "--"]
+    words += [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *words, "train.py", how],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end_of(process: subprocess.Popen[str], folder: Path) -> str:
+    """Return the output of `dlscale measure`; no process of the program may be left."""
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    pids = [int(file.suffix[1:]) for file in folder.glob("pid.*")]
+    assert pids and not any(map(psutil.pid_exists, pids)), output
+    return output
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("sleep", r"rank 1 is at {sleep}; ranks 0, 2 wait in all_reduce #\d+ at {reduce} for \d+ s"),
+        pytest.param(
+            "skip",
+            r"all ranks wait in different operations: rank 0 waits in all_reduce #(\d+) at {reduce} for \d+ s; "
+            r"rank 1 waits in barrier #\1 at {skip} for \d+ s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "stop",
+            r"rank 1 is stopped by a signal at {stop}; rank 0 waits in all_reduce #\d+ at {reduce} for \d+ s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "lock",
+            r"rank 1 does not answer: its code may hold Python's lock \(GIL\) at {lock}; rank 0 waits in all_reduce",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "worker",
+            r"rank 1 is at train.py:\d+, its child process \d+ at {worker}; rank 0 waits in all_reduce #\d+ at ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "die",
+            rf"rank 1 {GONE}; its last known line is train.py:\d+; rank 0 is at {{alone}}",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path, how: str, expected: str) -> None:
+    process = begin(tmp_path, how, 4, processes=3 if how == "sleep" else 2)
+    output = end_of(process, tmp_path)
+    marks = {mark: row(mark) for mark in ("sleep", "reduce", "skip", "stop", "lock", "worker", "alone")}
+    text = expected.format(**marks)
+    assert re.search(rf"dlscale measure: no step for \d+ s: {text}", output), output
+    assert process.returncode == HUNG
+    folder = tmp_path / "results/plans/measured/train"
+    assert re.search(text, hang_of(folder)) and f"Stacks of all processes: {folder}/hang" in hang_of(folder)
+    stacks = "".join(file.read_text() for file in folder.glob("hang/stacks.*.txt"))
+    named = marks["alone" if how == "die" else how].replace("train.py:", 'train.py", line ')
+    assert named in stacks, stacks
+    if how == "skip":
+        reports = [json.loads(file.read_text()) for file in sorted(folder.glob("hang/report.*.json"))]
+        (found,) = mismatches([each for each in reports if each.get("entries")])
+        assert {row("reduce"), row("skip")} == {found["called"].split()[-1], found["others"]["1"].split()[-1]}, found
+
+
+@pytest.mark.slow
+def test_a_slow_program_is_not_ended(tmp_path: Path) -> None:
+    """Steps of two seconds are progress, as is the end of the training."""
+    process = begin(tmp_path, "slow", 4)
+    output = end_of(process, tmp_path)
+    assert process.returncode == 0 and output.count("trained") == 2 and "no step for" not in output, output
+
+
+@pytest.mark.slow
+def test_a_program_without_a_first_step_is_ended_later(tmp_path: Path) -> None:
+    process = begin(tmp_path, "first", 3)
+    output = end_of(process, tmp_path)
+    assert process.returncode == HUNG
+    assert re.search(rf"no step for 3\d s: ranks 0–1 are at {row('first')}", output), output
+
+
+@pytest.mark.slow
+def test_a_user_can_ask_what_a_program_does(tmp_path: Path) -> None:
+    """SIGQUIT prints what all processes do; the program continues."""
+    process = begin(tmp_path, "sleep", 1000)
+    folder = tmp_path / "results/plans/measured/train"
+    until("steps of both ranks", lambda: len([*folder.glob("steps/hang.status.*[0-9]")]) == 2, process)
+    process.send_signal(signal.SIGQUIT)
+    until("stacks", lambda: [*folder.glob("hang/stacks.*.txt")], process)
+    assert process.poll() is None and not (folder / "hang/finding.txt").exists()
+    process.terminate()
+    output = end_of(process, tmp_path)
+    assert re.search(r"dlscale measure: no step for \d+ s: rank", output) and process.returncode != HUNG, output
+
+
+def test_ranks_in_the_same_place_are_named_together() -> None:
+    """Lost ranks come first, then ranks that do not wait, then waiting ranks by operation."""
+
+    def waits(rank: int, order: int = 412) -> Process:
+        return Process(
+            rank, rank, waiting=[Waiting(f"all_gather #{order} at train.py:88", "0", order, "all_gather", 60)]
+        )
+
+    ranks = [waits(0), waits(1), waits(2), Process(4, 4, line="at data.py:3"), Process(5, 5, GONE), waits(6)]
+    assert describe(ranks) == (
+        f"rank 5 {GONE}; rank 4 is at data.py:3; ranks 0–2, 6 wait in all_gather #412 at train.py:88 for 60 s"
+    )
+    assert describe([waits(0), waits(1)]).startswith("all ranks wait in the same operation: ranks 0–1 wait in")
+    assert describe([waits(0), waits(1, 413)]).startswith("all ranks wait in different operations: rank 0 waits in")
+    assert describe([Process(4021, line="at train.py:3")]) == "process 4021 is at train.py:3"
+
+
+def test_the_line_of_a_forked_child_is_its_own(tmp_path: Path) -> None:
+    """A forked loader process also has the frames of its parent, which are not its line."""
+    program = tmp_path / "fork.py"
+    program.write_text(
+        "import faulthandler, multiprocessing, sys\n"
+        "def work():\n"
+        "    faulthandler.dump_traceback(sys.stdout)\n"
+        "def start(work):\n"
+        "    process = multiprocessing.get_context('fork').Process(target=work)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "start(work)\n"
+        "start(faulthandler.dump_traceback)\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    assert line_of(done.stdout) == "at fork.py:3" and 'fork.py", line 8' in done.stdout
+    assert line_of(done.stderr) == "" and 'fork.py", line 9' in done.stderr
+
+
+def test_the_part_within_programs_is_for_python_3_8() -> None:
+    ast.parse(Path(inside.__file__).read_text(), feature_version=(3, 8))

@@ -1,0 +1,220 @@
+"""Collect what all processes of a program do: reports, stacks and states."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dlscale.core.files import make_folder, read_text, remove, write_json, write_text
+from dlscale.extensions.hangs.finding import ENDED, GONE, RUNNING, SILENT, STOPPED, Process, line_of, waiting
+from dlscale.extensions.hangs.inside import ASK, REPORT, STACKS, TICK, catches_quit, place
+
+#: Longest waits, seconds: for reports; for the stacks of a process that wrote no report; for py-spy.
+ANSWER, SIGNALLED, SPYING = 10.0, 2.0, 10.0
+
+#: Maximum number of processes whose stacks py-spy reads.
+MAX_SPIED = 8
+
+
+@dataclass
+class Collected:
+    """What the processes of a program do."""
+
+    reports: dict[int, dict[str, Any]]  #: Reports of `inside.Reporter` by process id.
+    stacks: dict[int, str]  #: Stacks of all threads by process id.
+    processes: list[Process]  #: The ranks; without ranks, all processes with stacks.
+
+    def keep(self, folder: Path) -> None:
+        """Write reports and stacks into a new folder."""
+        remove(folder)
+        make_folder(folder)
+        for pid, report in self.reports.items():
+            write_json(folder / f"report.{pid}.json", report)
+        for pid, text in self.stacks.items():
+            write_text(folder / f"stacks.{pid}.txt", text)
+
+
+def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], ends: bool) -> Collected:
+    """Collect what the process `program` and its descendants do.
+
+    Parameters
+    ----------
+    steps
+        Folder into which the processes write statuses, reports and stacks.
+    statuses
+        Last statuses of the processes that note steps, by process id.
+    ends
+        Whether the program ends afterwards. Then stopped processes are continued, so that they write their stacks.
+    """
+    family = family_of(program)
+    stopped = {pid for pid in family if _is_stopped(pid)}
+    own = {pid: file for file in steps.glob(f"{STACKS}.*") if (pid := int(file.suffix[1:])) in family}
+    sizes = {pid: file.stat().st_size for pid, file in own.items()}
+    away = {pid for pid, each in statuses.items() if each["place"] != place() and not each.get("ended")}
+    reports = _ask(steps, (own.keys() - stopped) | away)
+    # A process that holds Python's lock writes no report, but its handler of SIGQUIT still works.
+    mute = {pid for pid in own if pid not in reports and (ends or pid not in stopped) and catches_quit(pid)}
+    dumps = _Dumps([own[pid] for pid in mute])
+    for pid in mute:
+        _dump(pid)
+    _until(dumps.are_complete, SIGNALLED)
+    stacks = {pid: file.read_bytes()[sizes[pid] :].decode(errors="replace") for pid, file in own.items()}
+    stacks |= {int(child): text for each in reports.values() for child, text in each.get("children", {}).items()}
+    stacks |= _spied([pid for pid in family - stopped if _is_python(pid) and not stacks.get(pid)][:MAX_SPIED])
+    stacks = {pid: text for pid, text in stacks.items() if text}
+    return Collected(reports, stacks, _processes(reports, stacks, statuses, own.keys(), stopped))
+
+
+def family_of(program: int) -> set[int]:
+    """Return the process ids of a process and its descendants."""
+    with contextlib.suppress(psutil.Error):
+        return {program, *(each.pid for each in psutil.Process(program).children(recursive=True))}
+    return set()
+
+
+def is_gone(status: Mapping[str, Any]) -> bool:
+    """Return whether the process of a status is gone; False if the process is on another node."""
+    if status["place"] != place():
+        return False
+    try:
+        return psutil.Process(status["pid"]).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return a status or report; empty if the file cannot be read."""
+    with contextlib.suppress(Exception):
+        found = json.loads(read_text(file))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _ask(steps: Path, expected: Collection[int]) -> dict[int, dict[str, Any]]:
+    """Ask all processes for reports, and return them; wait at most `ANSWER` seconds for the processes `expected`."""
+    begin, found = time.time(), dict[int, dict[str, Any]]()
+    write_text(steps / ASK, "")
+
+    def has_all() -> bool:
+        # Clocks of nodes may differ, so the file's time counts, not the time in the report.
+        new = [file for file in steps.glob(f"{REPORT}.*[0-9]") if file.stat().st_mtime > begin - TICK]
+        found.update({each["pid"]: each for file in new if (each := read(file))})
+        return all(found.get(pid, {}).get("complete") for pid in expected)
+
+    _until(has_all, ANSWER)
+    return found
+
+
+def _dump(pid: int) -> None:
+    """Let a process write its stacks, even if it is stopped.
+
+    The signal is for the main thread, which then writes the stacks before it continues.
+    """
+    with contextlib.suppress(OSError):
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # missing before glibc 2.30
+        if not tgkill or tgkill(pid, pid, signal.SIGQUIT):
+            os.kill(pid, signal.SIGQUIT)
+        os.kill(pid, signal.SIGCONT)
+
+
+class _Dumps:
+    """Files of stacks that processes begin to write now, piece by piece."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files, self._begin = files, [file.stat().st_size for file in files]
+        self._last = self._begin
+
+    def are_complete(self) -> bool:
+        """Return whether all files have grown, and none has grown since the last call."""
+        before, self._last = self._last, [file.stat().st_size for file in self._files]
+        return before == self._last and all(now > begin for now, begin in zip(self._last, self._begin, strict=True))
+
+
+def _until(ready: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def _processes(
+    reports: Mapping[int, dict[str, Any]],
+    stacks: Mapping[int, str],
+    statuses: Mapping[int, dict[str, Any]],
+    own: Collection[int],
+    stopped: Collection[int],
+) -> list[Process]:
+    """Return the ranks of a program; without ranks, all processes with stacks."""
+    known = {**{pid: _seen(pid) for pid in own}, **statuses, **reports}
+    ranks = {pid for pid, each in known.items() if each["trains"] or each["launched"]}
+    found = dict[int, Process]()
+    for pid, each in known.items():
+        if not each["trains"] and (pid not in ranks or each["parent"] in ranks):
+            continue  # a launcher, or a child of a rank
+        state = STOPPED if pid in stopped else RUNNING if pid in reports else ENDED if each.get("ended") else SILENT
+        state = GONE if state == SILENT and is_gone(each) else state
+        now = reports.get(pid, {}).get("line") or line_of(stacks.get(pid, ""))
+        last = each["line"] if state in (GONE, ENDED) else ""
+        found[pid] = Process(pid, each["rank"], state, now or last, waiting(reports.get(pid, {})))
+        forked = {int(child): text for child, text in reports.get(pid, {}).get("children", {}).items()}
+        found[pid].workers = {child: line_of(text) for child, text in forked.items()}
+        found[pid].workers |= {child: other["line"] for child, other in reports.items() if other["parent"] == pid}
+        found[pid].workers |= {child: STOPPED for child in stopped if _parent(child) == pid}
+    # torchrun may have started a rank again.
+    present = {each.rank for each in found.values() if each.state not in (GONE, ENDED)}
+    shown = [each for each in found.values() if each.state not in (GONE, ENDED) or each.rank not in present]
+    return shown or [Process(pid, line=line_of(text)) for pid, text in stacks.items()]
+
+
+def _seen(pid: int) -> dict[str, Any]:
+    """Return a status for a process that wrote none, with its rank from the launcher's variable `RANK`."""
+    rank = ""
+    with contextlib.suppress(psutil.Error):
+        rank = psutil.Process(pid).environ().get("RANK", "")
+    own = {"pid": pid, "place": place(), "parent": _parent(pid), "trains": False, "line": ""}
+    return {**own, "launched": bool(rank), "rank": int(rank) if rank.isdecimal() else 0}
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return 0
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
+def _is_python(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "python" in Path(psutil.Process(pid).exe()).name
+    return False
+
+
+def py_spy() -> str:
+    """Return the path of py-spy; empty if it is not installed."""
+    return shutil.which("py-spy") or shutil.which(str(Path(sys.executable).with_name("py-spy"))) or ""
+
+
+def _spied(processes: Collection[int]) -> dict[int, str]:
+    """Return the stacks of processes that py-spy may read; empty without py-spy."""
+    found = dict[int, str]()
+    for pid in processes if py_spy() else ():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [py_spy(), "dump", "--pid", str(pid)]
+            found[pid] = subprocess.run(command, capture_output=True, text=True, timeout=SPYING, check=True).stdout
+    return found
