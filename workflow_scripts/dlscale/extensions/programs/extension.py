@@ -34,6 +34,8 @@ COMMANDS = {
                 metavar="PATTERN",
             ),
             option("--profile", "also profile with PyTorch's profiler and py-spy", False, action="store_true"),
+            option("--live", "print speed and bottleneck every ten seconds", False, action="store_true"),
+            option("--loader", "also time PyTorch's loaders, and reads of HDF5 and Zarr", False, action="store_true"),
         ),
         configured=False,
     ),

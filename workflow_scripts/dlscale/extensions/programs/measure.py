@@ -8,13 +8,13 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dlscale.config.places import MEASURED, results_of
 from dlscale.config.records import PlanRecord, RunReference
-from dlscale.core import machine, telemetry
+from dlscale.core import machine, registry, telemetry
 from dlscale.core.errors import UserError, cut
 from dlscale.core.files import remove, translate_error, write_text
 from dlscale.core.noise import interval
@@ -22,7 +22,7 @@ from dlscale.core.paths import Results
 from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
-from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import live, logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.running import (
     UNSEEN_SECONDS,
@@ -57,6 +57,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
+    watch = registry.provided("LoaderWatch", _missing)() if args.loader else None
     folder, profilers = _reserved(args.name or _called(args.command), plan), None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
@@ -69,12 +70,22 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             profilers = module.Profilers(folder)
         # Without KINETO_LOG_LEVEL, a part of PyTorch's profiler (Kineto) prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
+        more |= watch.environment if watch else {}
+
+        @contextlib.contextmanager
+        def beside(pid: int) -> Iterator[None]:
+            with (
+                profilers.sample_stacks(pid) if profilers else contextlib.nullcontext(),
+                live.showing(steps, rows) if args.live else contextlib.nullcontext(),
+            ):
+                yield
+
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
             run = run_command(
                 *(args.command, steps, pattern),
                 environment=more,
-                beside=profilers.sample_stacks if profilers else None,
+                beside=beside,
                 warn=not args.steps,
             )
     except BaseException:
@@ -85,6 +96,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     # has no steps.
     try:
         _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
+        if watch:
+            say("\n".join(watch.finish(steps, folder)))
         apart = profilers.excluded_spans if profilers else []
         throughput, processes = measured(own["command"], steps, rows, run, reading, apart)
         throughput.write(folder / "throughput.json")
@@ -106,6 +119,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         except Exception as error:
             _complain(error, "; the page was not written")
     return run.status
+
+
+def _missing() -> None:
+    raise UserError("--loader: this installation lacks the extension `loading`; leave the option out")
 
 
 def _complain(error: Exception, known: str = "") -> None:

@@ -25,6 +25,9 @@ HERE = Path(__file__).resolve().parent
 #: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
+#: Files of extensions, separated by colons; their tables `AFTER` have functions that wrap a module's functions.
+HOOKS = os.environ.get("DLSCALE_HOOKS", "")
+
 
 def load(name: str, place: str | Path) -> Any:
     """Load a module from a file."""
@@ -46,7 +49,11 @@ class Watcher:
         self._window: Any = None
         self._known: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count(1)
-        self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
+        self._after = {"torch.optim.optimizer": [self._optimizers], "torch.utils.data.dataloader": [self._loaders]}
+        for file in filter(None, HOOKS.split(os.pathsep)):
+            with contextlib.suppress(Exception):  # the steps are noted without the extension
+                for name, then in load(f"dlscale_{Path(file).stem}", file).AFTER.items():
+                    self._after.setdefault(name, []).append(then)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as Python would, and wrap its functions after it is executed."""
@@ -61,7 +68,8 @@ class Watcher:
             def exec_module(module: Any) -> None:
                 make(module)
                 try:
-                    then(module)
+                    for wrap in then:
+                        wrap(module)
                 except Exception as error:  # for example with an unknown version of PyTorch
                     self._log.stop(error)
 
