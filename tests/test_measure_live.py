@@ -92,7 +92,7 @@ def test_only_the_last_seconds_count(tmp_path: Path) -> None:
 
 
 def test_slow_steps_and_pauses_of_the_notes(tmp_path: Path) -> None:
-    """Steps longer than the time between two lines have a speed; gaps in the notes of a long run are no stall."""
+    """Steps longer than the time between two lines have a speed; a gap in the notes of a long run is not a stall."""
     clock, shown = Clock(tmp_path), view(tmp_path)
     clock.epoch(12, wait=1.0, seconds=29.0)
     assert "0.267 samples/s, waiting for data 3\u00a0%" in shown.line(1.7e9 + 361)

@@ -7,8 +7,10 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,18 @@ import h5py
 import numpy as np
 import pytest
 
+from dlscale.config import resolve as config
+from dlscale.core import machine
+from dlscale.extensions.doctor import doctor
 from dlscale.extensions.loading import layout, report, watch
-from dlscale.extensions.loading.records import Loader, Loading
+from dlscale.extensions.loading.records import Array, Loader, Loading
+from dlscale.extensions.programs import causes
 from dlscale.extensions.programs.measure import PLAN
-from tests.conftest import ROOT
+from dlscale.measure.records import Throughput
+from dlscale.report.evidence import Evidence
+from tests.conftest import ROOT, TINY
 from tests.test_any_program import measure
+from tests.test_counting import tiny_run
 
 #: Program with planted causes. Its first argument is a cause; it prints a digest of all batches and of the weights.
 PROGRAM = """
@@ -312,6 +321,27 @@ def test_advice(changes: dict[str, Any], cores: int, cause: str | None) -> None:
     assert (advice and advice.cause) == cause
 
 
+@pytest.mark.parametrize(("opens", "words"), [(1, "Store the data"), (900, "Keep the dataset open (x = file['x']")])
+def test_reopened_datasets_lose_their_cache(opens: int, words: str) -> None:
+    """HDF5 reads a chunk again if the program opens the dataset again for each request."""
+    own = {"kind": "HDF5", "name": "/x", "file": "a.h5", "dtype": "float32", "itemsize": 4, "chunks": [10, 100]}
+    array = Array(**own, cache=2**20, requests=1000, opens=opens, measured_used=100, measured_read=1000)
+    advice = report.advise(Loading(cores=8, processes=1, loaders=[loader()], arrays=[array]))
+    assert advice and advice.cause == "chunks" and advice.todo.startswith(words)
+
+
+def test_the_verdict_has_the_advice(tmp_path: Path) -> None:
+    """The detailed cause replaces the general one, for the terminal and the page."""
+    outside = {"command": [], "way": "seen", "steps": 100, "status": 0, "seconds": 9, "first_step_seconds": 1}
+    throughput = Throughput(outside={**outside, "training": 1, "waiting": 0.5})
+    general = causes.waiting(Evidence({}, throughput, folder=tmp_path))
+    loading = Loading(cores=8, processes=1, loaders=[loader()])
+    loading.model_copy(update={"advice": report.advise(loading)}).write(tmp_path / report.NAME)
+    detailed = causes.waiting(Evidence({}, throughput, folder=tmp_path))
+    assert general and detailed and (general.cause, detailed.cause) == ("loader", "loading")
+    assert detailed.todo == "Set num_workers=4 in the DataLoader."
+
+
 def test_striping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text has the count and the size that `lfs getstripe` prints; without Lustre it is empty."""
     assert layout.striping("x") == ""
@@ -329,3 +359,53 @@ def test_the_watch_runs_on_old_pythons() -> None:
     import ast
 
     ast.parse((ROOT / "workflow_scripts/dlscale/extensions/loading/watch.py").read_text(), feature_version=(3, 8))
+
+
+# ---- `dlscale doctor` --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("study", "texts"),
+    [
+        ("cosmo_unet", ["Hydro: chunks 5 × 32 × 32 × 32 float32, a sample reads 5 × 16 × 16 × 16, at most 7.22 bytes"]),
+        ("era5_vit", ["fields: contiguous float32, a sample reads 1 × 5 × 16 × 32, at most 1.40 bytes"]),
+        ("mnist_cnn", ["images: contiguous uint8, a sample reads 1 × 1 × 28 × 28, at most 6.22 bytes"]),
+    ],
+)
+def test_doctor_reports_layouts(
+    tmp_path: Path, tiny_data: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, study: str, texts: list[str]
+) -> None:
+    """Each field of a prepared dataset has a finding; pages are a problem only if the files exceed the memory."""
+    run, manifest = tiny_run(study, tmp_path), tiny_data(study) / "manifest.json"
+    found = layout._probe(run, manifest)
+    assert all(any(f"layout data.{text}" in str(each) for each in found) for text in texts), found
+    assert {each.status for each in found} == {"ok"}
+    monkeypatch.setattr(machine, "free_memory", lambda: 0)
+    assert ("warn" in {each.status for each in layout._probe(run, manifest)}) == (study != "era5_vit")
+
+
+def test_doctor_warns_of_compressed_chunks(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """Chunks of a published file, which dlscale cannot map, waste most bytes of a sample."""
+    folder = shutil.copytree(tiny_data("era5_vit"), tmp_path / "data")
+    for path in (folder / "train").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            values, attributes = file["fields"][...], dict(file["fields"].attrs)
+            del file["fields"]
+            new = file.create_dataset("fields", data=values, chunks=(8, *values.shape[1:]), compression="gzip")
+            new.attrs.update(attributes)
+    (finding,) = layout._probe(tiny_run("era5_vit", tmp_path), folder / "manifest.json")
+    assert (finding.status, finding.name) == ("warn", "layout data.fields")
+    assert "chunks 8 × 5 × 16 × 32" in finding.text and "8.00 bytes read per byte used, gzip" in finding.text
+
+
+def test_doctor_lists_layouts(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+    """The command reports the dataset of a plan; a dataset that does not exist yet has no layout."""
+    settings = {"dataset": "data", **TINY["mnist_cnn"]["run"]}
+    raw = {"results": str(tmp_path), "targets": ["test"], "datasets": {"data": TINY["mnist_cnn"]["dataset"]}}
+    raw |= {"plans": {"test": {"study": "mnist_cnn", "runs": {"run": settings}}}}
+    configuration = config.load(raw)
+    assert layout.probe_layouts(configuration) == []
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/data").symlink_to(tiny_data("mnist_cnn"))
+    names = {each.name for each in doctor.check(configuration, ["data"])}
+    assert {"layout data.images", "layout data.labels"} <= names

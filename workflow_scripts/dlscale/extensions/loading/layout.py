@@ -101,7 +101,7 @@ def _probe(run: Run, file: Path) -> list[Finding]:
             _judge(f"layout {run.dataset}.{reader.name}", reader, region, fits)
             for reader, region in _regions(run, manifest)
         ]
-    except Exception as error:  # the check of the data reports what is wrong with the dataset
+    except Exception as error:  # another check reports the problem
         return [Finding(f"layout {run.dataset}", "skip", f"not checked: {error}")]
 
 
@@ -137,8 +137,9 @@ def _judge(name: str, reader: Reader, region: tuple[int, ...], fits: bool) -> Fi
         whole, part = [(chunks or reader.shape)[axis] for axis in reader.order], [region[axis] for axis in reader.order]
         ratio = page_ratio(whole, [min(each) for each in zip(whole, part, strict=True)], dataset.dtype.itemsize)
     shapes = [" × ".join(map(str, each)) for each in (chunks or (), region)]
-    text = f"{f'chunks {shapes[0]}' if chunks else 'contiguous'} {dataset.dtype}, a sample reads {shapes[1]}: "
-    text += f"{number(ratio)} bytes read per byte used{'' if filtered else ' (mapped pages)'}"
+    text = f"{f'chunks {shapes[0]}' if chunks else 'contiguous'} {dataset.dtype}, a sample reads {shapes[1]}, "
+    # A page may already be in memory, and neighbouring samples use the same page.
+    text += f"{'' if filtered else 'at most '}{number(ratio)} bytes read per byte used{'' if filtered else ' (pages)'}"
     text += f", {dataset.compression or ('filters' if filtered else 'not compressed')}{stripes and f', {stripes}'}"
     remedy = "store chunks of the shape of a sample" + (", without compression" if filtered else " (storage.chunk)")
     return Finding(name, "warn" if ratio > MAX_RATIO and (filtered or not fits) else "ok", text, remedy)

@@ -88,7 +88,7 @@ def read_loading(steps: Path) -> Loading:
 def _place(file: ProcessFile, mains: Sequence[ProcessFile]) -> tuple[str, int, int] | None:
     """Return host and process of a worker's training process, and the number of the loader there; None if unknown."""
     assert file.worker
-    # With the start method `forkserver`, a worker is no child of its training process.
+    # With the start method `forkserver`, a worker's parent is the fork server.
     near = sorted(mains, key=lambda main: (main.host != file.host, main.pid != file.parent))
     for main in near:
         for number_, loader in enumerate(main.loaders):
@@ -248,8 +248,9 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
     parts = parts_of(loader)
     largest = max(parts, key=lambda name: parts[name], default="")
     fraction = parts[largest] / sum(parts.values()) if largest and sum(parts.values()) else 0.0
-    name = f"transform ({', '.join(loader.fetch.transforms)})" if largest == "transform" else PARTS.get(largest, "")
-    mostly = f"The {name} takes {percent(fraction)} of a batch's {_time(fetch)}." if fraction >= 0.5 else ""
+    named = {"transform": f"The transform ({', '.join(loader.fetch.transforms)})", "read": "Reading"}
+    name = named.get(largest, f"The {PARTS.get(largest)}")
+    mostly = f"{name} takes {percent(fraction)} of a batch's {_time(fetch)}." if fraction >= 0.5 else ""
     who = many(workers, "worker") if workers else "The training process"
     rates = f"{who} delivered {_rate(arrives)}, and the program takes {_rate(step)}"
     rates += f": {needed} workers suffice." if fits else "."
@@ -284,12 +285,13 @@ def _wasted(array: Array, share: float, reads: float) -> Advice:
     # HDF5 drops its cache of a dataset when the dataset is closed.
     reopened = array.cache >= chunk and array.opens > array.requests / 2
     keep = f"Keep the dataset open (x = file['{array.name.strip('/')}'], once in each worker), or store" * reopened
-    layout = f"chunks {_shape(array.chunks)}" if array.chunks else "no chunks"
+    layout = f"Chunks of {array.kind} {array.name} are {_shape(array.chunks)}"
+    layout = layout if array.chunks else f"{array.kind} {array.name} is contiguous"
     return Advice(
         cause="chunks",
         what="Wasted reads",
-        why=f"{array.kind} {array.name} has {layout}, requests are {array.region or 'of unknown shape'}, so "
-        f"{percent(1 - 1 / ratio)} of the bytes read are unused, and reads take {percent(reads)} of a batch's time.",
+        why=f"{layout}, requests are {array.region or 'of unknown shape'}, so {percent(1 - 1 / ratio)} of "
+        f"the bytes read are unused, and reads take {percent(reads)} of a batch's time.",
         todo=f"{keep or 'Store'} the data in chunks of the shape that is requested.",
         share=share,
     )
@@ -331,8 +333,8 @@ def _loader_rows(loader: Loader, loading: Loading) -> list[tuple[str, str]]:
     about += [f"{loader.length:,} samples"] if loader.length is not None else []
     rows = [("loader", f"{loader.dataset}, {', '.join(about)}")]
     if (fetch := fetch_of(loader)) is not None:
-        where = "worker" if loader.workers else "training process"
-        rows.append((f"  batch in a {where}", f"{_time(fetch)}: {_shown_parts(loader)}"))
+        where = "a worker" if loader.workers else "the training process"
+        rows.append((f"  batch in {where}", f"{_time(fetch)}: {_shown_parts(loader)}"))
     if loader.batches:
         text = f"waits {_time(wait_of(loader))} per batch, then takes {_time(step_of(loader))}"
         first = f"; first batch of an epoch: {_time(loader.first_waited / loader.firsts)}" if loader.firsts else ""

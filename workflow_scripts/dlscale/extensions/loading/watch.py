@@ -529,7 +529,8 @@ def _zarr(array: Any) -> tuple[str, str, dict[str, Any]]:
     else:  # Zarr 2
         compression = getattr(array.compressor, "codec_id", "")
     place = getattr(array.store, "root", None) or getattr(array.store, "path", "")
-    return array.name or "/", str(place), _layout(array, array.chunks, compression, 0, 1.0)
+    name = (array.name or "").strip("/") or os.path.basename(str(place).rstrip("/"))  # noqa: PTH119 - may be a URL
+    return name, str(place), _layout(array, array.chunks, compression, 0, 1.0)
 
 
 def _layout(array: Any, chunks: Any, compression: str, cache: int, stored: float) -> dict[str, Any]:
