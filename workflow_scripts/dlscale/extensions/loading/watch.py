@@ -268,15 +268,7 @@ class Watch:
     def loaders(self, module: Any) -> None:
         """Wrap the functions that begin an epoch, and deliver its next batch."""
         kind = module._BaseDataLoaderIter
-        make, reset, original = kind.__init__, kind._reset, kind.__next__
-
-        @functools.wraps(make)
-        def __init__(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            make(iterator, loader, *args, **kwargs)
-            try:
-                self._note_iterator(iterator, loader)
-            except Exception as error:
-                self.stop(error)
+        reset, original = kind._reset, kind.__next__
 
         @functools.wraps(reset)
         def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +279,13 @@ class Watch:
         def __next__(iterator: Any) -> Any:
             if not self.on:
                 return original(iterator)
-            ready, self._local.loader = _ready(iterator), iterator.__dict__.get("_dlscale_loader")
+            try:
+                if "_dlscale_loader" not in iterator.__dict__:
+                    iterator.__dict__["_dlscale_loader"] = self._loader(iterator, module._DatasetKind.Map)
+                ready, self._local.loader = _ready(iterator), iterator.__dict__["_dlscale_loader"]
+            except Exception as error:
+                self.stop(error)
+                return original(iterator)
             begin = clock()
             batch = original(iterator)
             now = clock()
@@ -299,19 +297,20 @@ class Watch:
             iterator.__dict__["_dlscale_end"] = clock()
             return batch
 
-        kind.__init__, kind._reset, kind.__next__ = __init__, _reset, __next__
+        kind._reset, kind.__next__ = _reset, __next__
 
-    def _note_iterator(self, iterator: Any, loader: Any) -> None:
-        """Find the record of a loader; loaders with equal settings have one record."""
-        sampled = hasattr(loader.dataset, "__getitem__")  # PyTorch's samplers call `len`, too
+    def _loader(self, iterator: Any, mapped: Any) -> dict[str, Any] | None:
+        """Return the record of an iterator's loader; loaders with equal settings have one record."""
+        dataset, workers = iterator._dataset, iterator._num_workers
         known = {
-            "dataset": type(loader.dataset).__name__,
-            "length": len(loader.dataset) if sampled and hasattr(loader.dataset, "__len__") else None,
-            "workers": loader.num_workers,
-            "batch_size": loader.batch_size,
-            "pin_memory": bool(loader.pin_memory),
-            "prefetch": loader.prefetch_factor if loader.num_workers else None,
-            "persistent": bool(getattr(loader, "persistent_workers", False)),
+            "dataset": type(dataset).__name__,
+            # PyTorch's samplers call the length of a map-style dataset, too.
+            "length": len(dataset) if iterator._dataset_kind == mapped and hasattr(dataset, "__len__") else None,
+            "workers": workers,
+            "batch_size": getattr(iterator._index_sampler, "batch_size", None),
+            "pin_memory": bool(iterator._pin_memory),
+            "prefetch": getattr(iterator, "_prefetch_factor", None) if workers else None,
+            "persistent": bool(getattr(iterator, "_persistent_workers", False)),
         }
         key = tuple(known.values())
         if key not in self._loaders and len(self._loaders) < MAX_LOADERS:
@@ -320,12 +319,13 @@ class Watch:
                 **{"seeds": [], "batches": 0, "waited": 0.0, "firsts": 0, "first_waited": 0.0, "between": []},
                 **{"requests": 0, "ready": 0, "empty": 0, "sized": 0, "bytes": 0, "pinned": 0, "fetch": {}},
             }
-        record = iterator.__dict__["_dlscale_loader"] = self._loaders.get(key)
+        record = self._loaders.get(key)
         if record and len(record["seeds"]) < MAX_SEEDS:
             record["seeds"].append(iterator._base_seed)
+        return record
 
     def _note_batch(self, iterator: Any, batch: Any, begin: float, now: float, ready: int | None) -> None:
-        record, end = iterator.__dict__.get("_dlscale_loader"), iterator.__dict__.get("_dlscale_end")
+        record, end = iterator.__dict__["_dlscale_loader"], iterator.__dict__.get("_dlscale_end")
         if record is None:
             return
         if end is None:
