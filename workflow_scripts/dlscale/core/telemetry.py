@@ -140,8 +140,11 @@ def parse_row(row: Mapping[str, str]) -> Sample:
     gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
     values = {"joules": None, "cpu_call": None} | values  # files of earlier versions lack these columns
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
-    numbers = [value for value in values.values() if isinstance(value, float)]
-    if not (all(map(math.isfinite, numbers)) and sample.seconds > 0 and sample.cores > 0):
+    if not (
+        all(math.isfinite(value) for value in values.values() if isinstance(value, float))
+        and sample.seconds > 0
+        and sample.cores > 0
+    ):
         raise ValueError("expected finite numbers, and seconds and cores above 0")
     return sample
 
