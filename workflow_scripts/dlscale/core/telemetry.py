@@ -100,7 +100,7 @@ def read(path: str | Path) -> list[Sample]:
     try:
         no_pipe(path)
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-        return [_sample(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
+        return [parse_row(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
     except FileNotFoundError:
         return []
     except (KeyError, TypeError, ValueError, csv.Error) as error:  # a UnicodeDecodeError is a ValueError
@@ -129,7 +129,8 @@ def begin(samples: Sequence[Sample]) -> float:
     return samples[0].time - samples[0].seconds
 
 
-def _sample(row: Mapping[str, str]) -> Sample:
+def parse_row(row: Mapping[str, str]) -> Sample:
+    """Return the sample in a row, by column; raise a KeyError, TypeError or ValueError if the row is damaged."""
     if None in row or None in row.values():
         raise ValueError(f"expected {len(row) - (None in row)} cells")
     values: dict[str, Any] = {
@@ -139,8 +140,11 @@ def _sample(row: Mapping[str, str]) -> Sample:
     gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
     values = {"joules": None, "cpu_call": None} | values  # files of earlier versions lack these columns
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
-    numbers = [value for value in values.values() if isinstance(value, float)]
-    if not (all(map(math.isfinite, numbers)) and sample.seconds > 0 and sample.cores > 0):
+    if not (
+        all(math.isfinite(value) for value in values.values() if isinstance(value, float))
+        and sample.seconds > 0
+        and sample.cores > 0
+    ):
         raise ValueError("expected finite numbers, and seconds and cores above 0")
     return sample
 

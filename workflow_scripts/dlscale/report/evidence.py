@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dlscale.core.settings import Raw
@@ -28,6 +29,7 @@ class Evidence:
     profile: Profile | None = None
     watched: Summary | None = None  #: Telemetry of the first node.
     records: Mapping[str, Any] = field(default_factory=dict)  #: Records of extensions, by stage.
+    folder: Path | None = None  #: Folder with the run's records.
 
     @property
     def outside(self) -> Outside | None:

@@ -78,9 +78,10 @@ def judge_run(run: RunResult) -> Verdict:
 
     The telemetry comes from the run's first node during the throughput stage, or else during training.
     """
-    nodes = run.telemetry.get("throughput") or run.telemetry.get("train")
-    watched = summary(nodes[0]) if nodes else None
-    return verdict(Evidence(run.settings, run.throughput, run.profile, watched, run.records))
+    watched = [summary(nodes[0]) for stage in ("throughput", "train") if (nodes := run.telemetry.get(stage))]
+    return verdict(
+        Evidence(run.settings, run.throughput, run.profile, next(iter(watched), None), run.records, run.folder)
+    )
 
 
 def verdict(evidence: Evidence) -> Verdict:
@@ -96,8 +97,7 @@ def verdict(evidence: Evidence) -> Verdict:
     bounding = bound(evidence.throughput)
     if bounding and bounding.what == UNKNOWN:  # findings based on these rates are unreliable
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
-        again = "Measure again on an idle machine, because these rates are unreliable."
-        return Verdict(bounding, found, "", again)
+        return Verdict(bounding, found, "", "Measure again on an idle machine, because these rates are unreliable.")
     # The remedy for other programs is added before the next remedy and does not replace it.
     before = [finding.todo for finding in found if finding.cause == "neighbour"]
     costs = [finding for finding in found if finding.share is not None]
@@ -141,9 +141,8 @@ def _more_threads(evidence: Evidence) -> str:
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return the next remedy to try, and its settings as YAML."""
     if evidence.outside:
-        looked = "Look at the slowest entries of the program's profile."
-        if not evidence.profile:
-            looked = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
+        profile = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
+        looked = "Look at the slowest entries of the program's profile." if evidence.profile else profile
         return f"{_more_threads(evidence)}{looked}", ""
     if bounding is None:
         return "To see the run's limit, add `throughput` to the plan's `measure`.", ""

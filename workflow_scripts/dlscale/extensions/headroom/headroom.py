@@ -26,7 +26,7 @@ from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
 from dlscale.core.text import duration
-from dlscale.extensions.headroom import scratch
+from dlscale.extensions.headroom import replay, scratch
 from dlscale.extensions.headroom.records import Headroom
 from dlscale.extensions.headroom.replay import REPLAY
 from dlscale.extensions.programs.keeper import KeptProgram, temporary_folder
@@ -157,7 +157,8 @@ class _started:
         contained: bool = False,
     ) -> None:
         limit = int(MEMORY * psutil.virtual_memory().available)
-        own = watched(steps, {**environment, REPLAY: f"{count} {limit}"}, contained)
+        more = {REPLAY: f"{count} {limit}", "DLSCALE_HOOKS": str(replay.__file__)}
+        own = watched(steps, {**environment, **more}, contained)
         try:
             self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True)
         except OSError as error:

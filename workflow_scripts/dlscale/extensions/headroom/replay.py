@@ -22,6 +22,9 @@ clock = time.perf_counter
 #: Environment variables: number and total bytes of kept batches, as `N BYTES`; mount namespace of the scratch copy.
 REPLAY, SCRATCH = "DLSCALE_REPLAY", "DLSCALE_SCRATCH"
 
+#: Environment variable: folder of steps.
+FOLDER = "DLSCALE_STEPS"
+
 #: Seconds between two looks at the schedule.
 LOOK = 0.1
 
@@ -210,26 +213,17 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def start(log: Any, folder: str) -> None:
-    """Replay batches in this process; end the process if it should run in a scratch copy, but does not."""
-    global CURRENT
-    if (place := os.environ.get(SCRATCH, "")) and place != str(Path("/proc/self/ns/mnt").stat().st_ino):
-        _note(folder, "a process of the program does not run in the scratch copy")
-        os._exit(REFUSED)
-    CURRENT = replay = Replay(folder)
-    noted = log.step
-
-    def step(*arguments: Any) -> None:
-        noted(*arguments)
-        replay.step()
-
-    log.step = step
-
-
 def _note(folder: str, reason: str) -> None:
     """Write down why the program cannot be replayed."""
     with contextlib.suppress(OSError), open(f"{folder}/unsupported", "w") as file:
         file.write(reason)
+
+
+def optimizers(module: Any) -> None:
+    """Note the steps of PyTorch's optimisers; `module` is `torch.optim.optimizer`."""
+    if CURRENT is not None:
+        step = CURRENT.step
+        module.register_optimizer_step_post_hook(lambda *arguments: step())
 
 
 def watch(module: Any) -> None:
@@ -289,3 +283,20 @@ def loop(loader: Any) -> Iterator[Any]:
             return
         yield batch
         replay.step()
+
+
+def _begin() -> None:
+    """Replay batches in this process; end the process if it should run in a scratch copy, but does not."""
+    global CURRENT
+    folder = os.environ[FOLDER]
+    if (place := os.environ.get(SCRATCH, "")) and place != str(Path("/proc/self/ns/mnt").stat().st_ino):
+        _note(folder, "a process of the program does not run in the scratch copy")
+        os._exit(REFUSED)
+    CURRENT = Replay(folder)
+
+
+#: Functions that the hook calls after a module is imported.
+AFTER = {"torch.optim.optimizer": optimizers, "torch.utils.data.dataloader": watch}
+
+if REPLAY in os.environ and FOLDER in os.environ:
+    _begin()

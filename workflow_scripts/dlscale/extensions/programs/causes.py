@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import cast
 
+from dlscale.core import registry
 from dlscale.core.text import number, percent, size
 from dlscale.measure.records import SAMPLE_RATE
 from dlscale.report.evidence import Evidence, Finding, crowded_out
@@ -55,6 +57,9 @@ def slow_process(evidence: Evidence) -> Finding | None:
 def waiting(evidence: Evidence) -> Finding | None:
     """Find an external program that waits for batches: slow storage, few workers, or expensive loading."""
     program, usage = evidence.outside, evidence.usage("FULL")
+    # With `dlscale measure --loader`, the cause is known in more detail.
+    if program and (detailed := registry.provided("loader_cause", lambda _: None)(evidence)):
+        return cast(Finding, detailed)
     if not (program and program.waiting and program.waiting >= 2 * MIN_FRACTION) or (usage and crowded_out(usage)):
         return None
     why = f"The program waits for data for {percent(program.waiting)} of each step"

@@ -48,6 +48,8 @@ COMMANDS = {
                 metavar="SECONDS",
             ),
             option("--profile", "also profile with PyTorch's profiler and py-spy", False, action="store_true"),
+            option("--live", "print speed and bottleneck every ten seconds", False, action="store_true"),
+            option("--loader", "also time PyTorch's loaders, and reads of HDF5 and Zarr", False, action="store_true"),
         ),
         configured=False,
     ),

@@ -24,7 +24,7 @@ from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
 from dlscale.extensions.hangs.watch import HUNG, MAX_SECONDS, MIN_SECONDS, HangWatch
-from dlscale.extensions.programs import logs
+from dlscale.extensions.programs import live, logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.running import (
     UNSEEN_SECONDS,
@@ -64,6 +64,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
+    watch = registry.provided("LoaderWatch", _missing)() if args.loader else None
     folder, profilers, hang = _reserved(args.name or _called(args.command), plan), None, None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
@@ -78,11 +79,14 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             profilers = module.Profilers(folder)
         # Without KINETO_LOG_LEVEL, a part of PyTorch's profiler (Kineto) prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
+        more |= watch.environment if watch else {}
         beside: list[Beside] = [profilers.sample_stacks] if profilers else []
         if args.hang_after is not None:
             hang = HangWatch(steps, folder, args.hang_after, say, before_first_step=not (args.rate or args.steps))
             more = {**more, **hang.environment}
             beside.append(hang.watch)
+        if args.live:
+            beside.append(lambda pid: live.showing(steps, rows))
         warn_of_lost_hook(args.command, reading)
         with telemetry.sampled(rows, os.getpid(), 1, machine.gpus()):
             run = run_command(
@@ -102,6 +106,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     # has no steps.
     try:
         _write_settings(folder, {**own, "status": run.status, "seconds": run.seconds})
+        if watch:
+            say("\n".join(watch.finish(steps, folder)))
         apart = profilers.excluded_spans if profilers else []
         throughput, processes = measured(own["command"], steps, rows, run, reading, apart)
         throughput.write(folder / "throughput.json")
@@ -156,6 +162,10 @@ def _together(several: Sequence[Beside]) -> Beside:
             yield
 
     return opened
+
+
+def _missing() -> None:
+    raise UserError("--loader: this installation lacks the extension `loading`; leave the option out")
 
 
 def _complain(error: Exception, known: str = "") -> None:

@@ -25,11 +25,11 @@ HERE = Path(__file__).resolve().parent
 #: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
-#: File that replays batches, of the extension `headroom`; None if not requested.
-REPLAY = HERE.parents[1] / "headroom/replay.py" if os.environ.get("DLSCALE_REPLAY") else None
-
 #: Seconds without a step after which `dlscale measure` ends the program; an empty text without a limit.
 HANG_AFTER = os.environ.get("DLSCALE_HANG_AFTER", "")
+
+#: Files of extensions, separated by colons; their tables `AFTER` have functions that wrap a module's functions.
+HOOKS = os.environ.get("DLSCALE_HOOKS", "")
 
 
 def load(name: str, place: str | Path) -> Any:
@@ -53,13 +53,15 @@ class Watcher:
         with contextlib.suppress(OSError):  # the program may have removed the folder
             Path(STEPS, "hook").touch()
         self._window: Any = None
-        self._replay = None
-        if REPLAY:
-            self._replay = sys.modules["dlscale_replay"] = load("dlscale_replay", REPLAY)
-            self._replay.start(self._log, STEPS)
         self._known: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count(1)
-        self._after = {"torch.optim.optimizer": self._optimizers, "torch.utils.data.dataloader": self._loaders}
+        self._after = {"torch.optim.optimizer": [self._optimizers], "torch.utils.data.dataloader": [self._loaders]}
+        for file in filter(None, HOOKS.split(os.pathsep)):
+            with contextlib.suppress(Exception):  # the steps are noted without the extension
+                module = load(f"dlscale_{Path(file).stem}", file)
+                sys.modules[module.__name__] = module
+                for name, then in module.AFTER.items():
+                    self._after.setdefault(name, []).append(then)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as Python would, and wrap its functions after it is executed."""
@@ -74,7 +76,8 @@ class Watcher:
             def exec_module(module: Any) -> None:
                 make(module)
                 try:
-                    then(module)
+                    for wrap in then:
+                        wrap(module)
                 except Exception as error:  # for example with an unknown version of PyTorch
                     self._log.stop(error)
 
@@ -152,8 +155,6 @@ class Watcher:
         module.Optimizer.__init__ = made
 
     def _loaders(self, module: Any) -> None:
-        if self._replay is not None:
-            self._replay.watch(module)
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
         is_short = self._timed.is_short
         original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset

@@ -1,0 +1,1 @@
+"""Extension: times of loaders, and layout of the data that loaders read."""

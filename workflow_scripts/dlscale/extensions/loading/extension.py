@@ -1,0 +1,10 @@
+"""Details of loaders: `dlscale measure --loader`, and the layout of datasets for `dlscale doctor`."""
+
+PROVIDES = {
+    "LoaderWatch": "dlscale.extensions.loading.report.LoaderWatch",
+    "loader_cause": "dlscale.extensions.loading.report.cause",
+}
+
+PROBES = {"layout": "dlscale.extensions.loading.layout.probe_layouts"}
+
+SECTIONS = {"loading": "dlscale.extensions.loading.section.section"}

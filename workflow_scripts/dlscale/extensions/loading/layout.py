@@ -1,0 +1,145 @@
+"""Layout of stored data: chunks, compression and striping, compared with the regions that samples need."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlscale.config.resolve import Configuration
+from dlscale.config.run import Run
+from dlscale.core import machine, registry
+from dlscale.core.paths import Results
+from dlscale.core.text import number, size
+from dlscale.data.manifest import Manifest
+from dlscale.data.samples import ArrangedSamples, GridSamples, Rows
+from dlscale.data.store import Reader, channels_first
+from dlscale.preflight.probe import Finding
+
+#: Bytes of a page, the smallest part of a mapped file that is read.
+PAGE = 4096
+
+#: Bytes read per byte used from which on `dlscale doctor` warns.
+MAX_RATIO = 2.0
+
+#: Timeouts of `lfs` and of the check of all datasets, seconds.
+LFS_SECONDS, PROBE_SECONDS = 10.0, 60.0
+
+
+def striping(file: str) -> str:
+    """Return the striping of a file on Lustre as text; empty without Lustre."""
+    if not shutil.which("lfs"):
+        return ""
+    found = [machine.command_output(["lfs", "getstripe", option, file], LFS_SECONDS) for option in ("-c", "-S")]
+    counts = [text.strip() for text in found if text and text.strip().isdecimal()]
+    if len(counts) < 2:
+        return ""
+    return f"{counts[0]} Lustre stripe{'s' * (counts[0] != '1')} of {size(int(counts[1]))}"
+
+
+def chunk_ratio(shape: Sequence[int], chunks: Sequence[int], region: Sequence[int]) -> float:
+    """Return the expected bytes of touched chunks per byte of a region at a random position.
+
+    All arguments have one number for each axis.
+    """
+    touched = 1.0
+    for length, edge, extent in zip(shape, chunks, region, strict=True):
+        most = math.ceil(length / edge)
+        touched *= most if extent >= length else min(most, 1 + (extent - 1) / edge)
+    return touched * math.prod(chunks) / math.prod(region)
+
+
+def page_ratio(shape: Sequence[int], region: Sequence[int], itemsize: int) -> float:
+    """Return the expected bytes of touched pages per byte of a region at a random position in contiguous values."""
+    piece, pieces = itemsize, math.prod(region)
+    for length, extent in zip(reversed(shape), reversed(region), strict=True):
+        piece, pieces = piece * extent, pieces // extent
+        if extent < length:
+            break
+    # Pages between neighbouring pieces count once, so at most the bytes from the first to the last value are read.
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    span = itemsize * (1 + sum((extent - 1) * stride for extent, stride in zip(region, strides, strict=True)))
+    touched = pieces * (piece + PAGE - 1)
+    return min(touched, span + PAGE) / (math.prod(region) * itemsize)
+
+
+# ---- `dlscale doctor` --------------------------------------------------------------------------------
+
+
+def probe_layouts(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
+    """Report chunks, compression and striping of each prepared dataset of plans (default: the targets)."""
+    names = configuration.workflow.targets if plans is None else plans
+    runs = [resolved.run for plan in names for resolved in configuration.plans[plan].values()]
+    results, found = Results(configuration.workflow.results), dict[str, Finding]()
+
+    def probe() -> None:
+        for run in runs:
+            if not run.program and Path(results.manifest(run.dataset)).exists():
+                for finding in _probe(run, Path(results.manifest(run.dataset))):
+                    if finding.status == "warn" or finding.name not in found:
+                        found[finding.name] = finding
+
+    # A daemon thread, so that a hanging file system cannot keep this process alive.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    if thread.is_alive():
+        text = f"no answer within {PROBE_SECONDS:.0f} s; a file system may hang"
+        return [Finding("layout", "warn", text, "check the datasets' files by hand")]
+    return list(found.values())
+
+
+def _probe(run: Run, file: Path) -> list[Finding]:
+    """Return a finding for each field that a run's samples read; none if their regions are unknown."""
+    try:
+        manifest = Manifest.read(file)
+        fits = sum(each.bytes for files in manifest.splits.values() for each in files) < machine.free_memory()
+        return [
+            _judge(f"layout {run.dataset}.{reader.name}", reader, region, fits)
+            for reader, region in _regions(run, manifest)
+        ]
+    except Exception as error:  # another check reports the problem
+        return [Finding(f"layout {run.dataset}", "skip", f"not checked: {error}")]
+
+
+def _regions(run: Run, manifest: Manifest) -> list[tuple[Reader, tuple[int, ...]]]:
+    """Return a reader of the first training file for each field of a sample, and the sample's shape, channels first."""
+    module = registry.module_of(registry.study(run.study).dataset, "samples")
+    samples: Any = registry.load(str(module)).open_samples(manifest, "train", run.samples, run.seed)
+    samples = samples.boxes if isinstance(samples, ArrangedSamples) else samples
+    if isinstance(samples, GridSamples):
+        found = list[tuple[Reader, tuple[int, ...]]]()
+        for field in (samples.input, samples.target):
+            region = list(field.extent)
+            region.insert(field.channel_axis, field.shape[0])
+            found.append((field.readers[0], tuple(region)))
+        return list({reader.name: (reader, region) for reader, region in reversed(found)}.values())
+    if isinstance(samples, Rows):
+        settings: Any = run.samples
+        path = manifest.path(manifest.files("train")[0])
+        readers = [Reader(path, name) for name in dict.fromkeys((settings.input, settings.target))]
+        return [(reader, (1, *reader.shape[1:])) for reader in readers]
+    return []
+
+
+def _judge(name: str, reader: Reader, region: tuple[int, ...], fits: bool) -> Finding:
+    """Compare a field's layout with the region of a sample; `fits`: whether the dataset fits into free memory."""
+    dataset, stripes = reader.dataset, striping(reader.path)
+    chunks = channels_first(dataset, dataset.chunks) if dataset.chunks else None
+    # dlscale maps files without filters, so that a sample reads pages instead of chunks.
+    if filtered := bool(chunks and dataset.id.get_create_plist().get_nfilters()):
+        assert chunks
+        ratio = chunk_ratio(reader.shape, chunks, region)
+    else:
+        whole, part = [(chunks or reader.shape)[axis] for axis in reader.order], [region[axis] for axis in reader.order]
+        ratio = page_ratio(whole, [min(each) for each in zip(whole, part, strict=True)], dataset.dtype.itemsize)
+    shapes = [" × ".join(map(str, each)) for each in (chunks or (), region)]
+    text = f"{f'chunks {shapes[0]}' if chunks else 'contiguous'} {dataset.dtype}, a sample reads {shapes[1]}, "
+    # A page may already be in memory, and neighbouring samples use the same page.
+    text += f"{'' if filtered else 'at most '}{number(ratio)} bytes read per byte used{'' if filtered else ' (pages)'}"
+    text += f", {dataset.compression or ('filters' if filtered else 'not compressed')}{stripes and f', {stripes}'}"
+    remedy = "store chunks of the shape of a sample" + (", without compression" if filtered else " (storage.chunk)")
+    return Finding(name, "warn" if ratio > MAX_RATIO and (filtered or not fits) else "ok", text, remedy)

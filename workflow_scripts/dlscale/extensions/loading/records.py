@@ -1,0 +1,125 @@
+"""Records of a program's loaders: `loading.json`."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field
+
+from dlscale.core.record import Record
+
+
+class Fetch(Record):
+    """Sums of the batches that a process fetched, without its first batch; times in seconds."""
+
+    seed: int | None = None  #: Number of the iterator for which a worker fetches; None in the training process.
+    first: float = 0.0  #: Duration of the first batch.
+    batches: int = 0
+    seconds: float = 0.0
+    cpu: float = 0.0  #: Processor time.
+    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `transform` and `collate`, each without the others.
+    transforms: list[str] = []  #: Names of the dataset's transforms.
+
+
+class Loader(Record):
+    """Sums of a loader in one training process; times in seconds."""
+
+    dataset: str
+    length: int | None = None
+    workers: int
+    batch_size: int | None = None
+    pin_memory: bool
+    prefetch: int | None = None
+    persistent: bool = False
+    seeds: list[int] = []  #: Numbers of its iterators.
+    batches: int  #: Batches after the first one of each epoch.
+    waited: float  #: Wait for these batches.
+    firsts: int  #: Epochs.
+    first_waited: float  #: Wait for the first batches of all epochs.
+    between: list[float] = []  #: Times from a batch to the request of the next one, the latest ones.
+    requests: int = 0  #: Number of requests with a known number of ready batches.
+    ready: int = 0  #: Sum of the ready batches.
+    empty: int = 0  #: Number of requests without a ready batch.
+    sized: int = 0  #: Number of batches whose bytes are known.
+    bytes: int = 0  #: Bytes of their tensors in main memory, if the model is on another device.
+    pinned: int = 0  #: Part of `bytes` in pinned memory.
+    fetch: Fetch = Fetch()  #: Batches fetched in the training process or, after `read_loading`, in all workers.
+
+
+class Array(Record):
+    """Reads of an HDF5 dataset or a Zarr array by all processes; bytes count without compression."""
+
+    kind: str
+    name: str
+    file: str  #: First of the files.
+    files: int = 1
+    dtype: str
+    itemsize: int
+    chunks: list[int] | None = None
+    compression: str = ""
+    cache: int = 0  #: Bytes of HDF5's chunk cache.
+    stored: float = 1.0  #: Stored bytes per byte of the values.
+    regions: dict[str, int] = {}  #: Number of requests by shape of the requested region.
+    opens: int = 0  #: Number of times that a dataset was opened and read.
+    requests: int = 0
+    seconds: float = 0.0
+    requested: int = 0  #: Bytes of the requests of a known region.
+    touched: int = 0  #: Bytes of the chunks that these requests touch.
+    measured_used: int = 0  #: Bytes of the requests whose reads were measured.
+    measured_read: int = 0  #: Stored bytes that read calls returned in these requests.
+    stripes: str = ""  #: Striping of the first file on Lustre.
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes read per byte used; None if unknown, or if the bytes come from memory."""
+        if self.measured_used and self.measured_read:
+            return self.measured_read / max(self.stored, 1e-6) / self.measured_used
+        return self.touched / self.requested if self.kind == "Zarr" and self.requested and self.touched else None
+
+    @property
+    def region(self) -> str:
+        """Most frequent shape of a request; empty if unknown."""
+        return max(self.regions, key=lambda region: self.regions[region], default="")
+
+
+class ProcessFile(Record):
+    """File of `dlscale.extensions.loading.watch` of one process."""
+
+    host: str
+    pid: int
+    parent: int
+    device: str = ""
+    cores: int = 1
+    stopped: str = ""
+    worker: Fetch | None = None
+    loaders: list[Loader] = []
+    arrays: list[Array] = []
+
+
+class Advice(Record):
+    """The most expensive cause of a loader's cost."""
+
+    cause: str  #: Key of the cause.
+    what: str  #: Name of the cause.
+    why: str
+    todo: str
+    share: float = Field(ge=0, le=1)  #: Fraction of the training's time.
+
+    @property
+    def sentence(self) -> str:
+        """The advice in one sentence."""
+        parts = re.split(r"(?<=[.]) (?=[A-Z0-9])", f"{self.why} {self.todo}")
+        small = [text if text[1:2].isupper() else text[:1].lower() + text[1:] for text in parts]
+        return f"{self.what}: {'; '.join(text.rstrip('.') for text in small)}."
+
+
+class Loading(Record):
+    """`loading.json`: loaders of a program, and the arrays that they read."""
+
+    device: str = ""  #: Type of the device with the model's weights; empty if unknown.
+    cores: int = 1  #: Cores that the training process may use.
+    processes: int = 0  #: Training processes with a loader on the node with most of them.
+    loaders: list[Loader] = []
+    arrays: list[Array] = []
+    stopped: str = ""  #: Reason why the watch of a process stopped.
+    advice: Advice | None = None
