@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dlscale.core.settings import Raw
@@ -26,6 +27,7 @@ class Evidence:
     throughput: Throughput | None = None
     profile: Profile | None = None
     watched: Summary | None = None  #: Telemetry of the first node.
+    folder: Path | None = None  #: Folder of the run, for records that only an extension reads.
 
     @property
     def outside(self) -> Outside | None:

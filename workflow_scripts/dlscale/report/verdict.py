@@ -79,7 +79,9 @@ def judge_run(run: RunResult) -> Verdict:
     The telemetry comes from the run's first node during the throughput stage, or else during training.
     """
     nodes = run.telemetry.get("throughput") or run.telemetry.get("train")
-    return verdict(Evidence(run.settings, run.throughput, run.profile, summary(nodes[0]) if nodes else None))
+    return verdict(
+        Evidence(run.settings, run.throughput, run.profile, summary(nodes[0]) if nodes else None, run.folder)
+    )
 
 
 def verdict(evidence: Evidence) -> Verdict:

@@ -136,7 +136,8 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
 
     `free` is the memory that this process could allocate on its device at the start, bytes.
     """
-    kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
+    kind, cause = world.device.type, next(filter(_says, chain(error)))
+    where = registry.provided("place_of_exhaustion", place)(error)
     said = brief(cause) or type(cause).__name__
     for each in chain(error):  # frees memory that the failed step still holds
         traceback.clear_frames(each.__traceback__)

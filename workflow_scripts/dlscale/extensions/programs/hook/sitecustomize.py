@@ -72,6 +72,10 @@ class Watcher:
     def _optimizers(self, module: Any) -> None:
         with contextlib.suppress(OSError):
             Path(STEPS, "pytorch").touch()
+        with contextlib.suppress(Exception):  # the program's steps are noted without other notes
+            for file in sorted(HERE.parents[1].glob("*/noted.py")):  # parts of extensions that also note
+                notes = load(f"dlscale_noted_{file.parent.name}", file)
+                self._log.beside.append(notes.Notes(STEPS, os.uname().nodename, self._timed.append).look)
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
@@ -156,6 +160,8 @@ class Watcher:
 
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
             loader.__dict__.pop("_dlscale_samples", None)  # drop sizes of batches that the last epoch did not use
+            if "_dlscale_number" in loader.__dict__:  # an iterator that is used again begins another loop
+                log.look()
             return reset(loader, *args, **kwargs)
 
         def following(loader: Any) -> Any:
@@ -174,6 +180,7 @@ class Watcher:
                 wait, own = clock() - begin, loader.__dict__
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
+                    log.look()
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
                     samples = drawn.pop(0)
