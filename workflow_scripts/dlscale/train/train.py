@@ -234,7 +234,7 @@ def fit_with_signals(
     with (
         Interruption(trainer.world) as interruption,
         Progress("training", trainer.total_steps, "steps", latest.values) as progress,
-        registry.provided("watch_training", _unwatched)(trainer.world, out) as (watching, validated),
+        registry.provided("watch_training", _unwatched)(trainer, out) as (watching, validated),
     ):
         hooks = [
             *watching,

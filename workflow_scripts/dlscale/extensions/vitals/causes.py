@@ -90,11 +90,13 @@ def peak_outside(evidence: Evidence) -> Finding | None:
             continue
         when = f", between steps {peak.first:,} and {peak.last:,}" if peak.last > peak.first else ""
         when = when or f", after step {peak.last:,}" * (phase != START)
+        # Steps and batches of a program show where a validation begins, but not where it ends.
+        after = " or right after it" * (phase == VALIDATION and evidence.outside is not None)
         found = Finding(
             "peak",
             "peak of memory outside of training",
-            f"The {DEVICES[memory.device]} of rank {process.rank} peaks {PHASES[phase]}{when}: {size(peak.bytes)}. "
-            f"The training steps need at most {size(training.bytes)}.",
+            f"The {DEVICES[memory.device]} of rank {process.rank} peaks {PHASES[phase]}{after}{when}: "
+            f"{size(peak.bytes)}. The training steps need at most {size(training.bytes)}.",
             REMEDIES[phase],
             None,
         )
@@ -173,8 +175,9 @@ def breaks(evidence: Evidence) -> Finding | None:
         return Finding(
             "breaks",
             "graph breaks",
-            f"{many(sum(process.breaks.values()), 'graph break')} in {many(len(process.compilations), 'compilation')} "
-            f"divide the compiled functions of rank {process.rank}{where}. Reasons: {listed(reasons)}.",
+            f"In {many(len(process.compilations), 'compilation')}, torch.compile divided functions of rank "
+            f"{process.rank} at {many(sum(process.breaks.values()), 'graph break')}{where}. Reasons: "
+            f"{listed(reasons)}.",
             "Move printing, logging and `.item()` out of the compiled function. `fullgraph=True` turns a graph break "
             "into an error that names its line.",
             None,

@@ -15,14 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 # The original functions, since a program may replace the functions in the modules.
-clock, now_utc, getpid, open_file, read_file, close_file = (
-    time.perf_counter,
-    time.time,
-    os.getpid,
-    os.open,
-    os.read,
-    os.close,
-)
+clock, thread_clock, now_utc, getpid = time.perf_counter, time.thread_time, time.time, os.getpid
+open_file, read_file, close_file = os.open, os.read, os.close
 
 #: Name of the file HOST.PID with the notes of a process, in the folder of its steps.
 NAME = "vitals"
@@ -30,7 +24,8 @@ NAME = "vitals"
 #: Lines of `/proc/self/status`: peak resident memory; own memory, which is anonymous, shared or swapped out.
 STATUS = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
-#: Largest fraction of a process's time that notes may take, and seconds that notes may take at the start.
+#: Largest fraction of the time that notes may take, and seconds that notes may take at the start. Notes of a program
+#: take processor time of the thread that trains.
 MAX_FRACTION, FREE_SECONDS = 1e-3, 0.01
 
 #: Longest noted text of a reason, characters.
@@ -67,11 +62,12 @@ def gpu_memory() -> tuple[int, int, int, int, int] | None:
 
 
 class Compilations:
-    """Reader of the compilations that torch.compile has recorded in this process."""
+    """Reader of the compilations that torch.compile records in this process from now on."""
 
     def __init__(self) -> None:
         self._last: Any = None
-        self._counted = 0
+        self.new()
+        self._before = self._known = _graph_breaks()
 
     def new(self) -> list[dict[str, Any]]:
         """Return the compilations since the last call, the oldest first.
@@ -88,12 +84,17 @@ class Compilations:
 
     def breaks(self) -> dict[str, int] | None:
         """Return the number of graph breaks by reason; None if it has not changed since the last call."""
-        counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-        found = {short(reason): int(count) for reason, count in dict(counters.get("graph_break", {})).items()}
-        if sum(found.values()) == self._counted:
+        found = _graph_breaks()
+        if found == self._known:
             return None
-        self._counted = sum(found.values())
-        return found
+        self._known = found
+        more = {reason: count - self._before.get(reason, 0) for reason, count in found.items()}
+        return {short(reason): count for reason, count in more.items() if count > 0}
+
+
+def _graph_breaks() -> dict[str, int]:
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return {str(reason): int(count) for reason, count in dict(counters.get("graph_break", {})).items()}
 
 
 def _described(entry: Any) -> dict[str, Any]:
@@ -136,9 +137,9 @@ class Notes:
 
     def look(self) -> None:
         """Note the present memory and new compilations, unless notes already took too much time."""
-        begin = clock()
-        if self._spent > FREE_SECONDS + MAX_FRACTION * (begin - self._begin):
+        if self._spent > FREE_SECONDS + MAX_FRACTION * (clock() - self._begin):
             return
+        begin = thread_clock()
         try:
             host, gpu = host_memory(), gpu_memory()
             text = f"m {clock():.6f} {' '.join(map(str, (*(host or (0, 0)), *(gpu or ()))))}\n"
@@ -151,4 +152,4 @@ class Notes:
             self._append(f"{self._stem}.{self._pid}", text)
         except Exception:  # an unknown version of PyTorch, a full disk: the program continues
             self._spent = float("inf")
-        self._spent += clock() - begin
+        self._spent += thread_clock() - begin

@@ -34,6 +34,9 @@ from dlscale.extensions.vitals.records import (
 #: A pause lies between two steps that are further apart than PAUSE times the median, and than PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 5.0, 0.2
 
+#: Ratio to the peak so far above which a peak counts as higher, because memory in use varies a little.
+HIGHER = 1.01
+
 
 class Process(Protocol):
     """Steps and batches of a process; times are seconds since 1970-01-01 UTC."""
@@ -125,24 +128,27 @@ class Phases:
     def between(self, begin: float, end: float) -> str:
         """Return the phase between two times.
 
-        A validation with a loader, or a pause, names the phase even if steps also ended in this time.
+        A validation with a loader, or a pause, names the phase even if steps also ended in this time. The time after
+        the last batch of a validation, until the next training batch, counts as validation.
         """
         if not self._steps or end <= self._steps[0] or begin < self._steps[0]:
             return START
         if any(since < end and begin < until for since, until in self._gaps):
             return UNKNOWN
-        if _any(self._others, begin, end):
+        if _last(self._others, end) > begin:
             return VALIDATION
         inside = self._steps[bisect.bisect_right(self._steps, begin) : bisect.bisect_right(self._steps, end)]
         first, last = (bisect.bisect_right(self._own, (time, math.inf)) for time in (begin, end))
-        if not inside and first == last:
-            return BETWEEN
+        if not inside and first == last:  # a validation includes the computation after its last batch
+            return VALIDATION if _last(self._others, begin) > _last(self._steps, begin) else BETWEEN
         longest = max(after - before for before, after in itertools.pairwise([begin, *inside, end]))
         return BETWEEN if longest - sum(waited for _, waited in self._own[first:last]) > self._pause else TRAINING
 
 
-def _any(times: Sequence[float], begin: float, end: float) -> bool:
-    return bisect.bisect_right(times, begin) < bisect.bisect_right(times, end)
+def _last(times: Sequence[float], until: float) -> float:
+    """Return the last of sorted times that is not after `until`; minus infinity without such a time."""
+    place = bisect.bisect_right(times, until)
+    return times[place - 1] if place else -math.inf
 
 
 def _memory(
@@ -159,11 +165,10 @@ def _memory(
         before = max(place - 1, 0)
         phase = phases.between(times[before], time) if place else START
         named.append(phase)
-        if peak != high:
-            bounds = phase in (START, TRAINING)
-        if (peak != high or (phase == TRAINING and bounds)) and peak > (peaks[phase].bytes if phase in peaks else 0):
-            peaks[phase] = Peak(bytes=peak, first=counts[before], last=counts[place])
-        high = peak
+        if rose := not high <= peak <= HIGHER * high:
+            high, bounds = peak, phase in (START, TRAINING)
+        if (rose or (phase == TRAINING and bounds)) and (phase not in peaks or high > peaks[phase].bytes):
+            peaks[phase] = Peak(bytes=high, first=counts[before], last=counts[place])
     columns: Any = list(zip(*points, strict=True))
     more = {"reserved": list(columns[2]), "inactive": list(columns[3])} if device == "cuda" else {}
     return Memory(device=device, steps=counts, phases=named, used=list(columns[0]), peaks=peaks, limit=limit, **more)

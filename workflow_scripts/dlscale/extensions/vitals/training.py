@@ -28,8 +28,9 @@ from dlscale.extensions.vitals.records import (
 )
 from dlscale.parallel.world import World
 from dlscale.train import around
-from dlscale.train.loop import Hook
+from dlscale.train.loop import Batch, Hook
 from dlscale.train.memory import total
+from dlscale.train.trainer import Trainer
 
 #: Functions of the trainer, by the phase in which they run, for the message of an exhausted memory.
 FUNCTIONS = {
@@ -48,17 +49,19 @@ _current: Watch | None = None
 
 
 @contextlib.contextmanager
-def watch_training(world: World, folder: Path | None) -> Iterator[tuple[list[Hook], Callable[[Then], Then]]]:
+def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list[Hook], Callable[[Then], Then]]]:
     """Yield hooks for the training's steps, and a wrapper of a function that the trainer calls after a validation.
 
     At the end, write `vitals.json` into the run's `folder`, unless this is None.
     """
     global _current
-    watch = _current = Watch(world, folder)
-    hook = Hook(
-        before_step=lambda number: watch(BETWEEN, number),
-        after_step=lambda number, batch, result: watch(TRAINING, number + 1),
-    )
+    watch = _current = Watch(trainer.world, folder)
+    steps = len(trainer.train_loader)
+
+    def after_step(number: int, batch: Batch, result: Any) -> None:
+        watch(TRAINING, number + 1, last=not (number + 1) % steps or number + 1 == trainer.last_step)
+
+    hook = Hook(before_step=lambda number: watch(BETWEEN, number), after_step=after_step)
 
     def validated(then: Then) -> Then:
         def both(record: Any) -> object:
@@ -88,7 +91,7 @@ class Watch:
         if folder:
             (folder / FILE).unlink(missing_ok=True)
 
-    def __call__(self, phase: str, step: int) -> None:
+    def __call__(self, phase: str, step: int, last: bool = False) -> None:
         """Note that a phase has ended.
 
         Parameters
@@ -98,13 +101,15 @@ class Watch:
             after a validation.
         step
             Number of steps of the training so far.
+        last
+            Whether the step is the last step before a validation, after which memory is always noted.
         """
         self.step = step
         now = time.perf_counter()
         if phase == TRAINING:
             self._first = self._first or (now, step)
             self._end = now
-            if now < self._due and self._phase == TRAINING:
+            if now < self._due and self._phase == TRAINING and not last:
                 return
         elif phase == BETWEEN and self._phase == TRAINING:
             return
