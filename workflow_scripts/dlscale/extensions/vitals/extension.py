@@ -6,7 +6,7 @@ PROVIDES = {
     "read_vitals": "dlscale.extensions.vitals.programs.read_vitals",
 }
 
-#: Functions that find what is wrong with a run's memory and compilations, for the verdict.
+#: Functions that judge a run's memory and compilations, for the verdict.
 CAUSES = {
     name: f"dlscale.extensions.vitals.causes.{name}" for name in ("leak", "peak_outside", "recompilation", "breaks")
 }

@@ -72,10 +72,8 @@ class Watcher:
     def _optimizers(self, module: Any) -> None:
         with contextlib.suppress(OSError):
             Path(STEPS, "pytorch").touch()
-        with contextlib.suppress(Exception):  # the program's steps are noted without other notes
-            for file in sorted(HERE.parents[1].glob("*/noted.py")):  # parts of extensions that also note
-                notes = load(f"dlscale_noted_{file.parent.name}", file)
-                self._log.beside.append(notes.Notes(STEPS, os.uname().nodename, self._timed.append).look)
+        with contextlib.suppress(Exception):  # without them, steps are noted all the same
+            self._log.beside = self._log.beside or self._notes()
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
@@ -98,6 +96,11 @@ class Watcher:
             )
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
+
+    def _notes(self) -> list[Any]:
+        """Return the functions with which other extensions write notes next to the steps."""
+        modules = [load(f"dlscale_{file.parent.name}", file) for file in sorted(HERE.parents[1].glob("*/noted.py"))]
+        return [module.Notes(STEPS, os.uname().nodename, self._timed.append).look for module in modules]
 
     def _number(self, optimizer: Any) -> int:
         """Return an optimiser's number.
