@@ -20,6 +20,7 @@ from dlscale.parallel.records import Device
 from dlscale.report.evidence import Evidence, bound
 from dlscale.report.verdict import limit, verdict
 from tests.conftest import stage
+from tests.test_health import OURS
 from tests.test_report import Results
 
 #: Settings of a run that nothing slows: large operators on a GPU, and loading twice as fast as computing.
@@ -193,7 +194,7 @@ def test_tcp_between_nodes_is_named_before_the_averaging_that_it_slows(network: 
 
 def test_every_cause_has_a_case() -> None:
     files = [*PACKAGE.glob("report/causes/*.py"), *PACKAGE.glob("extensions/*/causes.py")]
-    known = {case[3] for case in CASES.values()}.union(*(causes for _, causes in OUTSIDE))
+    known = {case[3] for case in CASES.values()}.union(OURS, *(causes for _, causes in OUTSIDE))
     assert known == {cause for file in files for cause in re.findall(r'Finding\(\s*"(\w+)"', file.read_text())}
 
 

@@ -213,10 +213,7 @@ def fit_with_signals(
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
     out: Path | None = None,
 ) -> list[Epoch]:
-    """Run `trainer.fit` while showing progress and obeying signals; return the records of all epochs.
-
-    An extension may watch the training, and write a record into the run's folder `out`.
-    """
+    """Run `trainer.fit`, show progress, obey signals, write records of extensions into `out`; return all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # metrics that have a naive baseline come first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
@@ -234,7 +231,9 @@ def fit_with_signals(
     with (
         Interruption(trainer.world) as interruption,
         Progress("training", trainer.total_steps, "steps", latest.values) as progress,
-        registry.provided("watch_training", _unwatched)(trainer, out) as (watching, validated),
+        registry.provided("watch_training", lambda *_: contextlib.nullcontext(((), lambda then: then)))(
+            trainer, out
+        ) as (watching, validated),
     ):
         hooks = [
             *watching,
@@ -245,10 +244,6 @@ def fit_with_signals(
     for line in trainer.outcome():
         logging.info(line)
     return history
-
-
-def _unwatched(*arguments: object) -> contextlib.nullcontext[Any]:
-    return contextlib.nullcontext(((), lambda then: then))
 
 
 class Interruption:

@@ -100,7 +100,8 @@ class Watcher:
     def _notes(self) -> list[Any]:
         """Return the functions with which other extensions write notes next to the steps."""
         modules = [load(f"dlscale_{file.parent.name}", file) for file in sorted(HERE.parents[1].glob("*/noted.py"))]
-        return [module.Notes(STEPS, os.uname().nodename, self._timed.append).look for module in modules]
+        folder, host = self._timed.variable(self._timed.FOLDER), os.uname().nodename
+        return [module.Notes(folder, host, self._timed.append).look for module in modules]
 
     def _number(self, optimizer: Any) -> int:
         """Return an optimiser's number.

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from dlscale.core.text import duration, listed, many, number, size
-from dlscale.extensions.vitals.records import (
+from dlscale.extensions.health.records import (
     BETWEEN,
     START,
     TRAINING,
@@ -14,10 +14,10 @@ from dlscale.extensions.vitals.records import (
     VALIDATION,
     Compilation,
     Memory,
-    ProcessVitals,
+    ProcessHealth,
     read_record,
 )
-from dlscale.extensions.vitals.trend import Growth, growth
+from dlscale.extensions.health.trend import Growth, growth
 from dlscale.report.evidence import Evidence, Finding
 from dlscale.results import MIN_FRACTION
 
@@ -65,7 +65,7 @@ def leak(evidence: Evidence) -> Finding | None:
     )
 
 
-def _end(process: ProcessVitals, memory: Memory, found: Growth) -> str:
+def _end(process: ProcessHealth, memory: Memory, found: Growth) -> str:
     """Return a sentence: when memory is exhausted at the present growth; empty if unknown."""
     left = (memory.limit or 0) - found.after
     if left <= 0:
@@ -185,7 +185,7 @@ def breaks(evidence: Evidence) -> Finding | None:
     return None
 
 
-def _memory(evidence: Evidence) -> Iterator[tuple[ProcessVitals, Memory]]:
+def _memory(evidence: Evidence) -> Iterator[tuple[ProcessHealth, Memory]]:
     for process in read_record(evidence.folder).processes:
         for memory in process.memory:
             yield process, memory

@@ -1,4 +1,4 @@
-"""Read the memory and the compilations that processes of an external program noted, and write `vitals.json`."""
+"""Read the memory and the compilations that processes of an external program noted, and write `health.json`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import psutil
 
 from dlscale.core.files import open_regular
-from dlscale.extensions.vitals.noted import NAME
-from dlscale.extensions.vitals.records import (
+from dlscale.extensions.health.noted import NAME
+from dlscale.extensions.health.records import (
     BETWEEN,
     FILE,
     START,
@@ -24,10 +24,10 @@ from dlscale.extensions.vitals.records import (
     UNKNOWN,
     VALIDATION,
     Compilation,
+    Health,
     Memory,
     Peak,
-    ProcessVitals,
-    Vitals,
+    ProcessHealth,
     thin,
 )
 
@@ -49,7 +49,7 @@ class Process(Protocol):
     gaps: list[tuple[float, float]]
 
 
-def read_vitals(folder: Path, processes: Sequence[Process], training: Sequence[Collection[str]]) -> None:
+def read_health(folder: Path, processes: Sequence[Process], training: Sequence[Collection[str]]) -> None:
     """Write the record of a program's processes next to the folder of its steps, if the processes noted anything.
 
     Parameters
@@ -59,7 +59,7 @@ def read_vitals(folder: Path, processes: Sequence[Process], training: Sequence[C
     training
         Iterators of the training loaders of each process.
     """
-    found = list[ProcessVitals]()
+    found = list[ProcessHealth]()
     for process, iterators in zip(processes, training, strict=True):
         share = sum(each.host == process.host for each in processes)
         with contextlib.suppress(OSError):  # a process without notes
@@ -67,13 +67,13 @@ def read_vitals(folder: Path, processes: Sequence[Process], training: Sequence[C
             with open(file, "rb", opener=open_regular) as lines:
                 found.append(read_process(lines, process, iterators, psutil.virtual_memory().total // share))
     if found:
-        Vitals(processes=found).write(folder.with_name(FILE))
+        Health(processes=found).write(folder.with_name(FILE))
 
 
 def read_process(
     lines: Iterable[bytes], process: Process, training: Collection[str], limit: int | None
-) -> ProcessVitals:
-    """Return the record of a process from the lines of `dlscale.extensions.vitals.noted.Notes`.
+) -> ProcessHealth:
+    """Return the record of a process from the lines of `dlscale.extensions.health.noted.Notes`.
 
     Reading stops at the first damaged line, such as the incomplete last line of a killed process.
     """
@@ -99,7 +99,7 @@ def read_process(
     memory = [_memory("cpu", times, host, phases, limit)] if all(map(all, host)) and host else []
     if gpu := [(time, numbers[2:]) for time, numbers in points if len(numbers) == 7]:
         memory.append(_memory("cuda", [time for time, _ in gpu], [own for _, own in gpu], phases, gpu[-1][1][4]))
-    return ProcessVitals(
+    return ProcessHealth(
         rank=process.rank,
         steps=phases.count(process.steps[-1]) - 1,
         seconds=process.steps[-1] - process.steps[0],

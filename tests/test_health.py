@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dlscale.config.places import MEASURED
-from dlscale.extensions.vitals.records import FILE, MAX_POINTS, Vitals
+from dlscale.extensions.health.records import FILE, MAX_POINTS, Health
 from dlscale.report.evidence import Finding
 from dlscale.report.verdict import judge_run
 from dlscale.results import read_alone
@@ -95,7 +95,7 @@ def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
     found = findings(tmp_path)
     expected = {"clean": [], "size": ["recompilation"], "number": ["recompilation"]}.get(defect, [defect])
     assert [*found] == expected, found
-    record = Vitals.read(tmp_path / "results/plans" / MEASURED / "train" / FILE).processes[0]
+    record = Health.read(tmp_path / "results/plans" / MEASURED / "train" / FILE).processes[0]
     assert record.steps == 299 and {*record.memory[0].phases} >= {"training", "validation"}
     for finding in found.values():
         assert " ".join(finding.why.split()) in printed
@@ -157,7 +157,7 @@ def test_a_defect_of_a_training_is_named(
     assert train(tmp_path, images / "manifest.json") == 0
     found = {each.cause: each for each in judge_run(read_alone(tmp_path)).findings if each.cause in OURS}
     assert [*found] == [defect] * (defect != "clean"), found
-    (record,) = Vitals.read(tmp_path / FILE).processes
+    (record,) = Health.read(tmp_path / FILE).processes
     (memory,) = record.memory
     assert {*memory.peaks} == {"start", "training", "validation", "between"} and len(memory.steps) <= MAX_POINTS
     if defect == "leak":

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlscale.extensions.vitals.records import START, TRAINING, Memory
+from dlscale.extensions.health.records import START, TRAINING, Memory
 
 #: Fraction of the points that are warm-up; number of blocks of the other points, and least number of points in a block.
 WARM_UP, BLOCKS, MIN_POINTS = 1 / 3, 6, 3

@@ -1,4 +1,4 @@
-"""Record `vitals.json` of a run: memory by step and phase, and compilations."""
+"""Record `health.json` of a run: memory by step and phase, and compilations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.record import Record
 
 #: File of the record, in the folder of a run.
-FILE = "vitals.json"
+FILE = "health.json"
 
 #: Largest number of points of memory that a record keeps for each process and device.
 MAX_POINTS = 512
@@ -70,7 +70,7 @@ class Compilation(Record):
     refused: bool = False  #: Whether PyTorch refused to compile the function again (`recompile_limit`).
 
 
-class ProcessVitals(Record):
+class ProcessHealth(Record):
     """Memory and compilations of one process."""
 
     rank: int = 0
@@ -81,24 +81,24 @@ class ProcessVitals(Record):
     breaks: dict[str, int] = {}  #: Number of graph breaks by reason, over all compilations.
 
 
-class Vitals(Record):
-    """`vitals.json`."""
+class Health(Record):
+    """`health.json`."""
 
-    processes: list[ProcessVitals] = []
+    processes: list[ProcessHealth] = []
 
 
-def read_record(folder: Path | None) -> Vitals:
+def read_record(folder: Path | None) -> Health:
     """Read the record of a run; a missing or damaged record is empty."""
     try:
         file = folder and folder / FILE
-        return _read(file, file.stat().st_mtime_ns) if file else Vitals()
+        return _read(file, file.stat().st_mtime_ns) if file else Health()
     except (OSError, UserError):
-        return Vitals()
+        return Health()
 
 
 @functools.lru_cache(maxsize=64)
-def _read(file: Path, changed: int) -> Vitals:
-    return Vitals.read(file)
+def _read(file: Path, changed: int) -> Health:
+    return Health.read(file)
 
 
 def thin(memory: Memory, most: int = MAX_POINTS) -> Memory:

@@ -19,7 +19,7 @@ clock, thread_clock, now_utc, getpid = time.perf_counter, time.thread_time, time
 open_file, read_file, close_file = os.open, os.read, os.close
 
 #: Name of the file HOST.PID with the notes of a process, in the folder of its steps.
-NAME = "vitals"
+NAME = "health"
 
 #: Lines of `/proc/self/status`: peak resident memory; own memory, which is anonymous, shared or swapped out.
 STATUS = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
@@ -124,7 +124,7 @@ def short(reason: str) -> str:
 
 
 class Notes:
-    """File `vitals.HOST.PID` with a process's memory and compilations, written when its steps are written.
+    """File `health.HOST.PID` with a process's memory and compilations, written when its steps are written.
 
     `append` is the function (file, text) that appends a text to a file. An error ends the notes; the program and the
     notes of its steps continue.

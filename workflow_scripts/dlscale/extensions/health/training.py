@@ -1,9 +1,11 @@
-"""Watch memory and compilations of dlscale's own training: the first rank writes `vitals.json`."""
+"""Watch memory and compilations of dlscale's own training: the first rank writes `health.json`."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dlscale.extensions.vitals import noted
-from dlscale.extensions.vitals.causes import describe, repeated
-from dlscale.extensions.vitals.records import (
+from dlscale.extensions.health import noted
+from dlscale.extensions.health.causes import describe, repeated
+from dlscale.extensions.health.records import (
     BETWEEN,
     FILE,
     MAX_POINTS,
@@ -21,10 +23,10 @@ from dlscale.extensions.vitals.records import (
     TRAINING,
     VALIDATION,
     Compilation,
+    Health,
     Memory,
     Peak,
-    ProcessVitals,
-    Vitals,
+    ProcessHealth,
 )
 from dlscale.parallel.world import World
 from dlscale.train import around
@@ -52,16 +54,19 @@ _current: Watch | None = None
 def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list[Hook], Callable[[Then], Then]]]:
     """Yield hooks for the training's steps, and a wrapper of a function that the trainer calls after a validation.
 
-    At the end, write `vitals.json` into the run's `folder`, unless this is None.
+    At the end, write `health.json` into the run's `folder`, unless this is None.
     """
     global _current
-    watch = _current = Watch(trainer.world, folder)
-    steps = len(trainer.train_loader)
+    watch = _current = Watch(trainer.world, folder, len(trainer.train_loader), trainer.last_step)
+
+    def before_step(number: int) -> None:
+        if watch.phase != TRAINING:
+            watch(BETWEEN, number)
 
     def after_step(number: int, batch: Batch, result: Any) -> None:
-        watch(TRAINING, number + 1, last=not (number + 1) % steps or number + 1 == trainer.last_step)
-
-    hook = Hook(before_step=lambda number: watch(BETWEEN, number), after_step=after_step)
+        watch.step = number + 1
+        if watch.step >= watch.next:
+            watch(TRAINING, watch.step)
 
     def validated(then: Then) -> Then:
         def both(record: Any) -> object:
@@ -71,64 +76,56 @@ def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list
         return both  # type: ignore[return-value]
 
     try:
-        yield [hook], validated
+        yield [Hook(before_step, after_step)], validated
     finally:
         watch.write()
     _current = None  # after an error, `place_of_exhaustion` needs the object
 
 
 class Watch:
-    """Points of memory, at most one per MAX_FRACTION of the time, and compilations of this process."""
+    """Points of memory, which take at most MAX_FRACTION of the time, and compilations of this process."""
 
-    def __init__(self, world: World, folder: Path | None) -> None:
-        self._world, self._folder, self.step = world, folder, 0
+    def __init__(self, world: World, folder: Path | None, epoch: int, last: int) -> None:
+        self._world, self._folder, self._epoch, self._last = world, folder, epoch, last
+        self.step = 0  #: Number of steps of the training so far.
+        self.next = 0  #: Number of steps after which the next point is due.
+        self.phase = ""  #: Phase of the last point.
+        self._before, self._gap = 0, 0.0  # step of the last point; least seconds between points
         self._compilations, self._breaks = noted.Compilations(), dict[str, int]()
         self._compiled, self._warned = list[Compilation](), False
-        self._phase, self._before, self._due, self._gap = "", 0, 0.0, 0.0
+        self._start = self._end = self._time = time.perf_counter()
         self._first: tuple[float, int] | None = None
-        self._start = self._end = time.perf_counter()
         self._memory = {kind: _Points() for kind in dict.fromkeys(("cpu", world.device.type))}
         if folder:
             (folder / FILE).unlink(missing_ok=True)
 
-    def __call__(self, phase: str, step: int, last: bool = False) -> None:
-        """Note that a phase has ended.
+    def __call__(self, phase: str, step: int) -> None:
+        """Note that a phase has ended after a number of steps.
 
-        Parameters
-        ----------
-        phase
-            `training` after each step; `validation`; `between` before each step, which counts only for the first step
-            after a validation.
-        step
-            Number of steps of the training so far.
-        last
-            Whether the step is the last step before a validation, after which memory is always noted.
+        `between` before the first step of an epoch is the time since the validation, or since the start.
         """
-        self.step = step
         now = time.perf_counter()
+        started = self._first is not None or phase == VALIDATION
         if phase == TRAINING:
-            self._first = self._first or (now, step)
-            self._end = now
-            if now < self._due and self._phase == TRAINING and not last:
-                return
-        elif phase == BETWEEN and self._phase == TRAINING:
-            return
-        shown = phase if self._first or phase == VALIDATION else START
+            self._first, self._end = self._first or (now, step), now
         try:
-            self._look(shown, step)
+            self._look(phase if started else START, step)
         except (OSError, RuntimeError) as error:  # the training continues
             logging.info("memory cannot be watched: %s", error)
-            self._gap = float("inf")
-        self._phase, self._before = phase, step
-        used = time.perf_counter() - now
-        self._due = now + max(used / noted.MAX_FRACTION, self._gap)
+            self._gap = math.inf
+        # A point is due after an epoch's last step, and when the time for it has passed, at the present pace.
+        pace = (now - self._time) / max(step - self._before, 1)
+        self.phase, self._before, self._time = phase, step, now
+        wait = max((time.perf_counter() - now) / noted.MAX_FRACTION, self._gap) / max(pace, 1e-9)
+        ends = min((step // self._epoch + 1) * self._epoch, self._last)
+        self.next = int(min(step + 1 + wait, ends)) if phase == TRAINING else step + 1
         if phase == VALIDATION and not self._warned and (found := repeated(self._compiled)):
             self._warned = True
             logging.warning("compilation continues after the warm-up: %s", describe(found))
 
     def _look(self, phase: str, step: int) -> None:
         if host := noted.host_memory():
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM, so that each phase has its own peak
+            _reset_peak()
             self._memory["cpu"].add(phase, self._before, step, *host)
         if "cuda" in self._memory and (gpu := noted.gpu_memory()):
             torch.cuda.reset_peak_memory_stats(self._world.device)
@@ -147,14 +144,14 @@ class Watch:
         limits = {"cpu": total(torch.device("cpu"), self._world.size), "cuda": None}
         if "cuda" in self._memory:
             limits["cuda"] = total(self._world.device)
-        process = ProcessVitals(
+        process = ProcessHealth(
             steps=max(self.step - first, 0),
             seconds=max(self._end - since, 0.0),
             memory=[points.record(kind, limits[kind]) for kind, points in self._memory.items()],
             compilations=self._compiled,
             breaks=self._breaks,
         )
-        Vitals(processes=[process]).write(self._folder / FILE)
+        Health(processes=[process]).write(self._folder / FILE)
 
     def write_snapshot(self) -> str:
         """Write the state of PyTorch's allocator; return the file's name, or an empty text without a GPU."""
@@ -165,6 +162,15 @@ class Watch:
             torch.cuda.memory._dump_snapshot(str(file))
             return str(file)
         return ""
+
+
+def _reset_peak() -> None:
+    """Reset the peak of the resident memory, so that each point has the peak since the point before (proc(5))."""
+    place = os.open("/proc/self/clear_refs", os.O_WRONLY)
+    try:
+        os.write(place, b"5")
+    finally:
+        os.close(place)
 
 
 class _Points:
@@ -203,7 +209,7 @@ def place_of_exhaustion(error: BaseException) -> str:
     frames = {code for each in around.chain(error) for code in _functions(each)}
     phase = next((phase for name, phase in FUNCTIONS.items() if name in frames), "")
     if phase:
-        step = f"in step {_current.step + 1}" if phase == TRAINING else f"after step {_current.step}"
+        step = f"step {_current.step + 1}" if phase == TRAINING else f"after step {_current.step}"
         place += f" ({phase}, {step})"
     snapshot = _current.write_snapshot() if isinstance(error, torch.OutOfMemoryError) else ""
     return place + (f" (state of the allocator: {snapshot})" if snapshot else "")
