@@ -88,7 +88,7 @@ class Program:
         log, batch = self._watcher._log, next(self._batches)
         start = time.thread_time()
         for _ in range(count):
-            log.batch(0, 0.0, self._watcher._timed.samples_of(batch))
+            log.batch(0, 0.0, self._watcher._timed.samples_of(batch, BATCH))
             log.step()
         return (time.thread_time() - start) / count
 

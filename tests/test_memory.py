@@ -423,7 +423,8 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
     done = run()
     assert done.returncode == 2, done.stderr
     line = done.stderr.strip().splitlines()[-1]
-    assert re.match(f"dlscale {stage}: out of memory in the (forward pass|backward pass|loading of data): ", line), line
+    place = "the (forward pass|backward pass|loading of data)" + r" \(training, step 1\)" * (stage == "train")
+    assert re.match(f"dlscale {stage}: out of memory in {place}: ", line), line
     advice = re.search(r"predicted to fit: accumulation_steps: (\d+) ", line)
     assert advice, line
     if stage == "train":

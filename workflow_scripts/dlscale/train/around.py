@@ -136,8 +136,8 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
 
     `free` is the memory that this process could allocate on its device at the start, bytes.
     """
-    kind, where, cause = world.device.type, place(error), next(filter(_says, chain(error)))
-    said = brief(cause) or type(cause).__name__
+    kind, where = world.device.type, registry.provided("place_of_exhaustion", place)(error)
+    said = brief(cause := next(filter(_says, chain(error)))) or type(cause).__name__
     for each in chain(error):  # frees memory that the failed step still holds
         traceback.clear_frames(each.__traceback__)
     gc.collect()
@@ -157,10 +157,8 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
 
 
 def place(error: BaseException) -> str:
-    """Return the part of a stage in which an exception was raised, found in its traceback."""
+    """Return the part of a stage in which an exception was raised."""
     codes = [frame.f_code for each in chain(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
-    names = {code.co_qualname for code in codes}
-    if found := [place for function, place in PLACES.items() if function in names]:
-        return found[0]
-    loading = any(code.co_filename.startswith(LOADING) for code in codes)
-    return "the loading of data" if loading else "code outside of the steps"
+    names, loading = {code.co_qualname for code in codes}, any(code.co_filename.startswith(LOADING) for code in codes)
+    found = (place for function, place in PLACES.items() if function in names)
+    return next(found, "the loading of data" if loading else "code outside of the steps")

@@ -126,7 +126,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         for each in tracked:
             each.add(record)
 
-    history = fit_with_signals(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()))
+    history = fit_with_signals(trainer, on_epoch, lambda untrained: logs.begin(untrained, time.time()), out)
     with ranges.part("writing", ranges.BETWEEN):
         _write_figure(run, session, shown, out / "prediction.png")
         logs.finish(history[-1], out / "prediction.png", settings, trainer.best)
@@ -211,8 +211,9 @@ def fit_with_signals(
     trainer: Trainer,
     on_epoch: Callable[[Epoch], object] = lambda record: None,
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
+    out: Path | None = None,
 ) -> list[Epoch]:
-    """Run `trainer.fit` while showing progress and obeying signals; return the records of all epochs."""
+    """Run `trainer.fit`, show progress, obey signals, write records of extensions into `out`; return all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # metrics that have a naive baseline come first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
@@ -230,12 +231,16 @@ def fit_with_signals(
     with (
         Interruption(trainer.world) as interruption,
         Progress("training", trainer.total_steps, "steps", latest.values) as progress,
+        registry.provided("watch_training", lambda *_: contextlib.nullcontext(((), lambda then: then)))(
+            trainer, out
+        ) as (watching, validated),
     ):
         hooks = [
+            *watching,
             Hook(after_step=latest.add),
             Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
         ]
-        history = trainer.fit(tell, on_begin, hooks, interruption.poll)
+        history = trainer.fit(validated(tell), validated(on_begin), hooks, interruption.poll)
     for line in trainer.outcome():
         logging.info(line)
     return history

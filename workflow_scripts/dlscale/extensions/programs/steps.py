@@ -218,7 +218,7 @@ class _Step:
     computed: float
 
 
-def _training(process: Process) -> set[str]:
+def training_iterators(process: Process) -> set[str]:
     """Return the iterators of training loaders.
 
     Steps are made between the batches of a training loader, but not between the batches of a validation.
@@ -346,7 +346,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     first_step = min((process.steps[0] for process in processes), default=0.0)
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
-    iterators, away = [_training(process) for process in processes], [_away(each, apart) for each in processes]
+    iterators, away = [training_iterators(process) for process in processes], [_away(each, apart) for each in processes]
     ahead = [_is_ahead(*one) for one in zip(processes, iterators, strict=True)]
     # Mean samples per step, since a batch that is fetched ahead belongs to a later step than the step that fetches it.
     sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
@@ -547,7 +547,7 @@ def log_counts_other(points: Sequence[tuple[float, float]], process: Process) ->
         return None
     (begin, first), (end, last) = points[1], points[-1]
     made = bisect.bisect_right(process.steps, end) - bisect.bisect_right(process.steps, begin)
-    training = _training(process)
+    training = training_iterators(process)
     batches = [each for each in process.batches if begin < each[0] <= end and each[1] in training]
     logged, samples = last - first, sum(each[3] for each in batches)
     many_samples = samples > 2 * len(batches) and abs(logged - samples) <= MAX_LOG_DIFFERENCE * samples

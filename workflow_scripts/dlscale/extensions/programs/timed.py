@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Lock, get_ident
 from typing import Any
 
@@ -72,6 +72,8 @@ class Log:
         self._way, self._folder, self._host, self._rank = way, variable(FOLDER), os.uname().nodename, rank()
         self._file: Any = None
         self._notes: list[Any] = []
+        #: Functions that are called whenever notes are written; they must not raise.
+        self.beside: list[Callable[[], None]] = []
         self._count, self._begin, self._since, self._due, self._until = 0, 0.0, 0.0, 0.0, math.inf
         self._forget()
         if self._folder and hasattr(os, "register_at_fork"):
@@ -122,7 +124,7 @@ class Log:
         except Exception:  # the error has no text
             reason = type(error).__name__
         try:  # on a full disk the file stays empty
-            _append(f"{self._folder}/stopped.{self._host}.{getpid()}", f"{self._way} {' '.join(reason.split())}\n")
+            append(f"{self._folder}/stopped.{self._host}.{getpid()}", f"{self._way} {' '.join(reason.split())}\n")
         except Exception:  # the folder is gone, or belongs to another user
             return
 
@@ -137,6 +139,7 @@ class Log:
         try:
             if self._file is None:
                 self._open(now)
+            self.look()
             notes, self._notes = self._notes, []
             self._count += len(notes)
             self._due = now + SECONDS
@@ -144,11 +147,17 @@ class Log:
                 self._until = self._since = now + GAP * (now - self._begin)
                 self._due = self._until + SECONDS
                 notes.append(f"g {now:.6f} {self._until:.6f}\n")
-            _append(self._file, "".join(map(_line, notes)))
+            append(self._file, "".join(map(_line, notes)))
         except Exception as error:
             self.stop(error)
         finally:
             self._lock.release()
+
+    def look(self) -> None:
+        """Call the functions `beside`, unless notes pause."""
+        if self.beside and clock() >= self._until:
+            for look in self.beside:
+                look()
 
     def _open(self, now: float) -> None:
         self._file = f"{self._folder}/{self._way}.{self._host}.{getpid()}"
@@ -180,7 +189,7 @@ def _line(note: Any) -> str:
     return ("s {0:.6f} {1:.3f} {2}\n" if len(note) == 3 else "b {1} {0:.6f} {2:.6f} {3}\n").format(*note)
 
 
-def _append(file: str, text: str) -> None:
+def append(file: str, text: str) -> None:
     """Append a text to a file.
 
     The file is opened for each text, because a program that becomes a daemon closes all files.

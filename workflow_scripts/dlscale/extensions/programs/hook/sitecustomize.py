@@ -90,6 +90,8 @@ class Watcher:
             Path(STEPS, "pytorch").touch()
         if hang := sys.modules.get("dlscale_hang"):
             hang.begin()
+        with contextlib.suppress(Exception):  # without them, steps are noted all the same
+            self._log.beside = self._log.beside or self._notes()
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
@@ -112,6 +114,12 @@ class Watcher:
             )
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
+
+    def _notes(self) -> list[Any]:
+        """Return the functions with which other extensions write notes next to the steps."""
+        modules = [load(f"dlscale_{file.parent.name}", file) for file in sorted(HERE.parents[1].glob("*/noted.py"))]
+        folder, host = self._timed.variable(self._timed.FOLDER), os.uname().nodename
+        return [module.Notes(folder, host, self._timed.append).look for module in modules]
 
     def _number(self, optimizer: Any) -> int:
         """Return an optimiser's number.
@@ -174,6 +182,8 @@ class Watcher:
 
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
             loader.__dict__.pop("_dlscale_samples", None)  # drop sizes of batches that the last epoch did not use
+            if "_dlscale_number" in loader.__dict__:  # an iterator that is used again begins another loop
+                log.look()
             return reset(loader, *args, **kwargs)
 
         def following(loader: Any) -> Any:
@@ -192,6 +202,7 @@ class Watcher:
                 wait, own = clock() - begin, loader.__dict__
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
+                    log.look()
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
                     samples = drawn.pop(0)

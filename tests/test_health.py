@@ -1,0 +1,170 @@
+"""Leaks, peaks outside of training, and recompilations are named; a clean program causes no such finding."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlscale.config.places import MEASURED
+from dlscale.extensions.health.records import FILE, MAX_POINTS, Health
+from dlscale.report.evidence import Finding
+from dlscale.report.verdict import judge_run
+from dlscale.results import read_alone
+from dlscale.studies.starter_cnn.model import StarterCNN
+from tests.conftest import ROOT, TINY, make_dataset, make_run, train
+
+#: Causes of this extension.
+OURS = ("leak", "peak", "recompilation", "breaks")
+
+#: Program of three epochs with validations; its argument is the defect.
+PROGRAM = """
+    import sys, time, torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    defect, kept, cache = sys.argv[1], [], {}
+    data = TensorDataset(torch.randn(400, 32), torch.randn(400, 8))
+    train, valid = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=100)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def scaled(x, factor):
+        return x * factor.bit_length()
+
+    def printed(x):
+        y = x + 1
+        print(end="")
+        return y * 2
+
+    if defect in ("size", "number", "breaks"):
+        fixed = torch.compile(scaled, backend="eager", dynamic=False)
+        broken = torch.compile(printed, backend="eager")
+    for epoch in range(3):
+        for step, (x, y) in enumerate(train):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if defect == "leak":
+                kept.append(torch.ones(25_000))
+            elif defect == "clean":
+                cache.setdefault(step, torch.ones(500_000))
+            elif defect == "size":
+                fixed(torch.ones(2 + step), 1)
+            elif defect == "number":
+                fixed(torch.ones(2), 2 ** step)
+            elif defect == "breaks":
+                broken(x)
+            time.sleep(0.005)
+        with torch.no_grad():
+            for x, y in valid:
+                model(x)
+                if defect == "peak":
+                    torch.ones(25_000_000).sum()
+"""
+
+
+def measure(folder: Path, defect: str) -> str:
+    """Measure the program with a defect; return what `dlscale measure` prints."""
+    (folder / "train.py").write_text(textwrap.dedent(PROGRAM))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "DLSCALE_STEPS_EVERY": "0.05"}
+    command = [sys.executable, "-m", "dlscale", "measure", "--", sys.executable, "train.py", defect]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def findings(folder: Path) -> dict[str, Finding]:
+    """Return the findings of this extension for the measured program, by cause."""
+    found = judge_run(read_alone(folder / "results/plans" / MEASURED / "train")).findings
+    return {each.cause: each for each in found if each.cause in OURS}
+
+
+@pytest.mark.parametrize("defect", ["clean", "leak", "peak", "size", "number", "breaks"])
+def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
+    """The causes name device, phase, step, function and line; a cache that fills in the first epoch is not a leak."""
+    printed = " ".join(measure(tmp_path, defect).split())
+    found = findings(tmp_path)
+    expected = {"clean": [], "size": ["recompilation"], "number": ["recompilation"]}.get(defect, [defect])
+    assert [*found] == expected, found
+    record = Health.read(tmp_path / "results/plans" / MEASURED / "train" / FILE).processes[0]
+    assert record.steps == 299 and {*record.memory[0].phases} >= {"training", "validation"}
+    for finding in found.values():
+        assert " ".join(finding.why.split()) in printed
+    if defect == "leak":
+        grown = re.search(r"grows in the training steps, by (\d+) kB per step", found["leak"].why.replace("\xa0", " "))
+        assert grown and int(grown[1]) == pytest.approx(100, rel=0.25)  # 25,000 floats
+    elif defect == "peak":
+        assert "The main memory of rank 0 peaks in validation" in found["peak"].why
+        peaks = record.memory[0].peaks
+        assert peaks["validation"].bytes - peaks["training"].bytes == pytest.approx(1e8, rel=0.25)
+    elif defect in ("size", "number"):
+        reason = {"size": "tensor 'x' size mismatch at index 0. expected 9, actual 10", "number": "factor == 128"}
+        why = found["recompilation"].why
+        assert f"`scaled` ({tmp_path}/train.py:" in why and f"Last reason: {reason[defect]}." in why
+        assert f"{line_of(tmp_path, 'def scaled')}) was compiled again 7 times" in why and "reached its limit" in why
+    elif defect == "breaks":
+        assert f"{tmp_path}/train.py:{line_of(tmp_path, 'print(end')}" in found["breaks"].why
+        assert "Failed to trace builtin operator" in found["breaks"].why
+
+
+def line_of(folder: Path, text: str) -> int:
+    lines = (folder / "train.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset with 100 training images and 20 validation images."""
+    return make_dataset(tmp_path_factory.mktemp("data") / "images", DATASET)
+
+
+DATASET = {**TINY["starter_cnn"]["dataset"], "source": {"kind": "simulated", "size": 8, "train": 100, "valid": 20}}
+
+
+@pytest.mark.parametrize("defect", ["clean", "leak", "peak", "recompilation"])
+def test_a_defect_of_a_training_is_named(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, defect: str
+) -> None:
+    """The record of a training has a peak for each phase; a recompilation after the warm-up is also logged."""
+    kept, cache, original = list[torch.Tensor](), dict[int, torch.Tensor](), StarterCNN.forward
+    compiled = torch.compile(lambda x, factor: x * factor.bit_length(), backend="eager")
+
+    def forward(model: StarterCNN, x: torch.Tensor) -> torch.Tensor:
+        if model.training and defect == "leak":
+            kept.append(torch.ones(75_000))
+        elif not model.training and defect == "peak":
+            torch.ones(25_000_000).sum()
+        elif model.training and defect == "recompilation":
+            kept.append(x)
+            compiled(x, 2 ** len(kept))
+        elif defect == "clean":
+            cache.setdefault(len(cache) if len(cache) < 50 else 0, torch.ones(500_000))
+        return original(model, x)
+
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise kept tensors would reuse memory that an earlier test freed
+    monkeypatch.setattr(StarterCNN, "forward", forward)
+    settings = {**TINY["starter_cnn"]["run"], "batch_size": 2, "training": {"epochs": 8}}
+    make_run(tmp_path, "starter_cnn", settings, DATASET)
+    assert train(tmp_path, images / "manifest.json") == 0
+    found = {each.cause: each for each in judge_run(read_alone(tmp_path)).findings if each.cause in OURS}
+    assert [*found] == [defect] * (defect != "clean"), found
+    (record,) = Health.read(tmp_path / FILE).processes
+    (memory,) = record.memory
+    assert {*memory.peaks} == {"start", "training", "validation", "between"} and len(memory.steps) <= MAX_POINTS
+    if defect == "leak":
+        grown = re.search(r"grows in the training steps, by (\d+) kB per step", found["leak"].why.replace("\xa0", " "))
+        assert grown and int(grown[1]) == pytest.approx(300, rel=0.25)
+    elif defect == "peak":
+        assert "peaks in validation, after step" in found["peak"].why
+    elif defect == "recompilation":
+        assert f"({__file__}:" in found["recompilation"].why and "factor == 256" in found["recompilation"].why
+        assert "compilation continues after the warm-up" in caplog.text

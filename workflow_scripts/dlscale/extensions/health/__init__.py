@@ -1,0 +1,1 @@
+"""Extension: memory and compilations of a process while it trains."""

@@ -1,0 +1,12 @@
+"""Memory and compilations of a process while it trains: leaks, peaks outside of training, recompilations."""
+
+PROVIDES = {
+    "watch_training": "dlscale.extensions.health.training.watch_training",
+    "place_of_exhaustion": "dlscale.extensions.health.training.place_of_exhaustion",
+    "read_health": "dlscale.extensions.health.programs.read_health",
+}
+
+#: Functions that judge a run's memory and compilations, for the verdict.
+CAUSES = {
+    name: f"dlscale.extensions.health.causes.{name}" for name in ("leak", "peak_outside", "recompilation", "breaks")
+}

@@ -1,0 +1,155 @@
+"""Read the memory and the compilations of this process, and note them next to the steps of an external program.
+
+dlscale's hook loads this file into external programs: Python 3.8 and later, no dependencies. Modules that the program
+has not imported are not imported here. All numbers of this file are read on the host, without waiting for a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# The original functions, since a program may replace the functions in the modules.
+clock, thread_clock, now_utc, getpid = time.perf_counter, time.thread_time, time.time, os.getpid
+open_file, read_file, close_file = os.open, os.read, os.close
+
+#: Name of the file HOST.PID with the notes of a process, in the folder of its steps.
+NAME = "health"
+
+#: Lines of `/proc/self/status`: peak resident memory; own memory, which is anonymous, shared or swapped out.
+STATUS = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
+
+#: Largest fraction of the time that notes may take, and seconds that notes may take at the start. Notes of a program
+#: take processor time of the thread that trains.
+MAX_FRACTION, FREE_SECONDS = 1e-3, 0.01
+
+#: Longest noted text of a reason, characters.
+MAX_REASON = 400
+
+
+def host_memory() -> tuple[int, int] | None:
+    """Return the process's own memory, and its peak resident memory, bytes; None if Linux does not report both.
+
+    Own memory excludes pages of files, which Linux can drop: reading a memory-mapped file is not a leak.
+    """
+    place = open_file("/proc/self/status", os.O_RDONLY)
+    try:
+        found = {name: 1024 * int(kilobytes) for name, kilobytes in STATUS.findall(read_file(place, 16384))}
+    finally:
+        close_file(place)
+    peak = found.pop(b"VmHWM", 0)
+    return (sum(found.values()), peak) if peak and b"RssAnon" in found else None
+
+
+def gpu_memory() -> tuple[int, int, int, int, int] | None:
+    """Return the bytes of PyTorch's allocator on the current GPU; None if the program does not use a GPU.
+
+    The numbers are: allocated, peak of allocated, reserved, inactive parts of split blocks, and the GPU's memory.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return None
+    stats = cuda.memory_stats()
+    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current")
+    allocated, peak, reserved = (int(stats[name]) for name in names)
+    total = int(cuda.get_device_properties(cuda.current_device()).total_memory)
+    return allocated, peak, reserved, int(stats.get("inactive_split_bytes.all.current", 0)), total
+
+
+class Compilations:
+    """Reader of the compilations that torch.compile records in this process from now on."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+        self.new()
+        self._before = self._known = _graph_breaks()
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the compilations since the last call, the oldest first.
+
+        PyTorch keeps the last 64 compilations. Fields that an older PyTorch lacks are None.
+        """
+        every: list[Any] = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", list)()
+        if not every or every[-1] is self._last:
+            return []
+        known = next((place for place, each in enumerate(every) if each is self._last), -1)
+        self._last = every[-1]
+        # Entries that are written while the program runs, such as of autotuning, are not compilations.
+        return [_described(each) for each in every[known + 1 :] if not getattr(each, "is_runtime", False)]
+
+    def breaks(self) -> dict[str, int] | None:
+        """Return the number of graph breaks by reason; None if it has not changed since the last call."""
+        found = _graph_breaks()
+        if found == self._known:
+            return None
+        self._known = found
+        more = {reason: count - self._before.get(reason, 0) for reason, count in found.items()}
+        return {short(reason): count for reason, count in more.items() if count > 0}
+
+
+def _graph_breaks() -> dict[str, int]:
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return {str(reason): int(count) for reason, count in dict(counters.get("graph_break", {})).items()}
+
+
+def _described(entry: Any) -> dict[str, Any]:
+    def of(name: str) -> Any:
+        return getattr(entry, name, None)
+
+    frame, _, attempt = str(of("compile_id") or of("frame_key") or "").rpartition("/")
+    microseconds, reason = of("duration_us"), of("recompile_reason")
+    return {
+        "time": float(of("start_time") or (of("start_time_us") or 0) / 1e6),
+        "seconds": float(of("entire_frame_compile_time_s") or 0) or (microseconds or 0) / 1e6,
+        "frame": frame or attempt,
+        "again": bool(reason) or attempt.partition("_")[0] not in ("", "0"),
+        "forward": of("is_forward") is not False,
+        "function": str(of("co_name") or ""),
+        "file": str(of("co_filename") or ""),
+        "line": int(of("co_firstlineno") or 0),
+        "reason": short(str(reason or "").partition(": ")[2]),
+        "refused": "recompile limit" in str(of("fail_reason") or "")[:200],
+    }
+
+
+def short(reason: str) -> str:
+    """Return the first line of a reason of PyTorch, without the comment that quotes the source."""
+    line = next(iter(reason.strip().splitlines()), "").partition("  # ")[0]
+    return " ".join(line.split())[:MAX_REASON]
+
+
+class Notes:
+    """File `health.HOST.PID` with a process's memory and compilations, written when its steps are written.
+
+    `append` is the function (file, text) that appends a text to a file. An error ends the notes; the program and the
+    notes of its steps continue.
+    """
+
+    def __init__(self, folder: str, host: str, append: Callable[[str, str], None]) -> None:
+        self._stem, self._append = f"{folder}/{NAME}.{host}", append
+        self._begin, self._spent, self._pid = clock(), 0.0, 0
+        self._compilations = Compilations()
+
+    def look(self) -> None:
+        """Note the present memory and new compilations, unless notes already took too much time."""
+        if self._spent > FREE_SECONDS + MAX_FRACTION * (clock() - self._begin):
+            return
+        begin = thread_clock()
+        try:
+            host, gpu = host_memory(), gpu_memory()
+            text = f"m {clock():.6f} {' '.join(map(str, (*(host or (0, 0)), *(gpu or ()))))}\n"
+            text += "".join(f"c {json.dumps(each)}\n" for each in self._compilations.new())
+            breaks = self._compilations.breaks()
+            text += f"k {json.dumps(breaks)}\n" if breaks else ""
+            if self._pid != getpid():  # the first note, or the first in a forked process
+                self._pid = getpid()
+                text = f"begin {now_utc():.6f} {clock():.6f}\n{text}"
+            self._append(f"{self._stem}.{self._pid}", text)
+        except Exception:  # an unknown version of PyTorch, a full disk: the program continues
+            self._spent = float("inf")
+        self._spent += thread_clock() - begin
