@@ -58,9 +58,9 @@ class Strategy:
         """
         self.wrapped = network
 
-    def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def predict(self, network: Any) -> Callable[[Any], Any]:
         """Return the function that maps inputs to predictions."""
-        predict: Callable[[torch.Tensor], torch.Tensor] = network.predict
+        predict: Callable[[Any], Any] = network.predict
         return predict
 
     def accumulating(self) -> AbstractContextManager[object]:
@@ -194,11 +194,11 @@ class DataParallelNetwork(nn.Module):
         super().__init__()
         self.copies = DataParallel(_Each(network), device_ids=devices)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any, y: Any) -> torch.Tensor:
         """Return the mean loss over the samples of a batch; GPUs may compute different numbers of samples."""
         return self.copies(x, y).mean()
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Any) -> Any:
         return self.copies(x)
 
 
@@ -209,7 +209,7 @@ class _Each(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Any, y: Any = None) -> Any:
         return self.network.predict(x) if y is None else self.network.losses(x, y)
 
 
@@ -231,8 +231,8 @@ class DataParallelStrategy(Strategy):
             )
         self.wrapped = DataParallelNetwork(network, list(range(self._gpus)))
 
-    def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        predict: Callable[[torch.Tensor], torch.Tensor] = self.wrapped.predict  # type: ignore[assignment]
+    def predict(self, network: Any) -> Callable[[Any], Any]:
+        predict: Callable[[Any], Any] = self.wrapped.predict  # type: ignore[assignment]
         return predict
 
 

@@ -23,8 +23,9 @@ from dlscale.config.run import DDP, RunCore
 from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import Marker, mark, marking
-from dlscale.data.loaders.base import Batch, open_samples
+from dlscale.data.loaders.base import Batch, open_samples, read_batch
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import tree_map
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import Pretended, World
@@ -116,7 +117,7 @@ class FakeStep:
             self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided, scores=scores)
         self._begin()
 
-    def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
+    def train(self, x: Any, y: Any, marker: Marker, mode: AbstractContextManager[object]) -> None:
         """Make one step on a batch from `like`; `marker` opens the step's ranges, and `mode` sees all operators."""
         step = self.step
         with marking(marker):
@@ -158,10 +159,12 @@ def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention:
 
 
 def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
-    """Return one rank's batch on `meta`, with the shapes and types of the dataset's samples."""
-    samples: Any = open_samples(run, manifest, "train")
-    x, y = (
-        torch.empty((run.local_batch_size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
-        for spec in (samples.input_spec, samples.target_spec)
+    """Return one rank's batch on `meta`: the shapes of the samples' specs, or of the study's first collated batch."""
+    samples, size = open_samples(run, manifest, "train"), run.local_batch_size
+    if samples.collate:
+        batch = read_batch(samples, 0, range(min(size, samples.size)))
+        return tree_map(lambda values: values.to("meta"), batch)
+    return tree_map(
+        lambda spec: torch.empty((size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta"),
+        (samples.input_spec, samples.target_spec),
     )
-    return x, y

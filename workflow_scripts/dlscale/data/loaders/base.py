@@ -6,20 +6,52 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import default_collate
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data.samples import ArrangedSamples, GridSamples, Samples
+from dlscale.data.samples import ArrangedSamples, GridSamples, Samples, tree_map
 
 if TYPE_CHECKING:
     from dlscale.config.run import RunCore
     from dlscale.data.manifest import Manifest
 
-#: Inputs and targets of B samples: [B, *input_spec.shape], [B, *target_spec.shape].
-Batch = tuple[torch.Tensor, torch.Tensor]
+#: Inputs and targets of B samples: trees of tensors [B, ...], with the structure of `input_spec` and `target_spec`.
+Batch = tuple[Any, Any]
+
+
+def read_batch(samples: Samples, epoch: int, indices: range) -> Batch:
+    """Read samples one by one, and make a batch of them; without `indices`, the tensors have no rows."""
+    pairs = (samples.read(epoch, index) for index in indices or range(1))
+    read: list[Any] = [tuple(tree_map(torch.as_tensor, part) for part in pair) for pair in pairs]
+    batch = (samples.collate or stack)(read)
+    return batch if indices else first_samples(batch, 0)
+
+
+def first_samples(batch: Batch, number: int) -> Batch:
+    """Return the first samples of a batch, in the same memory."""
+    x, y = (tree_map(lambda values: values[:number], part) for part in batch)
+    return x, y
+
+
+def stack(read: list[Any]) -> Batch:
+    """Stack the tensors of samples of equal shapes."""
+    x, y = (tree_map(_stack_leaves, *part) for part in zip(*read, strict=True))
+    return x, y
+
+
+def _stack_leaves(*values: torch.Tensor) -> torch.Tensor:
+    if len(shapes := {each.shape: None for each in values}) > 1:
+        first, second, *_ = map(list, shapes)
+        raise UserError(
+            f"samples have arrays of different shapes, such as {first} and {second}, which cannot be stacked; define "
+            "`collate` in the study, to pad them (docs/adding.md)"
+        )
+    stacked: torch.Tensor = default_collate(list(values))  # in a worker, PyTorch writes into shared memory
+    return stacked
 
 
 @dataclass(frozen=True)
@@ -73,7 +105,8 @@ class Loader(ABC):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield batches (x, y) of an epoch from global step `start` on, on the loader's device.
 
-        Shapes and types are those of `input_spec` and `target_spec`. A rank's part of a small last batch may be empty.
+        Structure, shapes and types are those of `input_spec` and `target_spec`, unless the study has its own `collate`.
+        A rank's part of a small last batch may be empty.
         The next batch may reuse the memory of the previous batch. A new epoch ends the previous epoch. On a GPU, work
         on the current stream may use a batch at once.
         """
@@ -125,15 +158,22 @@ class ArrangedLoader(Loader):
 
 def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
     """Open the samples of a split, by the function of the study's kind of dataset."""
-    module = registry.module_of(registry.study(run.study).dataset, "samples")
+    study = registry.study(run.study)
+    module = registry.module_of(study.dataset, "samples")
     assert module is not None  # for kinds without `samples`, it is the module of `Rows`
     samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
+    samples.collate = study.collate
     return samples
 
 
 def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
     """Return the run's loader of these samples; the loader `synthetic` needs no `ArrangedLoader`."""
     build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
-    if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic":
+    if samples.collate and run.loader.kind not in ("torch", "synthetic"):
+        raise UserError(
+            f"loader.kind: {run.loader.kind} stacks arrays, but study {run.study} makes batches by its own `collate`; "
+            "set loader.kind to torch"
+        )
+    if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic" or samples.collate:
         return build(samples, run.loader, share, device)
     return ArrangedLoader(build(samples.boxes, run.loader, share, device), samples, share, device)

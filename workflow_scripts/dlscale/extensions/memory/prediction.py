@@ -17,6 +17,7 @@ from dlscale.core import registry
 from dlscale.core.text import size
 from dlscale.data.loaders.base import Batch
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import tree_map
 from dlscale.parallel.model import named
 from dlscale.parallel.records import MemoryUse
 from dlscale.parallel.world import World
@@ -75,9 +76,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     return use.model_copy(update={**kept, "peak": most})
 
 
-def of_step(
-    fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1, view: bool = True
-) -> MemoryUse:
+def of_step(fake: FakeStep, x: Any, y: Any, ranks: int = 1, shard: int = 1, view: bool = True) -> MemoryUse:
     """Return the memory of one step on a batch of these shapes; the fake step cannot be used again.
 
     Each of `shard` devices keeps its part of the gradients; weights and optimiser state count completely. If there are
@@ -102,8 +101,8 @@ def of_step(
     parameters = allocations.add([*weights.parameters, *step.model.buffers()])
     optimizer = allocations.add([*state, *masters])
     gradients = allocations.add([p.grad for p in masters] + held)
-    x, y = fake.like(x), fake.like(y)
-    inputs = allocations.add([x, y])
+    x, y = tree_map(fake.like, (x, y))
+    inputs = allocations.add(tree_leaves((x, y)))
     before, kept, grown = allocations.live, 0, 0
 
     @contextlib.contextmanager
