@@ -66,6 +66,12 @@ class OceanStudy(Study):
 
         return OceanCNN(run.model.hidden, run.model.layers)
 
+    def flops(self, run: Any, manifest: Manifest) -> float:
+        """Return 2 x 3^2 C_in C_out per cell, summed over all convolutions."""
+        rows, columns = manifest.fields[run.samples.input["before"]].grid
+        hidden, inner = run.model.hidden, run.model.layers - 2
+        return 2.0 * 9 * rows * columns * (3 * hidden + inner * hidden**2 + hidden)
+
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.extensions.starter_ocean.model import sea_mse
 
