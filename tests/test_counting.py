@@ -25,6 +25,7 @@ from dlscale.config import resolve as config
 from dlscale.config.run import Geometry, load_run
 from dlscale.core import registry
 from dlscale.data.samples import samples_in, tree_map
+from dlscale.extensions.memory.prediction import fake_batch
 from dlscale.extensions.profile import operators
 from dlscale.measure import roofline as peaks
 from dlscale.measure.records import Peaks, SampleWork, Throughput
@@ -34,7 +35,7 @@ from dlscale.report.collect import summary_csv
 from dlscale.report.sections import runs_table
 from dlscale.results import read_plan
 from dlscale.train.build import open_session
-from dlscale.train.memory import FakeStep, fake_batch, fake_step
+from dlscale.train.memory import FakeStep, fake_step
 from dlscale.train.step import Network
 from tests.conftest import TINY, make_run, stage
 from tests.test_report import Results, with_ladder

@@ -32,7 +32,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import stamp
 from dlscale.data import loaders, staging, store
 from dlscale.data.loaders import direct_loader
-from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
+from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
@@ -43,6 +43,7 @@ from dlscale.extensions.dali import loader as dali_loader
 from dlscale.extensions.dali import mirrors, prepare
 from dlscale.extensions.dali.loader import Pace
 from dlscale.extensions.dali.settings import DaliLoader
+from dlscale.extensions.era5_vit.era5.informed import InformedLoader
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT, TINY, make_run
@@ -271,7 +272,7 @@ def test_every_loader_adds_history_and_time(tmp_path: Path, name: str, split: st
     for rank in range(2):
         share = Share(3, rank, 2)
         inner = LOADERS[name](samples.boxes, share, 0 if name == "torch" else 2)
-        with closing(ArrangedLoader(inner, samples, share, CPU)) as loader:
+        with closing(InformedLoader(inner, samples, share, CPU)) as loader:
             assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
             for epoch, start in ((0, 0), (3, 0), (3, len(loader) - 1)):
                 check(batches(loader, epoch, start), expected(informed(tmp_path, layout, split), share, epoch, start))

@@ -17,12 +17,11 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import samples as data_samples
 from dlscale.data.loaders.base import Share, open_loader, read_batch
-from dlscale.extensions.memory.prediction import predict
+from dlscale.extensions.memory.prediction import fake_batch, predict
 from dlscale.extensions.scaffold.study_tests import tiny_session
 from dlscale.measure.roofline import counted
 from dlscale.parallel.world import World
 from dlscale.train.build import Session, open_session
-from dlscale.train.memory import fake_batch
 from dlscale.train.step import EAGER_STEPS, Graphed
 from tests.conftest import TINY, make_run, records, train
 from tests.test_parallel import train_by

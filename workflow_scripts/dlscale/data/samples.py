@@ -24,8 +24,6 @@ from dlscale.data.sampling import Visits
 from dlscale.data.store import Reader
 
 if TYPE_CHECKING:
-    import torch
-
     from dlscale.data.kind import RowSamples
 
 
@@ -73,6 +71,9 @@ class Samples(Protocol):
     target_spec: Any  #: like `input_spec`
     #: The study's function that makes a batch (see `Study.collate`); None to stack the arrays of all samples
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
+    #: Function that returns the loader of samples that are computed from other samples, on the model's device; its
+    #: arguments are a function that opens a loader of the other samples, the `Share` and the device. None: no such step
+    computed: Callable[..., Any] | None = None
 
     def read(self, epoch: int, index: int) -> tuple[Any, Any]:
         """Return input and target of sample `index` of `epoch`, in model units, with equal values in every process.
@@ -93,18 +94,14 @@ class WritingSamples(Samples):
         """
 
     def read(self, epoch: int, index: int) -> tuple[Any, Any]:
-        x, y = (tree_map(_empty_row, spec) for spec in (self.input_spec, self.target_spec))
+        x, y = (
+            tree_map(lambda spec: np.empty((1, *spec.shape), spec.dtype), each)
+            for each in (self.input_spec, self.target_spec)
+        )
         for write in self.writers(epoch, range(index, index + 1), x, y):
             write()
-        return tree_map(_first_row, x), tree_map(_first_row, y)
-
-
-def _empty_row(spec: ArraySpec) -> np.ndarray:
-    return np.empty((1, *spec.shape), spec.dtype)
-
-
-def _first_row(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values[0])
+        x, y = (tree_map(lambda values: np.asarray(values[0]), each) for each in (x, y))
+        return x, y
 
 
 class TableSamples(WritingSamples):
@@ -371,32 +368,6 @@ class GridSamples(Samples):
         file, symmetry = int(boxes.file[index]), int(boxes.symmetry[index])
         x = self.input.read(file, boxes.input[index], symmetry)
         return x, self.target.read(file, boxes.target[index], symmetry)
-
-
-class ArrangedSamples(Samples):
-    """Samples whose input is computed, on the model's device, from a box and a few numbers.
-
-    Any loader reads the boxes, and `dlscale.data.loaders.base.ArrangedLoader` computes the inputs from the boxes.
-    """
-
-    def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:
-        self.boxes, self.size = boxes, boxes.size
-        self.input_spec, self.target_spec = input_spec, boxes.target_spec
-
-    @abstractmethod
-    def numbers(self, epoch: int) -> np.ndarray:
-        """Return the numbers that `arrange` needs for each sample of an epoch, float32 [size, n]."""
-
-    @abstractmethod
-    def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of B samples, in new memory, from their boxes [B, ...] and numbers [B, n]."""
-
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        import torch
-
-        x, y = self.boxes.read(epoch, index)
-        numbers = torch.from_numpy(self.numbers(epoch)[index : index + 1])
-        return self.arrange(torch.from_numpy(x)[None], numbers)[0].numpy(), y
 
 
 # ---- rows of fields of any shape and dtype: for kinds without a `samples` module

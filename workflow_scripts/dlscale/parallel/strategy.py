@@ -58,10 +58,9 @@ class Strategy:
         """
         self.wrapped = network
 
-    def predict(self, network: Any) -> Callable[[Any], Any]:
+    def predict(self, network: Any) -> Any:
         """Return the function that maps inputs to predictions."""
-        predict: Callable[[Any], Any] = network.predict
-        return predict
+        return network.predict
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Return a context in which backward passes add up gradients without exchanging them."""
@@ -231,9 +230,8 @@ class DataParallelStrategy(Strategy):
             )
         self.wrapped = DataParallelNetwork(network, list(range(self._gpus)))
 
-    def predict(self, network: Any) -> Callable[[Any], Any]:
-        predict: Callable[[Any], Any] = self.wrapped.predict  # type: ignore[assignment]
-        return predict
+    def predict(self, network: Any) -> Any:
+        return self.wrapped.predict
 
 
 def strategy_of(run: RunCore, world: World) -> Strategy:

@@ -23,9 +23,7 @@ from dlscale.config.run import DDP, RunCore
 from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import Marker, mark, marking
-from dlscale.data.loaders.base import Batch, open_samples, read_batch
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import tree_map
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.world import Pretended, World
@@ -156,15 +154,3 @@ def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention:
     study: Study = registry.study(run.study)
     make, scores = partial(study.model, run, manifest), study.train_scores if study.train_metrics else None
     return FakeStep(run, make, study.loss(run), device, attention, study.sharding, scores)
-
-
-def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
-    """Return one rank's batch on `meta`: the shapes of the samples' specs, or of the study's first collated batch."""
-    samples, size = open_samples(run, manifest, "train"), run.local_batch_size
-    if samples.collate:
-        batch = read_batch(samples, 0, range(min(size, samples.size)))
-        return tree_map(lambda values: values.to("meta"), batch)
-    return tree_map(
-        lambda spec: torch.empty((size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta"),
-        (samples.input_spec, samples.target_spec),
-    )

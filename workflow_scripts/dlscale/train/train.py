@@ -160,7 +160,8 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
     assert prediction is not None
     with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text; saving is here: it makes tick labels
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
-        save_png(figure or figures.values(_numbers(shown.y), _numbers(prediction)), file, dpi=100)
+        y, p = (np.concatenate([*map(np.ravel, tree_leaves(tree))]) for tree in (shown.y, prediction))
+        save_png(figure or figures.values(y, p), file, dpi=100)
 
 
 def _provenance(
@@ -318,7 +319,7 @@ class _Shown:
 
     def __init__(self, session: Session, epochs: int) -> None:
         self.batch = read_batch(session.samples("valid"), 0, range(1))
-        self.x, self.y = tree_map(_first_as_array, self.batch)
+        self.x, self.y = tree_map(lambda values: values[0].numpy(), self.batch)
         self._session, self._epochs, self._every = session, epochs, -(-epochs // PICTURES)
 
     def drawn(self, record: Epoch) -> bool:
@@ -331,15 +332,7 @@ class _Shown:
         if not (world.main or step.joint):
             return None
         prediction = step.predict(tree_map(lambda v: v.to(world.device), self.batch[0]), once=True)
-        return tree_map(_first_as_array, prediction) if world.main else None
-
-
-def _first_as_array(values: torch.Tensor) -> np.ndarray:
-    return values[0].cpu().numpy()
-
-
-def _numbers(tree: Any) -> np.ndarray:
-    return np.concatenate([np.ravel(values) for values in tree_leaves(tree)])
+        return tree_map(lambda values: values[0].cpu().numpy(), prediction) if world.main else None
 
 
 def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data.samples import ArrangedSamples, GridSamples, Samples, tree_map
+from dlscale.data.samples import GridSamples, Samples, tree_map
 
 if TYPE_CHECKING:
     from dlscale.config.run import RunCore
@@ -138,24 +138,6 @@ def on_grids(samples: Samples, loader: str) -> GridSamples:
     return samples
 
 
-class ArrangedLoader(Loader):
-    """Loader that computes the inputs of `ArrangedSamples` from the boxes of another loader, in new memory."""
-
-    def __init__(self, loader: Loader, samples: ArrangedSamples, share: Share, device: torch.device) -> None:
-        super().__init__(samples, share, device)
-        self._loader, self._arranged = loader, samples
-
-    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
-        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once per epoch
-        for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
-            indices = self._share.indices(step, self.samples)
-            yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
-
-    def close(self) -> None:
-        super().close()
-        self._loader.close()
-
-
 def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
     """Open the samples of a split, by the function of the study's kind of dataset."""
     study = registry.study(run.study)
@@ -167,13 +149,14 @@ def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
 
 
 def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
-    """Return the run's loader of these samples; the loader `synthetic` needs no `ArrangedLoader`."""
+    """Return the run's loader of these samples."""
     build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
     if samples.collate and run.loader.kind not in ("torch", "synthetic"):
         raise UserError(
             f"loader.kind: {run.loader.kind} stacks arrays, but study {run.study} makes batches by its own `collate`; "
             "set loader.kind to torch"
         )
-    if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic" or samples.collate:
+    if samples.collate or not getattr(samples, "computed", None) or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)
-    return ArrangedLoader(build(samples.boxes, run.loader, share, device), samples, share, device)
+    computed: Loader = samples.computed(lambda inner: build(inner, run.loader, share, device), share, device)
+    return computed
