@@ -25,8 +25,10 @@ Batch = tuple[Any, Any]
 
 def read_batch(samples: Samples, epoch: int, indices: range) -> Batch:
     """Read samples one by one, and make a batch of them; without `indices`, the tensors have no rows."""
-    pairs = (samples.read(epoch, index) for index in indices or range(1))
-    read: list[Any] = [tuple(tree_map(torch.as_tensor, part) for part in pair) for pair in pairs]
+    read = list[Batch]()
+    for index in indices or range(1):
+        x, y = samples.read(epoch, index)
+        read.append((tree_map(torch.as_tensor, x), tree_map(torch.as_tensor, y)))
     batch = (samples.collate or stack)(read)
     return batch if indices else first_samples(batch, 0)
 
@@ -156,7 +158,7 @@ def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.devi
             f"loader.kind: {run.loader.kind} stacks arrays, but study {run.study} makes batches by its own `collate`; "
             "set loader.kind to torch"
         )
-    if samples.collate or not getattr(samples, "computed", None) or run.loader.kind == "synthetic":
+    computed: Callable[..., Loader] | None = getattr(samples, "computed", None)
+    if samples.collate or computed is None or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)
-    computed: Loader = samples.computed(lambda inner: build(inner, run.loader, share, device), share, device)
-    return computed
+    return computed(lambda inner: build(inner, run.loader, share, device), share, device)
