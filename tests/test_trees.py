@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -18,12 +20,13 @@ from dlscale.core.errors import UserError
 from dlscale.data import samples as data_samples
 from dlscale.data.loaders.base import Share, open_loader, read_batch
 from dlscale.extensions.memory.prediction import fake_batch, predict
+from dlscale.extensions.scaffold import new_study
 from dlscale.extensions.scaffold.study_tests import tiny_session
 from dlscale.measure.roofline import counted
 from dlscale.parallel.world import World
 from dlscale.train.build import Session, open_session
 from dlscale.train.step import EAGER_STEPS, Graphed
-from tests.conftest import TINY, make_run, records, train
+from tests.conftest import ROOT, TINY, make_run, records, train
 from tests.test_parallel import train_by
 from tests.test_rungs import Recorder
 
@@ -272,3 +275,36 @@ def test_two_processes_train_dicts_as_one(tmp_path: Path, tiny_data: Callable[[s
         train_by(ranks, folder, data)
         weights.append(torch.load(folder / "model.pt", weights_only=True))
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+# ---- the guide ---------------------------------------------------------------------------------------
+
+
+def test_the_guide_makes_a_study_with_dicts(tmp_path: Path) -> None:
+    """The code of `docs/from_notebook.md`, put into a new study, trains a network with several inputs."""
+    guide = (ROOT / "docs/from_notebook.md").read_text()
+    data, settings, network, study, collate = re.findall(
+        r"```\w+\n(.*?)```", guide.partition("## Several inputs")[2].partition("## 4.")[0], re.DOTALL
+    )
+    new_study.write("tides", tmp_path / "tides", images=False)
+    for name, pattern, code in (
+        ("tides_data.py", r"    return ArraySource\(.*\n", data),
+        ("tides.yaml", r"  samples: .*\n", settings),
+        ("tides.py", r"(?s:    def model\(.*(?=\nSTUDY))", study),
+    ):
+        file = tmp_path / "tides" / name
+        begin, _, end = re.split(f"({pattern})", file.read_text(), maxsplit=1)
+        file.write_text(begin + code + end)
+    (tmp_path / "tides/tides_model.py").write_text(network)
+    registry.add("tides", tmp_path / "tides/tides.py")
+    session = tiny_session("tides", {"kind": "tides"}, {"loader": {"kind": "torch", "workers": 0}}, tmp_path / "data")
+    x, y = batch_of(session)
+    assert x.keys() == {"curve", "known", "offset"} and y.keys() == {"frequency"}
+    first, *_, last = (float(session.step(x, y)) for _ in range(100))
+    assert last < 0.2 * first
+
+    made: dict[str, Any] = {}
+    exec(textwrap.dedent(collate), made)
+    samples = [({"curve": torch.rand(9), "length": torch.tensor(length)}, torch.rand(())) for length in (3, 5)]
+    x, y = made["collate"](None, samples)
+    assert x["curve"].shape == (2, 5) and y.shape == (2,)
