@@ -27,12 +27,16 @@ if TYPE_CHECKING:
     from dlscale.data.kind import RowSamples
 
 
+#: Nodes of trees. A constant, because making `tuple | list | dict` takes longer than the check.
+NODES = (tuple, list, dict)
+
+
 def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Apply a function to each leaf of a tree, and to the same leaves of other trees; return a tree of the results.
 
     Nodes are PyTorch's: tuples, lists, dicts and their subclasses. A tree of one leaf costs only the function's call.
     """
-    if not isinstance(tree, tuple | list | dict):
+    if not isinstance(tree, NODES):
         return function(tree, *others)
     from torch.utils import _pytree  # here, because DALI's processes do not import PyTorch
 
@@ -41,7 +45,7 @@ def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree, in order."""
-    if not isinstance(tree, tuple | list | dict):
+    if not isinstance(tree, NODES):
         return [tree]
     from torch.utils import _pytree
 
@@ -94,14 +98,11 @@ class WritingSamples(Samples):
         """
 
     def read(self, epoch: int, index: int) -> tuple[Any, Any]:
-        x, y = (
-            tree_map(lambda spec: np.empty((1, *spec.shape), spec.dtype), each)
-            for each in (self.input_spec, self.target_spec)
-        )
+        x = tree_map(lambda spec: np.empty((1, *spec.shape), spec.dtype), self.input_spec)
+        y = tree_map(lambda spec: np.empty((1, *spec.shape), spec.dtype), self.target_spec)
         for write in self.writers(epoch, range(index, index + 1), x, y):
             write()
-        x, y = (tree_map(lambda values: np.asarray(values[0]), each) for each in (x, y))
-        return x, y
+        return tree_map(lambda values: np.asarray(values[0]), x), tree_map(lambda values: np.asarray(values[0]), y)
 
 
 class TableSamples(WritingSamples):

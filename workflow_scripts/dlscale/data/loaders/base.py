@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 
@@ -28,32 +29,37 @@ def read_batch(samples: Samples, epoch: int, indices: range) -> Batch:
     read = list[Batch]()
     for index in indices or range(1):
         x, y = samples.read(epoch, index)
-        read.append((tree_map(torch.as_tensor, x), tree_map(torch.as_tensor, y)))
+        read.append((tree_map(_tensor, x), tree_map(_tensor, y)))
     batch = (samples.collate or stack)(read)
     return batch if indices else first_samples(batch, 0)
 
 
+def _tensor(values: Any) -> torch.Tensor:
+    # A label may be a plain number. `from_numpy` takes a third of the time of `as_tensor`.
+    return torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+
+
 def first_samples(batch: Batch, number: int) -> Batch:
     """Return the first samples of a batch, in the same memory."""
-    x, y = (tree_map(lambda values: values[:number], part) for part in batch)
-    return x, y
+    return tree_map(lambda values: values[:number], batch[0]), tree_map(lambda values: values[:number], batch[1])
 
 
 def stack(read: list[Any]) -> Batch:
     """Stack the tensors of samples of equal shapes."""
-    x, y = (tree_map(_stack_leaves, *part) for part in zip(*read, strict=True))
-    return x, y
+    return tree_map(_stack_leaves, *(x for x, _ in read)), tree_map(_stack_leaves, *(y for _, y in read))
 
 
-def _stack_leaves(*values: torch.Tensor) -> torch.Tensor:
-    if len(shapes := {each.shape: None for each in values}) > 1:
+def _stack_leaves(*values: torch.Tensor) -> Any:
+    try:
+        return default_collate(list(values))  # in a worker, PyTorch writes into shared memory
+    except RuntimeError:
+        if len(shapes := {each.shape: None for each in values}) == 1:
+            raise
         first, second, *_ = map(list, shapes)
         raise UserError(
             f"samples have arrays of different shapes, such as {first} and {second}, which cannot be stacked; define "
-            "`collate` in the study, to pad them (docs/adding.md)"
-        )
-    stacked: torch.Tensor = default_collate(list(values))  # in a worker, PyTorch writes into shared memory
-    return stacked
+            "`collate` in the study, to pad them (docs/from_notebook.md)"
+        ) from None
 
 
 @dataclass(frozen=True)
