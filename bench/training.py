@@ -109,7 +109,7 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
 
     def loader(size: int, batch_size: int) -> SyntheticLoader:
         specs = [ArraySpec(tuple(shape)) for shape in case.shapes]
-        samples: Any = SimpleNamespace(size=size, input_spec=specs[0], target_spec=specs[1])
+        samples: Any = SimpleNamespace(size=size, input_spec=specs[0], target_spec=specs[1], collate=None)
         return SyntheticLoader(samples, SyntheticSettings(kind="synthetic"), Share(batch_size), CPU)
 
     batches, valid = loader(steps * case.batch_size, case.batch_size), loader(1, 1)

@@ -108,8 +108,8 @@ DEFECTS: dict[str, Mutation | str] = {
     "`.item()` in every step": Mutation(
         "item_in_every_step",
         "train/trainer.py",
-        "sums = means * len(batch[0])  # stays",
-        "sums = torch.tensor(means.sum().item() * len(batch[0]))  # stays",
+        "sums = means * samples_in(batch[0])  # stays",
+        "sums = torch.tensor(means.sum().item() * samples_in(batch[0]))  # stays",
         "test_training.py::test_no_step_waits_for_the_device",
     ),
     "the copy to the device holds up the loop": "only timings on a GPU show that the host waits",
@@ -165,8 +165,8 @@ DEFECTS: dict[str, Mutation | str] = {
     "the CUDA-graph script fails on a partial batch": Mutation(
         "one_graph_for_all_shapes",
         "train/step.py",
-        "        shape = (x.shape, y.shape)\n",
-        "        shape = (x.shape[1:], y.shape[1:])\n",
+        "        shape = shapes(given)\n",
+        "        shape = tuple(each[1:] for each in shapes(given))\n",
         "test_rungs.py::test_graphs_are_chosen_by_shape_and_rare_shapes_have_none",
     ),
     "the rendezvous port is fixed": Mutation(

@@ -24,6 +24,8 @@ from bench.cases import Case
 from dlscale.config import resolve as config
 from dlscale.config.run import Geometry, load_run
 from dlscale.core import registry
+from dlscale.data.samples import samples_in, tree_map
+from dlscale.extensions.memory.prediction import fake_batch
 from dlscale.extensions.profile import operators
 from dlscale.measure import roofline as peaks
 from dlscale.measure.records import Peaks, SampleWork, Throughput
@@ -33,7 +35,7 @@ from dlscale.report.collect import summary_csv
 from dlscale.report.sections import runs_table
 from dlscale.results import read_plan
 from dlscale.train.build import open_session
-from dlscale.train.memory import FakeStep, fake_batch, fake_step
+from dlscale.train.memory import FakeStep, fake_step
 from dlscale.train.step import Network
 from tests.conftest import TINY, make_run, stage
 from tests.test_report import Results, with_ladder
@@ -105,10 +107,10 @@ def test_each_studys_formula_equals_the_counted_forward_pass(
     Attention is computed by plain products, because PyTorch's counter does not count fused attention.
     """
     session = open_session(tiny_run(study, tmp_path, **over), tiny_data(study) / "manifest.json", World())
-    x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
+    x, y = tree_map(zeros, fake_batch(session.run, session.manifest))
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         session.step.network(x, y)
-    assert session.study.flops(session.run, session.manifest) == counter.get_total_flops() / len(x)
+    assert session.study.flops(session.run, session.manifest) == counter.get_total_flops() / samples_in(x)
 
 
 def test_the_work_of_a_sample_does_not_depend_on_the_devices_that_share_the_model(
@@ -120,6 +122,10 @@ def test_the_work_of_a_sample_does_not_depend_on_the_devices_that_share_the_mode
     with caplog.at_level(logging.WARNING):
         assert sample_work(replace(session, run=shared), batch) == sample_work(session, batch)
     assert "One of the two numbers is wrong" not in caplog.text
+
+
+def zeros(values: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(values.shape, dtype=values.dtype)
 
 
 def tiny_run(study: str, folder: Path, **over: Any) -> Any:
@@ -134,14 +140,14 @@ def test_a_real_step_has_the_operators_of_the_fake_one(
     """A real step and a fake step have equal FLOPs and bytes. Counting leaves the random state unchanged."""
     session = open_session(tiny_run(study, tmp_path, **over), tiny_data(study) / "manifest.json", World())
     shapes = fake_batch(session.run, session.manifest)
-    x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in shapes)
+    x, y = tree_map(zeros, shapes)
     session.step(x, y)  # after this step the optimiser has its state
     real, fake = OperatorCount(), OperatorCount()
     with real:
         session.step.gradients(x, y)
     state = torch.get_rng_state()
     imagined = fake_step(session.run, session.manifest, CPU, session.step.attention)
-    imagined.train(imagined.like(shapes[0]), imagined.like(shapes[1]), fake.phase, fake)
+    imagined.train(*tree_map(imagined.like, shapes), fake.phase, fake)  # type: ignore[call-arg]
     assert torch.equal(torch.get_rng_state(), state)
     assert real.flops.total() == fake.flops.total() > 0
     if not over:  # with more inputs, only FLOPs are compared
@@ -154,7 +160,7 @@ def test_each_module_has_the_work_of_its_operators(
 ) -> None:
     """Each layer has the FLOPs of its shape, even if branches meet; the sums over layers are complete."""
     session = open_session(tiny_run(study, tmp_path), tiny_data(study) / "manifest.json", World())
-    x, y = (torch.zeros(value.shape, dtype=value.dtype) for value in fake_batch(session.run, session.manifest))
+    x, y = tree_map(zeros, fake_batch(session.run, session.manifest))
     expected, names = Counter[str](), operators._names(session.step.model)
 
     def layer(module: nn.Module, args: Any, output: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from dlscale import cli
 from dlscale.config.run import load_run
@@ -31,7 +32,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import stamp
 from dlscale.data import loaders, staging, store
 from dlscale.data.loaders import direct_loader
-from dlscale.data.loaders.base import ArrangedLoader, Loader, Share
+from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.manifest import Manifest, Transform
 from dlscale.data.samples import CroppedImages, GridSamples, Samples, WritingSamples
 from dlscale.data.store import Field, Reader
@@ -42,6 +43,7 @@ from dlscale.extensions.dali import loader as dali_loader
 from dlscale.extensions.dali import mirrors, prepare
 from dlscale.extensions.dali.loader import Pace
 from dlscale.extensions.dali.settings import DaliLoader
+from dlscale.extensions.era5_vit.era5.informed import InformedLoader
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import InformedPairs, Pairs, open_samples
 from tests.conftest import ROOT, TINY, make_run
@@ -198,22 +200,22 @@ def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
     return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
-def batches(loader: Loader, epoch: int, start: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return copies of an epoch's batches, because loaders reuse their buffers."""
-    return [(x.numpy().copy(), y.numpy().copy()) for x, y in loader.epoch(epoch, start)]
+def batches(loader: Loader, epoch: int, start: int = 0) -> list[list[np.ndarray]]:
+    """Return copies of the arrays of an epoch's batches, because loaders reuse their buffers."""
+    return [[values.numpy().copy() for values in tree_leaves(batch)] for batch in loader.epoch(epoch, start)]
 
 
 def expected(samples: Samples, share: Share, epoch: int, start: int = 0) -> Iterator[list[np.ndarray]]:
     """Yield the expected batches; each sample comes from `samples.read`."""
     for step in range(start, share.steps(samples.size)):
-        read = [samples.read(epoch, index) for index in share.indices(step, samples.size)]
+        read = [tree_leaves(samples.read(epoch, index)) for index in share.indices(step, samples.size)]
         yield [
             np.array([sample[number] for sample in read], spec.dtype).reshape(-1, *spec.shape)
-            for number, spec in enumerate((samples.input_spec, samples.target_spec))
+            for number, spec in enumerate(tree_leaves((samples.input_spec, samples.target_spec)))
         ]
 
 
-def check(delivered: list[tuple[np.ndarray, np.ndarray]], wanted: Iterator[list[np.ndarray]]) -> None:
+def check(delivered: list[list[np.ndarray]], wanted: Iterator[list[np.ndarray]]) -> None:
     for batch, truth in itertools.zip_longest(delivered, wanted):
         for values, true_values in zip(batch, truth, strict=True):
             np.testing.assert_array_equal(values, true_values)
@@ -270,7 +272,7 @@ def test_every_loader_adds_history_and_time(tmp_path: Path, name: str, split: st
     for rank in range(2):
         share = Share(3, rank, 2)
         inner = LOADERS[name](samples.boxes, share, 0 if name == "torch" else 2)
-        with closing(ArrangedLoader(inner, samples, share, CPU)) as loader:
+        with closing(InformedLoader(inner, samples, share, CPU)) as loader:
             assert (loader.samples, len(loader)) == (samples.size, share.steps(samples.size))
             for epoch, start in ((0, 0), (3, 0), (3, len(loader) - 1)):
                 check(batches(loader, epoch, start), expected(informed(tmp_path, layout, split), share, epoch, start))
@@ -309,8 +311,8 @@ def test_every_loader_serves_every_study(
     module = registry.load(registry.module_of(registry.study(study).dataset, "samples") or "")
     manifest = Manifest.read(tiny_data(study) / "manifest.json")
     samples = module.open_samples(manifest, "train", run.samples, run.seed)
-    specs = samples.input_spec, samples.target_spec
-    for values, spec in zip(samples.read(0, 0), specs, strict=True):
+    specs = tree_leaves((samples.input_spec, samples.target_spec))
+    for values, spec in zip(tree_leaves(samples.read(0, 0)), specs, strict=True):
         assert (values.shape, str(values.dtype)) == (spec.shape, spec.dtype)
     served = (GridSamples, WritingSamples) if kind == "direct" else (GridSamples, CroppedImages)
     if kind in ("direct", "dali") and not isinstance(samples, served):
@@ -319,11 +321,13 @@ def test_every_loader_serves_every_study(
         return
     with closing(build(kind, samples, Share(5))) as loader:
         delivered = batches(loader, 1)
+        structure = tree_structure((samples.input_spec, samples.target_spec))
+        assert tree_structure(next(loader.epoch(0))) == structure
     wanted = list(expected(samples, Share(5), 1))
     # Compare only shapes and dtypes; test_imagenet.py compares the images from DALI.
     if kind == "synthetic" or (kind == "dali" and isinstance(samples, CroppedImages)):
-        wanted = [[batch[number] for number in range(2)] for batch in delivered]
-        assert [len(x) for x, _ in delivered] == [len(x) for x, _ in expected(samples, Share(5), 1)]
+        wanted = delivered
+        assert [len(batch[0]) for batch in delivered] == [len(batch[0]) for batch in expected(samples, Share(5), 1)]
     check(delivered, iter(wanted))
     for batch in delivered:
         assert [(values.shape[1:], str(values.dtype)) for values in batch] == [(s.shape, s.dtype) for s in specs]

@@ -105,7 +105,7 @@ def test_lines_are_those_of_step_model_loss_samples_and_loader(done: Path) -> No
         ("dlscale/extensions/cosmo_unet/model.py", "return torch.tanh(", 1),
         ("dlscale/extensions/cosmo_unet/scores.py", "loss_B = ", 1),
         ("dlscale/data/samples.py", "return x, self.target.read(", 4),  # one call per sample of a batch
-        ("dlscale/data/loaders/torch_loader.py", "x, y = self.samples.read(", 4),
+        ("dlscale/data/loaders/base.py", "x, y = samples.read(", 4),
     ):
         assert the(file, text).calls == calls, file
     whole = the("dlscale/train/step.py", "return self._train(")

@@ -106,12 +106,16 @@ def stem(raw: RawFile) -> str:
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
+#: Name of a field, for a sample that is an array; or a list or dict of names, for a tuple or dict of arrays.
+Fields = str | tuple[str, ...] | dict[str, str]
+
+
 class RowSamples(Strict):
     """Samples that are rows of the files: see `dlscale.data.samples`."""
 
     kind: Literal["rows"]
-    input: str = Field(description="Field of the dataset that is the model's input.")
-    target: str = Field(description="Field that the model is to predict.")
+    input: Fields = Field(description="Field of the dataset that is the model's input; or several fields.")
+    target: Fields = Field(description="Field that the model is to predict; or several fields.")
     train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch (default: all).")
     valid: PositiveInt | None = Field(
         None, description="Largest number of validation samples and of test samples, evenly spaced (default: all)."

@@ -42,9 +42,7 @@ class Transform:
     def inverse(self, x: Any) -> Any:
         """Map model to physical units; `x` is a numpy array or a torch tensor of any shape."""
         y = x * self.scale + self.offset
-        if self.kind == "linear":
-            return y
-        return np.exp(y) if isinstance(y, np.ndarray) else y.exp()
+        return y if self.kind == "linear" else np.exp(y) if isinstance(y, np.ndarray) else y.exp()
 
 
 #: Transform that leaves values unchanged.

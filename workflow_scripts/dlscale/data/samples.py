@@ -3,6 +3,8 @@
 `Samples.read` returns one sample, and every loader must deliver the same values. Subclasses allow faster loaders:
 `GridSamples` return the positions of boxes and the formula that decodes them, `WritingSamples` write themselves into a
 batch, and `CroppedImages` return windows of images.
+
+An input and a target are trees: an array, or nested tuples and dicts of arrays.
 """
 
 from __future__ import annotations
@@ -22,14 +24,42 @@ from dlscale.data.sampling import Visits
 from dlscale.data.store import Reader
 
 if TYPE_CHECKING:
-    import torch
-
     from dlscale.data.kind import RowSamples
+
+
+#: Nodes of trees. A constant, because making `tuple | list | dict` takes longer than the check.
+NODES = (tuple, list, dict)
+
+
+def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply a function to each leaf of a tree, and to the same leaves of other trees; return a tree of the results.
+
+    Nodes are PyTorch's: tuples, lists, dicts and their subclasses. A tree of one leaf costs only the function's call.
+    """
+    if not isinstance(tree, NODES):
+        return function(tree, *others)
+    from torch.utils import _pytree  # here, because DALI's processes do not import PyTorch
+
+    return _pytree.tree_map(function, tree, *others)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    if not isinstance(tree, NODES):
+        return [tree]
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(tree)
+
+
+def samples_in(tree: Any) -> int:
+    """Return the number of samples in a tree of arrays [B, ...], such as the inputs of a batch."""
+    return len(tree_leaves(tree)[0])
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and type of the input or the target of one sample."""
+    """Shape and type of an array of one sample; if the shapes of samples differ, the largest shape."""
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
@@ -41,13 +71,18 @@ class Samples(Protocol):
     """The samples of one split."""
 
     size: int  #: samples in an epoch
-    input_spec: ArraySpec
-    target_spec: ArraySpec
+    input_spec: Any  #: `ArraySpec`, or a tree of them
+    target_spec: Any  #: like `input_spec`
+    #: The study's function that makes a batch (see `Study.collate`); None to stack the arrays of all samples
+    collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
+    #: Function that returns the loader of samples that are computed from other samples, on the model's device; its
+    #: arguments are a function that opens a loader of the other samples, the `Share` and the device. None: no such step
+    computed: Callable[..., Any] | None = None
 
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, epoch: int, index: int) -> tuple[Any, Any]:
         """Return input and target of sample `index` of `epoch`, in model units, with equal values in every process.
 
-        Shapes and types follow `input_spec` and `target_spec`.
+        They are trees of NumPy arrays, with the structure, shapes and types of `input_spec` and `target_spec`.
         """
         ...
 
@@ -56,27 +91,28 @@ class WritingSamples(Samples):
     """Samples that write themselves into batches."""
 
     @abstractmethod
-    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
-        """Return tasks that write samples `indices` into `x` and `y`, [n, ...].
+    def writers(self, epoch: int, indices: range, x: Any, y: Any) -> list[Callable[[], None]]:
+        """Return tasks that write samples `indices` into the arrays [n, ...] of the trees `x` and `y`.
 
         Any threads may run the tasks, in any order.
         """
 
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = (np.empty((1, *spec.shape), spec.dtype) for spec in (self.input_spec, self.target_spec))
+    def read(self, epoch: int, index: int) -> tuple[Any, Any]:
+        x = tree_map(lambda spec: np.empty((1, *spec.shape), spec.dtype), self.input_spec)
+        y = tree_map(lambda spec: np.empty((1, *spec.shape), spec.dtype), self.target_spec)
         for write in self.writers(epoch, range(index, index + 1), x, y):
             write()
-        return np.asarray(x[0]), np.asarray(y[0])
+        return tree_map(lambda values: np.asarray(values[0]), x), tree_map(lambda values: np.asarray(values[0]), y)
 
 
 class TableSamples(WritingSamples):
-    """Samples that are rows of two arrays; a device's memory may hold both arrays."""
+    """Samples that are rows of arrays; a device's memory may hold all arrays."""
 
-    bytes: int  #: size of all rows of both arrays, bytes
+    bytes: int  #: size of all rows of all arrays, bytes
 
     @abstractmethod
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all inputs and all targets, [N, ...], as `input_spec` and `target_spec` declare them."""
+    def table(self) -> tuple[Any, Any]:
+        """Return all inputs and all targets, trees of arrays [N, ...], as `input_spec` and `target_spec` declare."""
 
     @abstractmethod
     def order(self, epoch: int) -> np.ndarray:
@@ -335,33 +371,7 @@ class GridSamples(Samples):
         return x, self.target.read(file, boxes.target[index], symmetry)
 
 
-class ArrangedSamples(Samples):
-    """Samples whose input is computed, on the model's device, from a box and a few numbers.
-
-    Any loader reads the boxes, and `dlscale.data.loaders.base.ArrangedLoader` computes the inputs from the boxes.
-    """
-
-    def __init__(self, boxes: GridSamples, input_spec: ArraySpec) -> None:
-        self.boxes, self.size = boxes, boxes.size
-        self.input_spec, self.target_spec = input_spec, boxes.target_spec
-
-    @abstractmethod
-    def numbers(self, epoch: int) -> np.ndarray:
-        """Return the numbers that `arrange` needs for each sample of an epoch, float32 [size, n]."""
-
-    @abstractmethod
-    def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of B samples, in new memory, from their boxes [B, ...] and numbers [B, n]."""
-
-    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        import torch
-
-        x, y = self.boxes.read(epoch, index)
-        numbers = torch.from_numpy(self.numbers(epoch)[index : index + 1])
-        return self.arrange(torch.from_numpy(x)[None], numbers)[0].numpy(), y
-
-
-# ---- rows of two fields, of any shape and dtype: for kinds without a `samples` module
+# ---- rows of fields of any shape and dtype: for kinds without a `samples` module
 
 
 def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
@@ -420,8 +430,12 @@ class Rows(TableSamples):
     """Samples that are rows of all files, in the order of `Visits`."""
 
     def __init__(self, manifest: Manifest, split: str, settings: RowSamples, seed: int) -> None:
-        self._fields = [RowField(manifest, split, key, getattr(settings, key)) for key in ("input", "target")]
-        self.input_spec, self.target_spec = (field.spec for field in self._fields)
+        fields = [
+            tree_map(functools.partial(RowField, manifest, split, key), getattr(settings, key))
+            for key in ("input", "target")
+        ]
+        self.input_spec, self.target_spec = (tree_map(lambda field: field.spec, tree) for tree in fields)
+        self._fields = tree_leaves(fields)
         self._counts = [file.rows for file in manifest.files(split)]
         training = split == "train"
         self._visits = Visits(self._counts, settings.train if training else settings.valid, seed, training)
@@ -429,11 +443,12 @@ class Rows(TableSamples):
         row = sum(math.prod(field.spec.shape) * np.dtype(field.spec.dtype).itemsize for field in self._fields)
         self.bytes = sum(self._counts) * row
 
-    def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
+    def writers(self, epoch: int, indices: range, x: Any, y: Any) -> list[Callable[[], None]]:
         files, rows = (each[indices.start : indices.stop] for each in self._visits.rows(epoch))
-        return [functools.partial(self._fill, file, files, rows, (x, y)) for file in np.unique(files).tolist()]
+        batch = [*tree_leaves(x), *tree_leaves(y)]
+        return [functools.partial(self._fill, file, files, rows, batch) for file in np.unique(files).tolist()]
 
-    def _fill(self, file: int, files: np.ndarray, rows: np.ndarray, batch: tuple[np.ndarray, np.ndarray]) -> None:
+    def _fill(self, file: int, files: np.ndarray, rows: np.ndarray, batch: list[np.ndarray]) -> None:
         here = np.flatnonzero(files == file)
         for field, out in zip(self._fields, batch, strict=True):
             if len(here) == len(files):
@@ -443,11 +458,12 @@ class Rows(TableSamples):
                 field.fill(file, rows[here], part)
                 out[here] = part
 
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        x, y = (np.empty((sum(self._counts), *field.spec.shape), field.spec.dtype) for field in self._fields)
+    def table(self) -> tuple[Any, Any]:
+        rows = sum(self._counts)
+        x, y = tree_map(lambda spec: np.empty((rows, *spec.shape), spec.dtype), (self.input_spec, self.target_spec))
         first = 0
         for file, count in enumerate(self._counts):
-            for field, out in zip(self._fields, (x, y), strict=True):
+            for field, out in zip(self._fields, tree_leaves((x, y)), strict=True):
                 field.fill(file, np.arange(count), out[first : first + count])
             first += count
         return x, y

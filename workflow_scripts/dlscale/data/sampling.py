@@ -52,9 +52,7 @@ def locate(counts: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def evenly(count: int, wanted: int | None) -> np.ndarray:
     """Return at most `wanted` of the indices 0 to `count` - 1, evenly spaced and beginning with 0, int64."""
-    if wanted is None or wanted >= count:
-        return np.arange(count)
-    return np.arange(wanted) * count // wanted
+    return np.arange(count) if wanted is None or wanted >= count else np.arange(wanted) * count // wanted
 
 
 class Visits:

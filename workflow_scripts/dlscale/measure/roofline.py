@@ -32,6 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 from dlscale.config.run import Geometry
 from dlscale.core.errors import brief
 from dlscale.data.loaders.base import Batch
+from dlscale.data.samples import samples_in, tree_map
 from dlscale.measure.records import Peaks, SampleWork
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.build import Session
@@ -87,13 +88,13 @@ def counted(session: Session, batch: Batch) -> SampleWork:
         one = run.model_copy(update={"activation_checkpointing": checkpointing, "geometry": Geometry()})
         count = OperatorCount()
         fake = fake_step(one, session.manifest, session.world.device, session.step.attention)
-        x, y = map(fake.like, batch)
+        x, y = tree_map(fake.like, batch)
         fake.train(x, y, count.phase, count)
         return count
 
     plain = count(False)
     moved = (count(True) if run.activation_checkpointing else plain).bytes
-    samples = len(batch[0])
+    samples = samples_in(batch[0])
     return SampleWork(
         forward_flops=plain.flops["forward"] / samples,
         backward_flops=plain.flops["backward"] / samples,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 
 from dlscale.data.loaders.base import Loader
+from dlscale.data.samples import samples_in
 from dlscale.parallel.world import synchronize
 from dlscale.train.build import Session
 from dlscale.train.loop import Batch, Hook, run_steps
@@ -19,7 +20,7 @@ def timed_steps(
 ) -> tuple[int, float]:
     """Make `steps` steps; return their number of samples, and the seconds until the device has finished them."""
     counts = list[int]()
-    count = Hook(after_step=lambda number, batch, result: counts.append(len(batch[0])))
+    count = Hook(after_step=lambda number, batch, result: counts.append(samples_in(batch[0])))
     start = time.perf_counter()
     run_steps(consume, batches, range(steps), [count])
     synchronize(device)

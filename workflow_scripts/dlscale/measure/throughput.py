@@ -25,7 +25,9 @@ from dlscale.config.run import load_run
 from dlscale.core import board, registry
 from dlscale.core.files import write_text
 from dlscale.core.progress import Progress
+from dlscale.data.loaders.base import first_samples
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import tree_map
 from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
@@ -72,15 +74,15 @@ def measure(settings: Settings, session: Session) -> Throughput:
     compiling: dict[str, float] | None = None
     modes: dict[str, Trials] = {}
     with contextlib.closing(session.loader("train")) as loader:
-        x, y = next(loader.epoch(0))
+        batch = tree_map(torch.clone, next(loader.epoch(0)))  # clones, as the loader reuses its memory
         share = session.share()
-        cached = x.clone(), y.clone(), share.weight(0, loader.samples)  # clones, as the loader reuses its memory
+        cached = *batch, share.weight(0, loader.samples)
         if run.compile.mode != "none":
             compiling = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
             if loader.samples % run.batch_size:  # compile for the smaller last batch now, not in a trial
                 rest = len(share.indices(len(loader) - 1, loader.samples))
-                step.gradients(cached[0][:rest], cached[1][:rest])
+                step.gradients(*first_samples(batch, rest))
         # The cached batch comes from epoch 0. IO and FULL start with epoch 1, which no worker has prefetched. As in
         # training, batches include the weight of the rank's loss, on which the choice of a CUDA graph depends.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
@@ -96,12 +98,12 @@ def measure(settings: Settings, session: Session) -> Throughput:
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
             logging.info("SYNTHETIC (computing) without averaged gradients: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before sample_work and common_peaks, which need memory
-    counted, formula = sample_work(session, cached[:2]) if world.main else (None, None)
+    counted, formula = sample_work(session, batch) if world.main else (None, None)
     work, peaks = formula or counted, common_peaks(run.arithmetic, world)
     if work and peaks:
         fastest = max(max(found.trial_throughput) for mode, found in modes.items() if mode != "IO")
         peaks = at_least(peaks, fastest * work.flops / session.devices)
-    known = run, session.manifest, world.device, cached[:2], step.attention
+    known = run, session.manifest, world.device, batch, step.attention
     predict = registry.provided("predict_memory", None) if world.main else None
     memory_use = attempt("memory cannot be predicted", lambda: predict(*known)) if predict else None
     return Throughput(

@@ -58,10 +58,9 @@ class Strategy:
         """
         self.wrapped = network
 
-    def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def predict(self, network: Any) -> Any:
         """Return the function that maps inputs to predictions."""
-        predict: Callable[[torch.Tensor], torch.Tensor] = network.predict
-        return predict
+        return network.predict
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Return a context in which backward passes add up gradients without exchanging them."""
@@ -194,11 +193,11 @@ class DataParallelNetwork(nn.Module):
         super().__init__()
         self.copies = DataParallel(_Each(network), device_ids=devices)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any, y: Any) -> torch.Tensor:
         """Return the mean loss over the samples of a batch; GPUs may compute different numbers of samples."""
         return self.copies(x, y).mean()
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: Any) -> Any:
         return self.copies(x)
 
 
@@ -209,7 +208,7 @@ class _Each(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Any, y: Any = None) -> Any:
         return self.network.predict(x) if y is None else self.network.losses(x, y)
 
 
@@ -231,9 +230,8 @@ class DataParallelStrategy(Strategy):
             )
         self.wrapped = DataParallelNetwork(network, list(range(self._gpus)))
 
-    def predict(self, network: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        predict: Callable[[torch.Tensor], torch.Tensor] = self.wrapped.predict  # type: ignore[assignment]
-        return predict
+    def predict(self, network: Any) -> Any:
+        return self.wrapped.predict
 
 
 def strategy_of(run: RunCore, world: World) -> Strategy:

@@ -157,7 +157,8 @@ def styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return dict(zip(dict.fromkeys(names), looks, strict=False))
 
 
-def _scale(values: Mapping[str, Any]) -> View:
+def scale_of(values: Mapping[str, Any]) -> View:
+    """Return a scale that maps names to colours, shapes or other values."""
     return {"domain": list(values), "range": list(values.values())}
 
 
@@ -167,7 +168,7 @@ def _facts(facts: Mapping[str, str]) -> list[View]:
     return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
 
 
-def _tooltip(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
+def tooltip(rows: Sequence[View], fields: Mapping[str, str]) -> list[View]:
     """Return the tooltip of a mark, from `fields`: field → title."""
     numbers = {key for row in rows for key, value in row.items() if isinstance(value, float)}
     digits = {key: {"format": ",.4~g"} for key in numbers}
@@ -231,10 +232,10 @@ def lines(
             **{"field": first_y[0], "title": first_y[1], "type": "quantitative"},
             "scale": {"zero": zero, "padding": PADDING},
         },
-        "color": {**pair, "scale": _scale({key: colour for key, (colour, _) in looks.items()})},
-        "shape": {**pair, "scale": _scale({key: shape for key, (_, shape) in looks.items()})},
+        "color": {**pair, "scale": scale_of({key: colour for key, (colour, _) in looks.items()})},
+        "shape": {**pair, "scale": scale_of({key: shape for key, (_, shape) in looks.items()})},
         "opacity": chosen,
-        "tooltip": _tooltip(kept, {key: words for key, words in shown.items() if key in there}),
+        "tooltip": tooltip(kept, {key: words for key, words in shown.items() if key in there}),
     }
     if doubling:
         encoding["x"] |= {
@@ -257,7 +258,7 @@ def lines(
     if len(looks) > 1 and not dashes:
         step = (WIDTHS[0] - WIDTHS[1]) / (len(looks) - 1)
         widths = {key: round(WIDTHS[0] - place * step, 2) for place, key in enumerate(looks)}
-        width = {**pair, "scale": _scale(widths), "legend": None}
+        width = {**pair, "scale": scale_of(widths), "legend": None}
     layer: list[View] = [
         {"mark": {"type": "line", "clip": True}, "params": params, "encoding": {"strokeWidth": width}},
         {"mark": {"type": "point", "filled": True, "clip": True}, "encoding": {"size": size}},
@@ -333,9 +334,9 @@ def bars(
     ends = {"x": axis, "x2": {"field": "to"}}
     encoding = {
         **place,
-        "tooltip": _tooltip(kept, {"run": "run", by: by, **shown, **({"settings": "settings"} if facts else {})}),
+        "tooltip": tooltip(kept, {"run": "run", by: by, **shown, **({"settings": "settings"} if facts else {})}),
     }
-    legend = {"color": {"field": by, "type": "nominal", "scale": _scale({part: colours[part] for part in parts})}}
+    legend = {"color": {"field": by, "type": "nominal", "scale": scale_of({part: colours[part] for part in parts})}}
     layer: list[View] = [
         {
             "mark": "bar",
@@ -363,56 +364,3 @@ def bars(
         "layer": [main],
     }
     return Chart(name, about, spec, runs=runs)
-
-
-def roofs(name: str, about: str, rows: Sequence[View], runs: Sequence[str], shown: Mapping[str, str]) -> Chart:
-    """Return a roofline chart: points below roofs, in the colours of the runs, on logarithmic axes.
-
-    A row is a point, or a corner of a "roof", with "intensity" (FLOP/byte) and "rate" (GFLOP/s). A point also has its
-    "share" (% of the time of all operators or modules), and may have a text, "said".
-
-    Parameters
-    ----------
-    shown
-        Fields of the tooltip, with their titles.
-    """
-    kept, looks = rounded(rows), styles(runs)
-    pair = {"field": "run", "type": "nominal"}
-    axes = {"x": ("intensity", "arithmetic intensity (FLOP/byte)"), "y": ("rate", "rate (GFLOP/s)")}
-    encoding: View = {
-        axis: {"field": name, "title": title, "type": "quantitative"} for axis, (name, title) in axes.items()
-    }
-    for axis, room in (("x", 50), ("y", 25)):  # space for texts at the ends
-        encoding[axis]["scale"] = {"type": "log", "nice": False, "padding": room}
-    encoding |= {
-        "color": {**pair, "scale": _scale({run: colour for run, (colour, _) in looks.items()})},
-        "opacity": {"condition": {"param": "chosen", "value": 0.8}, "value": 0.08},
-        "tooltip": _tooltip(kept, {"run": "run", **shown}),
-    }
-    params = [
-        {"name": "chosen", "select": {"type": "point", "fields": ["run"]}, "bind": "legend"},
-        {"name": "view", "select": {"type": "interval", "zoom": "wheel![event.shiftKey]"}, "bind": "scales"},
-    ]
-    shape = {**pair, "scale": _scale({run: shape for run, (_, shape) in looks.items()})}
-    size = {"field": "share", "type": "quantitative", "scale": {"range": [12, 400]}, "legend": None}
-    layer: list[View] = [
-        {
-            "mark": {"type": "line", "clip": True},
-            "transform": [{"filter": "datum.roof"}],
-            "params": params,
-            "encoding": {"tooltip": {"value": None}},
-        },
-        {
-            "mark": {"type": "point", "filled": True, "clip": True},
-            "transform": [{"filter": "!datum.roof"}],
-            "encoding": {"shape": shape, "size": size},
-        },
-        {
-            "mark": {"type": "text", "dy": -14, "limit": 160, "clip": True},
-            "transform": [{"filter": "datum.said"}],
-            "encoding": {"text": {"field": "said"}},
-        },
-    ]
-    main = {"data": {"values": kept}, "encoding": encoding, "layer": layer}
-    spec = {"description": about, "width": "container", "height": 300, "autosize": FIT, "layer": [main]}
-    return Chart(name, about, spec, runs=list(runs))

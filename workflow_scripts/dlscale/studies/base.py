@@ -33,8 +33,9 @@ class PublishedLog:
     percent: frozenset[str] = frozenset()  #: Tags of the program with values in per cent.
 
 
-#: Function from predictions and targets [B, ...], float32, to the loss of each sample [B].
-SampleLoss = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+#: Function from predictions and targets to the loss of each sample [B]. Both are tensors [B, ...], or trees of tensors
+#: (tuples, dicts); predictions are float32.
+SampleLoss = Callable[[Any, Any], "torch.Tensor"]
 
 
 class Metrics:
@@ -47,7 +48,7 @@ class Metrics:
         """Descriptions of the numbers that `summarise` returns, in the order of tables."""
         return []
 
-    def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
+    def per_sample(self, x: Any, y: Any, prediction: Any) -> dict[str, torch.Tensor]:
         """Return name → values [B, ...] of each sample of a batch; the arguments are in the model's units."""
         return {}
 
@@ -78,6 +79,9 @@ class Study(ABC):
     operations: ClassVar[frozenset[str]] = frozenset()
     #: Optional abilities of the model; any of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
+    #: Function that makes a batch (inputs, targets), trees of tensors [B, ...], from a list of samples (input, target)
+    #: whose tensors may differ in shape; for example, it pads them. None: the tensors of all samples are stacked.
+    collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     published_log: ClassVar[PublishedLog] = PublishedLog()
     train_metrics: ClassVar[tuple[str, ...]] = ()  #: Metrics that `train_scores` computes on training batches.
     programs: ClassVar[bool] = False  #: Whether all runs of the study are external programs.
@@ -112,7 +116,7 @@ class Study(ABC):
     def loss(self, run: Any) -> SampleLoss:
         """Return the function that computes the loss of each sample."""
 
-    def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def train_scores(self, prediction: Any, target: Any) -> torch.Tensor:
         """Return the `train_metrics` of each training sample [B, n], from its prediction in training mode."""
         raise NotImplementedError
 

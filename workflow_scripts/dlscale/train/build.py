@@ -20,7 +20,7 @@ from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share, open_loader, open_samples
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import Samples, known_field
+from dlscale.data.samples import Samples, known_field, samples_in, tree_map
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Gradients, strategy_of, synchronised
@@ -144,12 +144,12 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
 def _each(loss: SampleLoss, study: str) -> SampleLoss:
     """Wrap a study's loss with a check that it returns one number per sample."""
 
-    def call(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        losses = loss(prediction, target)
-        if losses.shape != target.shape[:1]:
+    def call(prediction: Any, target: Any) -> torch.Tensor:
+        losses, samples = loss(prediction, target), samples_in(target)
+        if losses.shape != (samples,):
             raise UserError(
-                f"study {study}: its loss has shape {tuple(losses.shape)} for {len(target)} samples; expected one "
-                f'number for each sample, shape ({len(target)},); use reduction="none", and a mean over all axes '
+                f"study {study}: its loss has shape {tuple(losses.shape)} for {samples} samples; expected one "
+                f'number for each sample, shape ({samples},); use reduction="none", and a mean over all axes '
                 "except the first"
             )
         return losses
@@ -244,7 +244,7 @@ def open_session(
     samples = run.samples.model_dump()
     for key in ("input", "target"):
         if samples.get("kind") == "rows" and key in samples:
-            known_field(data, key, samples[key])  # raises here, before the study reads a missing field
+            tree_map(partial(known_field, data, key), samples[key])  # before the study reads a missing field
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)

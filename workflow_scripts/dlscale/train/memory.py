@@ -23,7 +23,6 @@ from dlscale.config.run import DDP, RunCore
 from dlscale.core import registry
 from dlscale.core.machine import job_limits, text_of
 from dlscale.core.ranges import Marker, mark, marking
-from dlscale.data.loaders.base import Batch, open_samples
 from dlscale.data.manifest import Manifest
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.sharding import Sharding
@@ -116,7 +115,7 @@ class FakeStep:
             self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided, scores=scores)
         self._begin()
 
-    def train(self, x: torch.Tensor, y: torch.Tensor, marker: Marker, mode: AbstractContextManager[object]) -> None:
+    def train(self, x: Any, y: Any, marker: Marker, mode: AbstractContextManager[object]) -> None:
         """Make one step on a batch from `like`; `marker` opens the step's ranges, and `mode` sees all operators."""
         step = self.step
         with marking(marker):
@@ -155,13 +154,3 @@ def fake_step(run: RunCore, manifest: Manifest, device: torch.device, attention:
     study: Study = registry.study(run.study)
     make, scores = partial(study.model, run, manifest), study.train_scores if study.train_metrics else None
     return FakeStep(run, make, study.loss(run), device, attention, study.sharding, scores)
-
-
-def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
-    """Return one rank's batch on `meta`, with the shapes and types of the dataset's samples."""
-    samples: Any = open_samples(run, manifest, "train")
-    x, y = (
-        torch.empty((run.local_batch_size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
-        for spec in (samples.input_spec, samples.target_spec)
-    )
-    return x, y

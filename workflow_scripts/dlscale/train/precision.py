@@ -66,9 +66,7 @@ def set_matmul_precision(precision: str) -> None:
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """Return the context of the forward pass, which is autocast only for `fp16` and `bf16`."""
-    if precision not in FLOAT16:
-        return nullcontext()
-    return torch.autocast(device.type, FLOAT16[precision])
+    return torch.autocast(device.type, FLOAT16[precision]) if precision in FLOAT16 else nullcontext()
 
 
 def check_convolutions(model: nn.Module) -> None:

@@ -12,10 +12,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from dlscale.config.run import RunCore
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark, patience
+from dlscale.data.samples import samples_in, tree_leaves, tree_map
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.strategy import Gradients, Strategy
@@ -50,32 +52,35 @@ class Network(nn.Module):
         self._precision, self._input_dtype = precision, weight_dtype(precision)
         self._layout, self._layout_axes = layout, AXES.get(layout)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any, y: Any) -> torch.Tensor:
         """Return the mean of `losses` over a batch; for an empty batch, return a scalar 0 whose gradients are 0."""
-        if not len(x):
-            return 0.0 * self.predict(x).sum()
+        if not samples_in(x):
+            return 0.0 * torch.stack([values.sum() for values in tree_leaves(self.predict(x))]).sum()
         losses = self.losses(x, y)
         return losses.mean() if self._scores is None else losses.mean(dim=0)
 
-    def losses(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def losses(self, x: Any, y: Any) -> torch.Tensor:
         """Return the loss of each sample, float32 [B]; with scores, return loss and scores, [B, 1 + n]."""
-        prediction, target = self.predict(x), self._arranged(y, y.dtype)
+        prediction, target = self.predict(x), tree_map(self._arranged, y)
         loss = self.loss(prediction, target)
         if self._scores is None:
             return loss
-        return torch.cat([loss[:, None], self._scores(prediction.detach(), target)], dim=1)
+        return torch.cat([loss[:, None], self._scores(tree_map(torch.Tensor.detach, prediction), target)], dim=1)
 
-    def predict(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the prediction of inputs [B, ...], float32."""
+    def predict(self, x: Any) -> Any:
+        """Return the prediction of inputs [B, ...], float32: what the model returns, a tensor or a tree."""
+        x = tree_map(self._converted, x)
+        with autocast(self._precision, tree_leaves(x)[0].device):
+            prediction = self.model(x)
+        return tree_map(torch.Tensor.float, prediction)
+
+    def _converted(self, x: torch.Tensor) -> torch.Tensor:
         numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices and keep their type
-        x = self._arranged(x, self._input_dtype if numbers else x.dtype)
-        with autocast(self._precision, x.device):
-            prediction: torch.Tensor = self.model(x)
-        return prediction.float()
+        return self._arranged(x, self._input_dtype if numbers else None)
 
-    def _arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _arranged(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format
-        return values.to(dtype, memory_format=layout)
+        return values.to(dtype or values.dtype, memory_format=layout)
 
 
 class Step:
@@ -126,12 +131,12 @@ class Step:
         steps = EAGER_STEPS_OF_RANKS if self.strategy.exchanges else EAGER_STEPS
         self._train = Graphed(self._train_eagerly, graphs, steps)
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    def __call__(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss on the device, detached: a scalar, or with scores [1 + n].
 
         `weight` is the weight of this rank's loss: the rank's number of samples divided by the mean number over ranks.
         """
-        with self._first(x.shape):
+        with self._first(*shapes(x)):
             return self._train(x, y, weight)
 
     def _first(self, *key: object) -> AbstractContextManager[object]:
@@ -141,7 +146,7 @@ class Step:
         self._known.add(key)
         return patience()
 
-    def _train_eagerly(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    def _train_eagerly(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
         loss = self.gradients(x, y, weight)
         with mark("optimizer"):
             self._gradients.complete()
@@ -154,33 +159,34 @@ class Step:
             self.weights.distribute()
         return loss
 
-    def gradients(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    def gradients(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
         """Return the loss of one batch, and leave its gradients (times the loss scale) in the model's parameters."""
         if not self.model.training:  # `train` at every step would walk through all modules
             self.model.train()
         self.weights.clear_gradients()
         # A small last batch may have fewer samples than parts. With FSDP, all ranks need equal numbers of passes.
-        parts = self._accumulation if self.strategy.gathers else min(self._accumulation, len(x))
+        samples = samples_in(x)
+        parts = self._accumulation if self.strategy.gathers else min(self._accumulation, samples)
         if parts <= 1:
             return self._backward(x, y, 1.0, weight)
         # Each part is weighted by its number of samples. Only the last part exchanges gradients with other ranks.
+        leaves, tree = tree_flatten((x, y))
+        batches = map(tree.unflatten, zip(*(values.tensor_split(parts) for values in leaves), strict=True))
         losses = [
-            self._backward(a, b, len(a) / max(len(x), 1), weight, last=number == parts)
-            for number, (a, b) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1)
+            self._backward(a, b, samples_in(a) / max(samples, 1), weight, last=number == parts)
+            for number, (a, b) in enumerate(batches, 1)
         ]
         return sum(losses[1:], losses[0])
 
-    def _backward(
-        self, x: torch.Tensor, y: torch.Tensor, fraction: float, weight: float, last: bool = True
-    ) -> torch.Tensor:
+    def _backward(self, x: Any, y: Any, fraction: float, weight: float, last: bool = True) -> torch.Tensor:
         """Add the gradients of `fraction` times `weight` times the loss; return `fraction` times the loss."""
         unsynchronised = nullcontext() if last else self.strategy.accumulating()
         weight *= self._gradients.loss_weight
         # A rank may have no sample of a small last batch, but other ranks still wait for its gradients. Code is not
         # compiled for this case, and the chosen attention kernel may not support empty batches.
-        with self.attention() if len(x) else nullcontext(), unsynchronised:
+        with self.attention() if (samples := samples_in(x)) else nullcontext(), unsynchronised:
             with mark("forward"):
-                loss = self._loss_of(x, y) if len(x) else self.strategy.wrapped(x, y)
+                loss = self._loss_of(x, y) if samples else self.strategy.wrapped(x, y)
             if fraction != 1.0:
                 loss = loss * fraction
             with mark("backward"):
@@ -189,13 +195,13 @@ class Step:
         return loss.detach().clone() if self._overwritten else loss.detach()
 
     @torch.no_grad()
-    def predict(self, x: torch.Tensor, once: bool = False) -> torch.Tensor:
+    def predict(self, x: Any, once: bool = False) -> Any:
         """Return the prediction in evaluation mode, float32; with `once`, do not compile code for this prediction."""
         if self.model.training:
             self.model.eval()
-        if not len(x):  # a small last batch may have no sample for this rank, as in `_backward`
+        if not samples_in(x):  # a small last batch may have no sample for this rank, as in `_backward`
             return self.network.predict(x)
-        with self._first(x.shape, "predict"), self.attention():
+        with self._first(*shapes(x), "predict"), self.attention():
             return self.network.predict(x) if once else self._predict(x)
 
     def shards(self) -> dict[str, Shard]:
@@ -248,6 +254,12 @@ class Step:
 
 Body = Callable[..., torch.Tensor]
 
+
+def shapes(tree: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of a tree's tensors."""
+    return tuple(values.shape for values in tree_leaves(tree))
+
+
 #: Number of ordinary steps of a shape before recording, on one rank and on several ranks. Several ranks need more
 #: steps, because DistributedDataParallel reorders its buckets after the first backward pass, and uses CUDA events to
 #: time the first ten passes.
@@ -268,25 +280,26 @@ class Graphed:
         """Drop all graphs, as is necessary if memory that they use was replaced."""
         self._backend.reset()
         self._seen: Counter[Any] = Counter()
-        self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, list[torch.Tensor]]] = {}
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    def __call__(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
         """Train on one batch and return its loss; use no graph if ranks have different numbers of samples.
 
         Either every rank has weight 1, or no rank has weight 1 (see `Share`), so all ranks make the same choice.
         """
         if weight != 1.0:
             return self._backend.run(partial(self._body, weight=weight), x, y)
-        shape = (x.shape, y.shape)
+        given = [*tree_leaves(x), *tree_leaves(y)]
+        shape = shapes(given)
         if shape not in self._graphs:
             self._seen[shape] += 1
             if self._seen[shape] <= self._eager_steps:
                 return self._backend.run(self._body, x, y)
-            static_x, static_y = x.clone(), y.clone()
-            self._graphs[shape] = (*self._backend.record(self._body, static_x, static_y), static_x, static_y)
-        replay, loss, static_x, static_y = self._graphs[shape]
-        static_x.copy_(x)
-        static_y.copy_(y)
+            static = tree_map(torch.clone, (x, y))
+            self._graphs[shape] = (*self._backend.record(self._body, *static), tree_leaves(static))
+        replay, loss, memory = self._graphs[shape]
+        for values, new in zip(memory, given, strict=True):
+            values.copy_(new)
         replay()
         return loss.clone()  # the next replay overwrites `loss`
 
@@ -311,12 +324,12 @@ class CudaBackend:
             yield
         current.wait_stream(self._stream)
 
-    def run(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def run(self, body: Body, x: Any, y: Any) -> torch.Tensor:
         """Run `body` on the side stream, without a graph."""
         with self.aside():
             return body(x, y)
 
-    def record(self, body: Body, x: torch.Tensor, y: torch.Tensor) -> tuple[Callable[[], Any], torch.Tensor]:
+    def record(self, body: Body, x: Any, y: Any) -> tuple[Callable[[], Any], torch.Tensor]:
         """Record `body` without running it; return a function that replays it, and the tensor that gets its result."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, such as a loader's, may pin memory during the recording without an error.

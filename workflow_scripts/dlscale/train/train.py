@@ -32,7 +32,9 @@ from dlscale.core.files import atomic_write, save_png, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.process import Image, keep_log, only_writer
 from dlscale.core.progress import Progress
+from dlscale.data.loaders.base import read_batch
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import tree_leaves, tree_map
 from dlscale.parallel.records import Links
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World
@@ -158,7 +160,8 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
     assert prediction is not None
     with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text; saving is here: it makes tick labels
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
-        save_png(figure or figures.values(shown.y, prediction), file, dpi=100)
+        y, p = (np.concatenate([*map(np.ravel, tree_leaves(tree))]) for tree in (shown.y, prediction))
+        save_png(figure or figures.values(y, p), file, dpi=100)
 
 
 def _provenance(
@@ -320,20 +323,21 @@ class _Shown:
     """First validation sample; its prediction is drawn after some epochs."""
 
     def __init__(self, session: Session, epochs: int) -> None:
-        self.x, self.y = session.samples("valid").read(0, 0)
+        self.batch = read_batch(session.samples("valid"), 0, range(1))
+        self.x, self.y = tree_map(lambda values: values[0].numpy(), self.batch)
         self._session, self._epochs, self._every = session, epochs, -(-epochs // PICTURES)
 
     def drawn(self, record: Epoch) -> bool:
         """Return whether the prediction is drawn after an epoch."""
         return record.epoch % self._every == 0 or record.epoch == self._epochs
 
-    def predict(self) -> np.ndarray | None:
+    def predict(self) -> Any:
         """Return the prediction on the first rank, else None; ranks that share a model predict together."""
         world, step = self._session.world, self._session.step
         if not (world.main or step.joint):
             return None
-        prediction = step.predict(torch.from_numpy(self.x)[None].to(world.device), once=True)[0]
-        return prediction.cpu().numpy() if world.main else None
+        prediction = step.predict(tree_map(lambda v: v.to(world.device), self.batch[0]), once=True)
+        return tree_map(lambda values: values[0].cpu().numpy(), prediction) if world.main else None
 
 
 def _write_weights(file: Path, state: dict[str, torch.Tensor]) -> None:

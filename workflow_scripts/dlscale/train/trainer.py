@@ -18,6 +18,7 @@ from dlscale.core import ranges, registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.metrics import Best, Epoch, Untrained
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.samples import samples_in
 from dlscale.parallel.shards import Shard, own_shards
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
@@ -400,7 +401,7 @@ class _EpochSums:
         self.first_loss: torch.Tensor | None = None  #: sum of this rank's losses in the training's first step
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
-        sums = means * len(batch[0])  # stays on the device, so that the host does not wait
+        sums = means * samples_in(batch[0])  # stays on the device, so that the host does not wait
         self._sums += sums
         if number == 0:
             self.first_loss = sums.reshape(-1)[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from dlscale.core.errors import UserError, unknown
 from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.data.loaders.base import Loader, Share
+from dlscale.data.samples import samples_in
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.loop import Hook, run_steps
@@ -62,14 +64,14 @@ def validate(
     # Batch normalisation's statistics differ by rank. Use the statistics of the first rank, which are also saved.
     world.broadcast(step.model.buffers())
 
-    def add(x: torch.Tensor, y: torch.Tensor) -> None:
-        prediction = step.predict(x)
+    def add(x: Any, y: Any) -> None:
+        prediction, samples = step.predict(x), samples_in(x)
         losses = {VALID_LOSS.name: step.network.loss(prediction, y)}
         values = metrics.per_sample(x, y, prediction)
-        if wrong := [name for name, value in values.items() if name in losses or value.shape[:1] != x.shape[:1]]:
+        if wrong := [name for name, value in values.items() if name in losses or value.shape[:1] != (samples,)]:
             raise UserError(
                 f"study {study}: metric {wrong[0]}: expected a unique name, and a value for each of "
-                f"the {len(x)} samples, got shape {tuple(values[wrong[0]].shape)}"
+                f"the {samples} samples, got shape {tuple(values[wrong[0]].shape)}"
             )
         sums.add(losses | values)
 

@@ -6,20 +6,60 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data.samples import ArrangedSamples, GridSamples, Samples
+from dlscale.data.samples import GridSamples, Samples, tree_map
 
 if TYPE_CHECKING:
     from dlscale.config.run import RunCore
     from dlscale.data.manifest import Manifest
 
-#: Inputs and targets of B samples: [B, *input_spec.shape], [B, *target_spec.shape].
-Batch = tuple[torch.Tensor, torch.Tensor]
+#: Inputs and targets of B samples: trees of tensors [B, ...], with the structure of `input_spec` and `target_spec`.
+Batch = tuple[Any, Any]
+
+
+def read_batch(samples: Samples, epoch: int, indices: range) -> Batch:
+    """Read samples one by one, and make a batch of them; without `indices`, the tensors have no rows."""
+    read = list[Batch]()
+    for index in indices or range(1):
+        x, y = samples.read(epoch, index)
+        read.append((tree_map(_tensor, x), tree_map(_tensor, y)))
+    batch = (samples.collate or stack)(read)
+    return batch if indices else first_samples(batch, 0)
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    # A label may be a plain number. `from_numpy` takes a third of the time of `as_tensor`.
+    return torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+
+
+def first_samples(batch: Batch, number: int) -> Batch:
+    """Return the first samples of a batch, in the same memory."""
+    return tree_map(lambda values: values[:number], batch[0]), tree_map(lambda values: values[:number], batch[1])
+
+
+def stack(read: list[Any]) -> Batch:
+    """Stack the tensors of samples of equal shapes."""
+    return tree_map(_stack_leaves, *(x for x, _ in read)), tree_map(_stack_leaves, *(y for _, y in read))
+
+
+def _stack_leaves(*values: torch.Tensor) -> Any:
+    try:
+        return default_collate(list(values))  # in a worker, PyTorch writes into shared memory
+    except RuntimeError:
+        if len(shapes := {each.shape: None for each in values}) == 1:
+            raise
+        first, second, *_ = map(list, shapes)
+        raise UserError(
+            f"samples have arrays of different shapes, such as {first} and {second}, which cannot be stacked; define "
+            "`collate` in the study, to pad them (docs/from_notebook.md)"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -73,7 +113,8 @@ class Loader(ABC):
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch]:
         """Yield batches (x, y) of an epoch from global step `start` on, on the loader's device.
 
-        Shapes and types are those of `input_spec` and `target_spec`. A rank's part of a small last batch may be empty.
+        Structure, shapes and types are those of `input_spec` and `target_spec`, unless the study has its own `collate`.
+        A rank's part of a small last batch may be empty.
         The next batch may reuse the memory of the previous batch. A new epoch ends the previous epoch. On a GPU, work
         on the current stream may use a batch at once.
         """
@@ -105,35 +146,25 @@ def on_grids(samples: Samples, loader: str) -> GridSamples:
     return samples
 
 
-class ArrangedLoader(Loader):
-    """Loader that computes the inputs of `ArrangedSamples` from the boxes of another loader, in new memory."""
-
-    def __init__(self, loader: Loader, samples: ArrangedSamples, share: Share, device: torch.device) -> None:
-        super().__init__(samples, share, device)
-        self._loader, self._arranged = loader, samples
-
-    def _batches(self, epoch: int, start: int) -> Generator[Batch]:
-        numbers = torch.from_numpy(self._arranged.numbers(epoch)).to(self._device)  # once per epoch
-        for step, (x, y) in enumerate(self._loader.epoch(epoch, start), start):
-            indices = self._share.indices(step, self.samples)
-            yield self._arranged.arrange(x, numbers[indices.start : indices.stop]), y
-
-    def close(self) -> None:
-        super().close()
-        self._loader.close()
-
-
 def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
     """Open the samples of a split, by the function of the study's kind of dataset."""
-    module = registry.module_of(registry.study(run.study).dataset, "samples")
+    study = registry.study(run.study)
+    module = registry.module_of(study.dataset, "samples")
     assert module is not None  # for kinds without `samples`, it is the module of `Rows`
     samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
+    samples.collate = study.collate
     return samples
 
 
 def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.device) -> Loader:
-    """Return the run's loader of these samples; the loader `synthetic` needs no `ArrangedLoader`."""
+    """Return the run's loader of these samples."""
     build: Callable[..., Loader] = registry.load(registry.loader(run.loader.kind)).build
-    if not isinstance(samples, ArrangedSamples) or run.loader.kind == "synthetic":
+    if samples.collate and run.loader.kind not in ("torch", "synthetic"):
+        raise UserError(
+            f"loader.kind: {run.loader.kind} stacks arrays, but study {run.study} makes batches by its own `collate`; "
+            "set loader.kind to torch"
+        )
+    computed: Callable[..., Loader] | None = getattr(samples, "computed", None)
+    if samples.collate or computed is None or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)
-    return ArrangedLoader(build(samples.boxes, run.loader, share, device), samples, share, device)
+    return computed(lambda inner: build(inner, run.loader, share, device), share, device)

@@ -17,12 +17,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten
 
 from dlscale.core.errors import UserError
 from dlscale.core.ranges import mark
 from dlscale.data.loaders import DirectLoader as Settings
 from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
-from dlscale.data.samples import BoxField, DecodePlan, GridSamples, Samples, TableSamples, WritingSamples
+from dlscale.data.samples import (
+    BoxField,
+    DecodePlan,
+    GridSamples,
+    Samples,
+    TableSamples,
+    WritingSamples,
+    tree_leaves,
+    tree_map,
+)
 
 #: Largest fraction that resident data may take of the device memory that this process does not use. Both runs of a
 #: paired timing keep their data on the device; the rest of the memory is for activations, which are allocated later.
@@ -59,9 +69,9 @@ class Ring:
             event.synchronize()
         return self._buffers[slot]
 
-    def to_device(self, slot: int, counts: list[int]) -> list[torch.Tensor]:
-        """Return the first `counts` samples of each buffer of a slot on the device, copied on the ring's stream."""
-        first = [buffer[:count] for buffer, count in zip(self._buffers[slot], counts, strict=True)]
+    def to_device(self, slot: int, count: int) -> list[torch.Tensor]:
+        """Return the first `count` samples of each buffer of a slot on the device, copied on the ring's stream."""
+        first = [buffer[:count] for buffer in self._buffers[slot]]
         if (event := self._copied[slot]) is None:
             return first
         with torch.cuda.stream(self.stream), mark("copy"):
@@ -78,17 +88,16 @@ class Written:
 
     def __init__(self, samples: WritingSamples, batch: int, slots: int, device: torch.device) -> None:
         self._samples = samples
-        specs = samples.input_spec, samples.target_spec
+        specs, self._tree = tree_flatten((samples.input_spec, samples.target_spec))
         self.ring = Ring([((batch, *spec.shape), getattr(torch, spec.dtype)) for spec in specs], slots, device)
 
     def begin(self, slot: int, epoch: int, indices: range) -> Work:
         """Return the work that makes a batch of samples `indices` of an epoch in the buffers of a slot."""
-        x, y = (buffer[: len(indices)].numpy() for buffer in self.ring.free(slot))
+        x, y = self._tree.unflatten(buffer[: len(indices)].numpy() for buffer in self.ring.free(slot))
         return self._samples.writers(epoch, indices, x, y), functools.partial(self._finish, slot, len(indices))
 
     def _finish(self, slot: int, count: int) -> Made:
-        x, y = self.ring.to_device(slot, [count, count])
-        return (x, y), self.ring.ready()
+        return self._tree.unflatten(self.ring.to_device(slot, count)), self.ring.ready()
 
 
 class ResidentTable:
@@ -96,7 +105,7 @@ class ResidentTable:
 
     def __init__(self, samples: TableSamples, device: torch.device) -> None:
         self._samples, self._device = samples, device
-        self._x, self._y = (torch.from_numpy(values).to(device) for values in samples.table())
+        self._table = tree_map(lambda values: torch.from_numpy(values).to(device), samples.table())
         self._order: tuple[int, torch.Tensor] | None = None
 
     def begin(self, slot: int, epoch: int, indices: range) -> Work:
@@ -105,7 +114,8 @@ class ResidentTable:
         return [], functools.partial(self._gather, self._order[1][indices.start : indices.stop])
 
     def _gather(self, rows: torch.Tensor) -> Made:
-        return (self._x.index_select(0, rows), self._y.index_select(0, rows)), None
+        x, y = (tree_map(lambda values: values.index_select(0, rows), part) for part in self._table)
+        return (x, y), None
 
 
 class Streamed:
@@ -135,7 +145,7 @@ class Streamed:
         return tasks, functools.partial(self._finish, slot, len(boxes), plans)
 
     def _finish(self, slot: int, count: int, plans: list[DecodePlan]) -> Made:
-        return decoded(self._samples, self.ring.to_device(slot, [count, count]), plans, self.ring)
+        return decoded(self._samples, self.ring.to_device(slot, count), plans, self.ring)
 
 
 class Resident:
@@ -315,7 +325,7 @@ class DirectLoader(Loader):
             # This event marks the end of the work on all earlier batches.
             self._used.append(current.record_event(torch.cuda.Event(blocking=True)))
             current.wait_event(ready)
-            for values in batch:
+            for values in tree_leaves(batch):
                 values.record_stream(current)  # keeps the memory until this stream has used it
         return batch
 

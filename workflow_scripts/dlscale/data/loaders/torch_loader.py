@@ -7,32 +7,34 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from dlscale.core.ranges import mark
 from dlscale.data.loaders import TorchLoader as Settings
 from dlscale.data.loaders import outlive_signals
-from dlscale.data.loaders.base import Batch, Loader, Share
-from dlscale.data.samples import Samples
+from dlscale.data.loaders.base import Batch, Loader, Share, read_batch
+from dlscale.data.samples import Samples, tree_leaves, tree_map
 
 
-class _Dataset(Dataset[list[torch.Tensor]]):
+class _Sent:
+    """Batch that keeps its structure: DataLoader would turn the tuples in other batches into lists."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def pin_memory(self) -> _Sent:
+        """Return the batch in page-locked memory; DataLoader calls this method."""
+        return _Sent(tree_map(torch.Tensor.pin_memory, self.batch))
+
+
+class _Dataset(Dataset[_Sent]):
     """Dataset of batches, with keys (epoch, range of samples), so that workers may stay alive between epochs."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
-    def __getitem__(self, key: tuple[int, range]) -> list[torch.Tensor]:
-        epoch, indices = key
-        if not indices:  # a small last batch may have no sample for this rank
-            specs = self.samples.input_spec, self.samples.target_spec
-            return [torch.empty(0, *spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-        batch = []
-        for index in indices:
-            x, y = self.samples.read(epoch, index)
-            batch.append((torch.from_numpy(x), torch.as_tensor(y)))  # a label may be a plain number
-        stacked: list[torch.Tensor] = default_collate(batch)
-        return stacked
+    def __getitem__(self, key: tuple[int, range]) -> _Sent:
+        return _Sent(read_batch(self.samples, *key))  # no index: a small last batch has no sample for this rank
 
 
 class TorchLoader(Loader):
@@ -59,24 +61,24 @@ class TorchLoader(Loader):
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         self._keys[:] = [(epoch, self._share.indices(step, self.samples)) for step in range(start, len(self))]
         try:
-            for x, y in self._loader:
+            for sent in self._loader:
                 with mark("copy"):
-                    batch = self._copied(x, y)
+                    batch = self._copied(sent.batch)
                 yield batch
         except (EOFError, ConnectionError) as error:  # the worker died before its batch was received
             self._broken = True
             raise RuntimeError("DataLoader worker (pid unknown) exited unexpectedly") from error
 
-    def _copied(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
+    def _copied(self, batch: Batch) -> Batch:
         if self._stream is None:
-            return x, y
+            return batch
         with torch.cuda.stream(self._stream):
-            batch = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+            x, y = (tree_map(lambda values: values.to(self._device, non_blocking=True), part) for part in batch)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for values in batch:
+        for values in tree_leaves((x, y)):
             values.record_stream(current)  # keeps the memory until the model's stream has used it
-        return batch
+        return x, y
 
     def close(self) -> None:
         super().close()

@@ -28,9 +28,7 @@ LENGTH = 3.0
 
 def open_source(dataset: Any, part: Part, paths: list[Path]) -> Source:
     """Open the inputs and targets of a part."""
-    if paths:
-        return FileSource(dataset.source, part, *paths)
-    return SimulatedSource(dataset.source, part)
+    return FileSource(dataset.source, part, *paths) if paths else SimulatedSource(dataset.source, part)
 
 
 @functools.cache

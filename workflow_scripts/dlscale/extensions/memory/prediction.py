@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_leaves
 from dlscale.config.run import DDP, FSDP, RunCore
 from dlscale.core import registry
 from dlscale.core.text import size
-from dlscale.data.loaders.base import Batch
+from dlscale.data.loaders.base import Batch, open_samples, read_batch
 from dlscale.data.manifest import Manifest
+from dlscale.data.samples import tree_map
 from dlscale.parallel.model import named
 from dlscale.parallel.records import MemoryUse
 from dlscale.parallel.world import World
 from dlscale.train.attention import Context
-from dlscale.train.memory import FakeStep, fake_batch, fake_step
+from dlscale.train.memory import FakeStep, fake_step
 
 #: Block size of PyTorch's CUDA allocator, bytes (c10/cuda/CUDACachingAllocator: kMinBlockSize).
 CUDA_BLOCK = 512
@@ -40,6 +41,17 @@ def predict(
     graphs, loaders, fragmentation, or savings by a compiler's fusion.
     """
     return of_run(run, fake_step(run, manifest, device, attention), batch or fake_batch(run, manifest))
+
+
+def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
+    """Return one rank's batch on `meta`: the shapes of the samples' specs, or of the study's first collated batch."""
+    samples, size = open_samples(run, manifest, "train"), run.local_batch_size
+    if samples.collate:
+        return tree_map(lambda values: values.to("meta"), read_batch(samples, 0, range(min(size, samples.size))))
+    return tree_map(
+        lambda spec: torch.empty((size, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta"),
+        (samples.input_spec, samples.target_spec),
+    )
 
 
 def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
@@ -75,9 +87,7 @@ def of_run(run: RunCore, fake: FakeStep, batch: Batch) -> MemoryUse:
     return use.model_copy(update={**kept, "peak": most})
 
 
-def of_step(
-    fake: FakeStep, x: torch.Tensor, y: torch.Tensor, ranks: int = 1, shard: int = 1, view: bool = True
-) -> MemoryUse:
+def of_step(fake: FakeStep, x: Any, y: Any, ranks: int = 1, shard: int = 1, view: bool = True) -> MemoryUse:
     """Return the memory of one step on a batch of these shapes; the fake step cannot be used again.
 
     Each of `shard` devices keeps its part of the gradients; weights and optimiser state count completely. If there are
@@ -102,8 +112,8 @@ def of_step(
     parameters = allocations.add([*weights.parameters, *step.model.buffers()])
     optimizer = allocations.add([*state, *masters])
     gradients = allocations.add([p.grad for p in masters] + held)
-    x, y = fake.like(x), fake.like(y)
-    inputs = allocations.add([x, y])
+    x, y = tree_map(fake.like, (x, y))
+    inputs = allocations.add(tree_leaves((x, y)))
     before, kept, grown = allocations.live, 0, 0
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ import line_profiler
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
 from dlscale.data import samples as reading
+from dlscale.data.loaders.base import read_batch
 from dlscale.measure.profilers import Found, ProfiledTool, TopEntry
 from dlscale.train import step as step_module
 from dlscale.train.build import Session
@@ -46,7 +47,7 @@ class LineProfiler:
         #: Profiler of the code that reads samples. It is separate from `_steps` if the loader's processes read; then
         #: this process also reads one batch, after the steps.
         self._reads = line_profiler.LineProfiler() if loader.kind == "torch" and loader.workers else self._steps
-        _add(self._steps, registry.load(registry.loader(loader.kind)))
+        _add(self._steps, registry.load(registry.loader(loader.kind)), read_batch)
         if session.run.compile.mode == "none":
             loss: Any = session.study.loss(session.run)
             while isinstance(loss, functools.partial):

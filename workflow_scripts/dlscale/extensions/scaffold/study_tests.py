@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,11 +21,13 @@ from dlscale.config.dataset import DatasetSettings
 from dlscale.core import registry
 from dlscale.core.stages import STAGES
 from dlscale.data import parts
+from dlscale.data.loaders.base import read_batch
+from dlscale.data.samples import samples_in, tree_map
 from dlscale.parallel.world import World
 from dlscale.train.build import Session, open_session
 
-#: Inputs and targets of a batch [batch, ...].
-Batch = tuple[torch.Tensor, torch.Tensor]
+#: Inputs and targets of a batch: tensors [batch, ...], or tuples and dicts of such tensors.
+Batch = tuple[Any, Any]
 
 
 def study_beside(test: str) -> str:
@@ -87,10 +89,22 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def batch(session: Session) -> Batch:
     """Return inputs and targets of the first batch, read sample by sample."""
-    samples = session.samples("train")
-    read = [samples.read(0, index) for index in range(session.run.batch_size)]
-    x, y = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*read, strict=True))
-    return x.float(), y
+    return read_batch(session.samples("train"), 0, range(session.run.batch_size))
+
+
+def single(tree: Any, index: int) -> Any:
+    """Return one sample of a batch, as a batch."""
+    return tree_map(lambda values: values[index : index + 1], tree)
+
+
+def joined(trees: Iterable[Any]) -> Any:
+    """Join batches along their first axis."""
+    return tree_map(lambda *values: torch.cat(values), *trees)
+
+
+def is_number(tree: Any) -> bool:
+    """Return whether targets are a tensor of floats: not labels, and not several tensors."""
+    return isinstance(tree, torch.Tensor) and tree.is_floating_point()
 
 
 def test_a_sample_is_predicted_alone(session: Session, batch: Batch) -> None:
@@ -98,11 +112,10 @@ def test_a_sample_is_predicted_alone(session: Session, batch: Batch) -> None:
 
     If the target is numeric, the prediction has the target's shape.
     """
-    model, (x, y) = session.step.model.eval(), batch
-    with torch.no_grad():
-        together = model(x)
-        alone = torch.cat([model(sample[None]) for sample in x])
-    if y.is_floating_point():  # else targets are labels, and predictions may be scores of each class
+    x, y = batch
+    together = session.step.predict(x)
+    alone = joined(session.step.predict(single(x, index)) for index in range(samples_in(x)))
+    if is_number(y):  # else targets are labels, and predictions may be scores of each class
         assert together.shape == y.shape, f"predictions {list(together.shape)}, targets {list(y.shape)}"
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
@@ -113,14 +126,13 @@ def test_the_loss_is_of_each_sample(session: Session, batch: Batch) -> None:
     If the target is numeric, the loss is lower for a better prediction.
     """
     x, y = batch
-    with torch.no_grad():
-        prediction = session.step.model(x)
-    loss = session.study.loss(session.run)
+    prediction = session.step.predict(x)
+    loss, size = session.study.loss(session.run), samples_in(y)
     losses = loss(prediction, y)
-    alone = torch.cat([loss(p[None], t[None]) for p, t in zip(prediction, y, strict=True)])
-    assert losses.shape == (len(y),), f"losses {list(losses.shape)} of {len(y)} samples"
+    alone = torch.cat([loss(single(prediction, index), single(y, index)) for index in range(size)])
+    assert losses.shape == (size,), f"losses {list(losses.shape)} of {size} samples"
     torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
-    if y.is_floating_point():
+    if is_number(y):
         assert (loss((prediction + y) / 2, y) < losses).all(), "the loss is not lower half-way to the targets"
 
 
@@ -129,9 +141,7 @@ def test_the_metrics_are_described(session: Session, batch: Batch) -> None:
     (x, y), metrics = batch, session.study.metrics(session.run, session.manifest, torch.device("cpu"))
     if not metrics.described:
         pytest.skip("the study has no metrics")
-    with torch.no_grad():
-        prediction = session.step.model(x)
-    found = metrics.per_sample(x, y, prediction) | metrics.naive(range(len(y)), "train")
+    found = metrics.per_sample(x, y, session.step.predict(x)) | metrics.naive(range(samples_in(y)), "train")
     numbers = metrics.summarise({name: values.mean(dim=0) for name, values in found.items()})
     names = [metric.name for metric in metrics.described]
     assert list(numbers) == names, f"numbers {list(numbers)}, described {names}"
@@ -142,9 +152,9 @@ def test_flops_are_those_of_the_operators(session: Session, batch: Batch) -> Non
     formula = session.study.flops(session.run, session.manifest)
     if formula is None:
         pytest.skip("the study has no formula for FLOPs")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        session.step.model(batch[0])
-    counted = counter.get_total_flops() / len(batch[0])
+    with FlopCounterMode(display=False) as counter:
+        session.step.predict(batch[0])
+    counted = counter.get_total_flops() / samples_in(batch[0])
     assert formula == counted, f"formula {formula:,.0f}, counted {counted:,.0f} per sample"
 
 
@@ -158,12 +168,12 @@ def test_every_parameter_learns(session: Session, batch: Batch) -> None:
 
 def test_one_batch_can_be_learnt(session: Session, batch: Batch) -> None:
     """A plain training loop learns a single batch; otherwise the model or the loss has a bug."""
-    model, loss, (x, y) = session.step.model.train(), session.study.loss(session.run), batch
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    network, loss, (x, y) = session.step.network.train(), session.study.loss(session.run), batch
+    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     errors = []
     for _ in range(200):
         optimizer.zero_grad()
-        error = loss(model(x), y).mean()
+        error = loss(network.predict(x), y).mean()
         error.backward()
         optimizer.step()
         errors.append(error.item())

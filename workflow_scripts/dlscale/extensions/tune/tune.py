@@ -29,6 +29,7 @@ from dlscale.core.files import write_text
 from dlscale.core.noise import halved, interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
+from dlscale.data.samples import samples_in
 from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.measure.steps import training_batches
 from dlscale.parallel.world import World, synchronize
@@ -273,7 +274,7 @@ class _Trials:
             warm_up += FIRST_WARM_UP - WARM_UP
         torch.set_num_threads(own_threads(run, self._threads) or 1)
         session, world, counts = replace(self._session, run=run), self._world, list[int]()
-        count = Hook(after_step=lambda number, batch, loss: counts.append(len(batch[0])))
+        count = Hook(after_step=lambda number, batch, loss: counts.append(samples_in(batch[0])))
         self._epoch += 1
         with (
             contextlib.closing(session.loader("train")) as loader,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -12,13 +13,14 @@ import numpy as np
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import File, Manifest
-from dlscale.data.samples import ArrangedSamples, ArraySpec, BoxField, BoxIndex, GridSamples, Samples
+from dlscale.data.samples import ArraySpec, BoxField, BoxIndex, GridSamples, Samples
 from dlscale.data.store import Reader
 from dlscale.extensions.era5_vit.era5.extra import Extra
 
 if TYPE_CHECKING:
     import torch
 
+    from dlscale.data.loaders.base import Loader, Share
     from dlscale.extensions.era5_vit.era5.kind import PairSamples
 
 
@@ -110,8 +112,11 @@ class Joined(Reader):
         return self._opened[1]
 
 
-class InformedPairs(ArrangedSamples):
-    """Pairs whose inputs are the state, the earlier states of the history, and the clock."""
+class InformedPairs(Samples):
+    """Pairs whose inputs are the state, the earlier states of the history, and the clock.
+
+    Any loader reads the pairs, `boxes`, and `InformedLoader` computes the inputs from the pairs and a few numbers.
+    """
 
     def __init__(self, pairs: Pairs, manifest: Manifest, split: str, settings: PairSamples) -> None:
         self._extra, self._files = Extra.of(manifest), manifest.files(split)
@@ -123,12 +128,12 @@ class InformedPairs(ArrangedSamples):
                 "samples.clock"
             )
         channels, *grid = pairs.target_spec.shape
-        super().__init__(pairs, ArraySpec((settings.channels(channels), *grid)))
-        self._pairs = pairs
+        self.boxes, self.size = pairs, pairs.size
+        self.input_spec, self.target_spec = ArraySpec((settings.channels(channels), *grid)), pairs.target_spec
 
     def numbers(self, epoch: int) -> np.ndarray:
         """Return sine and cosine of each cycle in `samples.clock` for each input's time, float32 [size, 2 x cycles]."""
-        file, row = self._pairs.places(epoch)
+        file, row = self.boxes.places(epoch)
         if not self._clock:
             return np.zeros((len(row), 0), np.float32)
         hours = np.empty(len(row))
@@ -141,12 +146,27 @@ class InformedPairs(ArrangedSamples):
         return np.stack([wave(angle) for angle in angles for wave in (np.sin, np.cos)], axis=1).astype(np.float32)
 
     def arrange(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Return inputs [B, C, H, W]: first the states of `x` [B, C, T, H, W], then the clock's `numbers` [B, K]."""
+        """Return inputs [B, C, H, W], in new memory.
+
+        First come the states of `x` [B, C, T, H, W], then the clock's `numbers` [B, K].
+        """
         import torch
 
         states = [x[:, :, -1 - lag] for lag in self._lags] if x.dim() == 5 else [x]
         shown = numbers[:, :, None, None].to(x.dtype).expand(-1, -1, *states[0].shape[2:])
         return torch.cat([*states, shown], dim=1)
+
+    def read(self, epoch: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        import torch
+
+        x, y = self.boxes.read(epoch, index)
+        numbers = torch.from_numpy(self.numbers(epoch)[index : index + 1])
+        return self.arrange(torch.from_numpy(x)[None], numbers)[0].numpy(), y
+
+    def computed(self, build: Callable[[Samples], Loader], share: Share, device: torch.device) -> Loader:
+        from dlscale.extensions.era5_vit.era5.informed import InformedLoader
+
+        return InformedLoader(build(self.boxes), self, share, device)
 
 
 def open_samples(manifest: Manifest, split: str, settings: PairSamples, seed: int) -> Samples:

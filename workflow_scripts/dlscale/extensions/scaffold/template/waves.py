@@ -34,7 +34,7 @@ class WavesStudy(Study):
         return nn.Sequential(nn.Linear(32, run.model.hidden), nn.ReLU(), nn.Linear(run.model.hidden, 1), nn.Flatten(0))
 
     def loss(self, run: Any) -> SampleLoss:
-        """Return a function from predictions and targets [B, ...] to the loss of each sample [B]."""
+        """Return a function from predictions and targets, tensors [B, ...] or dicts, to the loss of each sample [B]."""
         return lambda prediction_B, target_B: (prediction_B - target_B) ** 2
 
 

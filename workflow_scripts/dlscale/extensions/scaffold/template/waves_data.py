@@ -36,7 +36,7 @@ class Waves(DatasetKind):
 def open_source(dataset: WavesDataset, part: Part, paths: list[Path]) -> ArraySource:
     """Return the arrays of a split, one sample per row: curves [N, 32], and their frequencies [N] in Hz.
 
-    Samples may have any shape.
+    Samples may have any shape, and there may be more arrays; `samples` in waves.yaml selects inputs and targets.
     """
     rng = np.random.default_rng([0, part.split == "valid"])
     count = dataset.train if part.split == "train" else dataset.valid

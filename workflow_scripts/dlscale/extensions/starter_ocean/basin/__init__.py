@@ -1,0 +1,1 @@
+"""Kind of dataset `basin`: temperatures of simulated ocean basins before and after mixing."""
