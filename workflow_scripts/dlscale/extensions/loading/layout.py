@@ -15,7 +15,7 @@ from dlscale.core import machine, registry
 from dlscale.core.paths import Results
 from dlscale.core.text import number, size
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import ArrangedSamples, GridSamples, Rows
+from dlscale.data.samples import GridSamples, Rows
 from dlscale.data.store import Reader, channels_first
 from dlscale.preflight.probe import Finding
 
@@ -109,7 +109,7 @@ def _regions(run: Run, manifest: Manifest) -> list[tuple[Reader, tuple[int, ...]
     """Return a reader of the first training file for each field of a sample, and the sample's shape, channels first."""
     module = registry.module_of(registry.study(run.study).dataset, "samples")
     samples: Any = registry.load(str(module)).open_samples(manifest, "train", run.samples, run.seed)
-    samples = samples.boxes if isinstance(samples, ArrangedSamples) else samples
+    samples = getattr(samples, "boxes", samples)  # samples that are computed from boxes
     if isinstance(samples, GridSamples):
         found = list[tuple[Reader, tuple[int, ...]]]()
         for field in (samples.input, samples.target):
