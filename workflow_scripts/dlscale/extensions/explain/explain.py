@@ -46,4 +46,4 @@ def lines(name: str, found: Verdict, hang: str = "") -> list[str]:
     if found.bound:
         said = ": its limit is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"
     ended = [f"  ended: {hang}"] if hang else []
-    return [f"{name}{said}", *ended, *format_findings(found)]
+    return [f"{name}{said}", *ended, *(format_findings(found) if found.todo else [])]
