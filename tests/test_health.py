@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import random
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dlscale.config.places import MEASURED
-from dlscale.extensions.health.records import FILE, MAX_POINTS, Health
+from dlscale.extensions.health.programs import Phases
+from dlscale.extensions.health.records import FILE, MAX_POINTS, Health, Memory
+from dlscale.extensions.health.trend import growth
 from dlscale.report.evidence import Finding
 from dlscale.report.verdict import judge_run
 from dlscale.results import read_alone
@@ -88,7 +94,43 @@ def findings(folder: Path) -> dict[str, Finding]:
     return {each.cause: each for each in found if each.cause in OURS}
 
 
-@pytest.mark.parametrize("defect", ["clean", "leak", "peak", "size", "number", "breaks"])
+#: Memory after each of 600 steps without noise, in MB; and whether it is a leak.
+CURVES: dict[str, tuple[Callable[[int], float], bool]] = {
+    "constant": (lambda step: 1000.0, False),
+    "a leak": (lambda step: 1000 + 0.5 * step, True),
+    "a cache that fills, then stays": (lambda step: 1000 + 0.5 * min(step, 450), False),
+    "an allocator that settles": (lambda step: 1300 - 300 * math.exp(-step / 100), False),
+    "one large validation": (lambda step: 1000 + 500 * (400 <= step < 420), False),
+    "a leak that is too small to matter": (lambda step: 1000 + 0.005 * step, False),
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_only_steady_growth_is_a_leak(curve: str) -> None:
+    """With noise of 5 MB, the growth per step is right to 10 %; caches that fill and then stay are no leaks."""
+    used_at, is_leak = CURVES[curve]
+    noise, steps = random.Random(1), list(range(1, 601))
+    used = [int(1e6 * (used_at(step) + noise.gauss(0, 5))) for step in steps]
+    found = growth(Memory(device="cpu", steps=steps, phases=["training"] * 600, used=used))
+    assert (found is not None) == is_leak
+    assert not found or found.per_step == pytest.approx(5e5, rel=0.1)
+
+
+def test_phases_follow_from_steps_and_batches() -> None:
+    """Steps, batches without steps, pauses and gaps of a process give the phases of its time."""
+    steps = [0.1 * number for number in range(1, 51)] + [8.1, 8.2]
+    batches = [(5.5, "1", 0.0, 8), (5.6, "1", 0.0, 8), (8.05, "0", 0.0, 8)]
+    process = SimpleNamespace(rank=0, host="", pid=0, steps=steps, batches=batches, gaps=[(9.0, 10.0)])
+    phases = Phases(process, {"0"})
+    spans = [(0.0, 0.1), (1.0, 2.0), (4.5, 5.1), (5.1, 5.7), (5.7, 8.04), (5.7, 8.05), (8.2, 8.9), (8.9, 9.5)]
+    expected = ["start", "training", "training", "validation", "validation", "between", "between", "unknown"]
+    assert [phases.between(*span) for span in spans] == expected
+    assert phases.count(5.05) == 50 and phases.count(9.5) == 57  # half of a gap of ten steps
+
+
+@pytest.mark.parametrize(
+    "defect", ["clean", "leak", "peak", "size", pytest.param("number", marks=pytest.mark.slow), "breaks"]
+)
 def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
     """The causes name device, phase, step, function and line; a cache that fills in the first epoch is not a leak."""
     printed = " ".join(measure(tmp_path, defect).split())
