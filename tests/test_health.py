@@ -107,7 +107,7 @@ CURVES: dict[str, tuple[Callable[[int], float], bool]] = {
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_only_steady_growth_is_a_leak(curve: str) -> None:
-    """With noise of 5 MB, the growth per step is right to 10 %; caches that fill and then stay are no leaks."""
+    """With noise of 5 MB, the growth per step is right to 10 %. A cache that fills and then stays is not a leak."""
     used_at, is_leak = CURVES[curve]
     noise, steps = random.Random(1), list(range(1, 601))
     used = [int(1e6 * (used_at(step) + noise.gauss(0, 5))) for step in steps]

@@ -79,7 +79,7 @@ from tests.waiting import until
 CPU = torch.device("cpu")
 FILES = {
     *("config.yaml", "metrics.jsonl", "model.pt", "model_best.pt", "prediction.png", "provenance.json"),
-    *("tensorboard", "checkpoints"),
+    *("tensorboard", "checkpoints", "health.json"),
 }
 Make = Callable[..., Path]
 
@@ -1057,7 +1057,8 @@ def test_a_loss_that_explodes_ends_in_one_message(
     era5(status=2, training={"steps": steps}, optimizer={"lr": 1e30})
     line = error_line(capfd)
     assert f"epoch 1: the {which} loss is nan" in line and "lower optimizer.lr" in line
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints", "tensorboard"}
+    expected = {"config.yaml", "checkpoints", "tensorboard", "health.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == expected
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "a checkpoint must not contain a loss of NaN"
 
 

@@ -50,6 +50,7 @@ FILES = {
         for file in (
             "config.yaml",
             "metrics.jsonl",
+            "health.json",
             "provenance.json",
             "prediction.png",
             "model.pt",
