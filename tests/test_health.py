@@ -129,7 +129,8 @@ def test_phases_follow_from_steps_and_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    "defect", ["clean", "leak", "peak", "size", pytest.param("number", marks=pytest.mark.slow), "breaks"]
+    "defect",
+    ["leak", *(pytest.param(each, marks=pytest.mark.slow) for each in ("clean", "peak", "size", "number", "breaks"))],
 )
 def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
     """The causes name device, phase, step, function and line; a cache that fills in the first epoch is not a leak."""

@@ -119,12 +119,14 @@ def test_a_slow_transform_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "results/plans" / PLAN / "train/steps").exists()
 
 
+@pytest.mark.slow
 def test_one_worker_too_few_is_named(tmp_path: Path) -> None:
     done, loading = measured(tmp_path, "workers")
     assert loading.advice and loading.advice.cause == "workers", done.stderr
     assert "2 workers suffice" in loading.advice.why and "num_workers=2" in loading.advice.todo
 
 
+@pytest.mark.slow
 def test_pageable_copies_are_named(tmp_path: Path) -> None:
     """The weights are on another device than the batches, as on a GPU; `meta` is such a device on any machine."""
     done, loading = measured(tmp_path, "copies")
@@ -148,6 +150,7 @@ def test_wasted_bytes_are_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_healthy_loader_gets_no_advice(tmp_path: Path) -> None:
     done, loading = measured(tmp_path, "healthy")
     assert loading.advice is None and "Advice" not in done.stderr, done.stderr
@@ -164,6 +167,7 @@ def test_a_program_computes_as_without_dlscale(tmp_path: Path, workers: str) -> 
     assert loading.loaders[0].fetch.batches > 30 and not loading.stopped
 
 
+@pytest.mark.slow
 def test_unknown_loaders_are_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import dlscale, time\nfor batch in dlscale.timed([[0] * 8] * 40): time.sleep(0.01)\n"

@@ -39,6 +39,7 @@ def test_the_loss_ignores_land() -> None:
     assert sea_mse(prediction, target).tolist() == [5.0]
 
 
+@pytest.mark.slow
 def test_the_demo_reaches_the_promised_quality(tmp_path: Path) -> None:
     """The RMSE is below a fifth of the RMSE of the unchanged temperature, as `study.yaml` promises."""
     demo: Any = load({"targets": ["starter_ocean_demo"]})

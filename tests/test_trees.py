@@ -280,6 +280,7 @@ def test_two_processes_train_dicts_as_one(tmp_path: Path, tiny_data: Callable[[s
 # ---- the guide ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_guide_makes_a_study_with_dicts(tmp_path: Path) -> None:
     """The code of `docs/from_notebook.md`, put into a new study, trains a network with several inputs."""
     guide = (ROOT / "docs/from_notebook.md").read_text()
