@@ -265,12 +265,14 @@ def test_nodes_keep_their_type() -> None:
     assert data_samples.samples_in(tree) == 2 and len(data_samples.tree_leaves(tree)) == 3
 
 
-def test_two_processes_train_dicts_as_one(tmp_path: Path, tiny_data: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_processes_train_dicts_as_one(tmp_path: Path, tiny_data: Callable[[str], Path], kind: str) -> None:
     """Trained weights of two processes equal those of one, although a rank has no sample of the last batch."""
     tiny, data, weights = TINY["starter_ocean"], tiny_data("starter_ocean"), []
     for ranks in (1, 2):
         folder = tmp_path / f"{ranks}"
-        settings = {**tiny["run"], "geometry": {"gpus_per_node": ranks}}
+        parallel = {"parallel": {"kind": kind}} if ranks > 1 else {}
+        settings = {**tiny["run"], **parallel, "geometry": {"gpus_per_node": ranks}}
         make_run(folder, "starter_ocean", settings, tiny["dataset"])
         train_by(ranks, folder, data)
         weights.append(torch.load(folder / "model.pt", weights_only=True))
