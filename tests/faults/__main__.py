@@ -134,12 +134,14 @@ def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str
         outcome, reason = "skipped", str(skip)
     finally:
         tree.end()
+    said = [call.read_text(errors="replace").strip() for call in sorted(place.glob("call-*.txt"))]
     if OUTCOMES[outcome] and args.only is None:
         shutil.rmtree(place, ignore_errors=True)
     else:
         print(f"kept: {place}", flush=True)
     return {
         **{"kind": kind, "what": what, "state": state, "point": trial.point, "outcome": outcome, "reason": reason},
+        "said": [each.rpartition("\n")[2][-500:] for each in said],  # last line of each call
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -200,7 +202,7 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
         unlock = [sys.executable, "-m", "snakemake", "--unlock", "--configfile", "tiny.yaml"]
         _wait(trial, trial.tree.start(unlock), limit)
         return True
-    # a message names the file first: FILE: what is wrong; delete the file …
+    # such as FILE: not valid JSON; delete the file and run its stage again
     for line in reversed(said.splitlines()):
         for found in re.finditer(r"(?:^|: |\s)((?:/|results/)[^:]*?): [^\n]*\b(?:delete|[Rr]emove)\b", line):
             path = trial.tree.path / found[1]

@@ -21,21 +21,26 @@ from pathlib import Path
 
 from tests.faults.tree import CALLS, Call, Tree
 
-#: Files to damage, by what they are: patterns in the folder of results.
+#: Files to damage, by content: patterns in the tree.
 VICTIMS = {
-    "data": ["data/*/*/*.h5"],
-    "statistics": ["data/*/stats/*.npy"],
-    "manifest": ["data/*/manifest.json", "data/*/verified.json"],
-    "record": ["plans/*/*/*.json", "plans/*/*/telemetry/*.json"],
-    "settings": ["plans/*/*/config.yaml", "plans/*/plan.yaml", "data/*/config.yaml"],
-    "metrics": ["plans/*/*/*.jsonl"],
-    "weights": ["plans/*/*/model*.pt"],
-    "program": ["plans/*/*/out/*.pt"],
-    "checkpoint": ["checkpoints/*/*/*/step-*/*"],
-    "events": ["plans/*/*/tensorboard/**/*tfevents*"],
-    "telemetry": ["plans/*/*/telemetry/*.csv", "benchmarks/**/*.tsv", "logs/**/*.log"],
-    "page": ["plans/*/report.html", "plans/*/summary.csv", "plans/*/*/*.png", "data/*/*.png"],
-    "snakemake": ["../.snakemake/metadata/*", "../.snakemake/*.json"],
+    "data": ["results/data/*/*/*.h5"],
+    "statistics": ["results/data/*/stats/*.npy"],
+    "manifest": ["results/data/*/manifest.json", "results/data/*/verified.json"],
+    "record": ["results/plans/*/*/*.json", "results/plans/*/*/telemetry/*.json"],
+    "settings": ["results/plans/*/*/config.yaml", "results/plans/*/plan.yaml", "results/data/*/config.yaml"],
+    "metrics": ["results/plans/*/*/*.jsonl"],
+    "weights": ["results/plans/*/*/model*.pt"],
+    "program": ["results/plans/*/*/out/*.pt"],
+    "checkpoint": ["results/checkpoints/*/*/*/step-*/*"],
+    "events": ["results/plans/*/*/tensorboard/**/*tfevents*"],
+    "telemetry": ["results/plans/*/*/telemetry/*.csv", "results/benchmarks/**/*.tsv", "results/logs/**/*.log"],
+    "page": [
+        "results/plans/*/report.html",
+        "results/plans/*/summary.csv",
+        "results/plans/*/*/*.png",
+        "results/data/*/*.png",
+    ],
+    "snakemake": [".snakemake/metadata/*", ".snakemake/*.json"],
 }
 
 
@@ -170,7 +175,7 @@ def damage(trial: Trial) -> Generator[None]:
     found = {
         what: files
         for what, patterns in VICTIMS.items()
-        if (files := sorted(f for p in patterns for f in trial.tree.results.glob(p) if f.is_file()))
+        if (files := sorted(f for p in patterns for f in trial.tree.path.glob(p) if f.is_file()))
     }
     if not found:
         raise Skip("no results to damage")
