@@ -252,11 +252,11 @@ def build(folder: Path) -> None:
                 call = tree.start([*WORKFLOW, target])
                 if call.process.wait(timeout=900):
                     raise RuntimeError(f"without a fault: {target} failed:\n{call.output()}")
-            elif state == "interrupted":
-                _interrupt(tree)
             seconds[state] = time.monotonic() - began
             if state != "done":
-                tree.copy(base / state / "tree", "")
+                copy = tree.copy(base / state / "tree", tree.mark)
+                if state == "interrupted":
+                    _interrupt(copy)
         began = time.monotonic()
         call = tree.start(CALLS["measure"])
         if call.process.wait(timeout=900):
