@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ OUTCOMES = {
     "processes left": False,
     "files left": False,
 }
+#: Kinds that change files before the call, also of a finished plan.
+ON_FILES = ("damage", "clock")
 #: Repeated calls after a fault.
 REPEATS = 4
 #: Seconds in which processes must end after the last call.
@@ -113,10 +116,13 @@ def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str
     draw = random.Random(f"{args.seed}/{k}")
     if args.count:
         kind = draw.choice(sorted(args.kinds or FAULTS))
-        state = draw.choice([*STATES, "measure", *(["done"] if kind in ("damage", "clock") else [])])
+        # twice the states from which a trial is short
+        state = draw.choice(
+            [*STATES, *(2 * ["interrupted", "trained", "measure"]), *(2 * ["done"] * (kind in ON_FILES))]
+        )
     else:
         kind, state = SHORT[k]
-    what = "measure" if state == "measure" and kind not in ("damage", "clock") else "run"
+    what = "measure" if state == "measure" and kind not in ON_FILES else "run"
     state = "done" if state == "measure" else state
     order = [*STATES, "done"]
     usual = expected["seconds"]["measure" if what == "measure" else "done"]
@@ -278,4 +284,10 @@ def _read(log: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Ctrl-C and SIGTERM end the processes of the trial, and unmount its disk.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The same command continues with the interrupted trial.")
