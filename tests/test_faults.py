@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults import __main__ as campaign
 from tests.faults.kinds import FAULTS, Trial
-from tests.faults.tree import CALLS, Tree
+from tests.faults.tree import COMMANDS, Command, Tree
 
 #: Program that needs two seconds for its result. Its argument is its defect.
 TOY = """
@@ -49,13 +49,13 @@ def test_a_defect_is_detected(defect: str, tmp_path: Path, monkeypatch: pytest.M
     tree = Tree(tmp_path / "tree", f"toy-{tmp_path}")
     tree.path.mkdir()
     (tree.path / "toy.py").write_text(TOY)
-    monkeypatch.setitem(CALLS, "run", [sys.executable, "toy.py", "right"])
-    assert tree.start(CALLS["run"]).process.wait(60) == 0
+    monkeypatch.setitem(COMMANDS, "run", Command([sys.executable, "toy.py", "right"], (), "", ("results/*",)))
+    assert tree.start(COMMANDS["run"].words).process.wait(60) == 0
     expected = tree.digests()
     (tree.results / "plans/faults/ours/model.pt").unlink()
     (tree.path / "tried").unlink()
 
-    monkeypatch.setitem(CALLS, "run", [sys.executable, "toy.py", defect])
+    monkeypatch.setitem(COMMANDS, "run", Command([sys.executable, "toy.py", defect], (), "", ("results/*",)))
     monkeypatch.setattr(campaign, "GRACE_S", 1.0)
     trial = Trial(random.Random(0), tree, "fresh", "run", usual=1.0)
     try:

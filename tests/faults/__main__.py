@@ -11,6 +11,7 @@ ends with a table. The exit status is 1 if a trial failed. `--only K` repeats on
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from typing import Any
 
 from tests.faults import kinds
 from tests.faults.kinds import FAULTS, Fault, Trial
-from tests.faults.tree import CALLS, STATES, Call, Tree, build
+from tests.faults.tree import COMMANDS, Call, Tree, build
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Outcomes of a trial, and whether the campaign accepts them.
@@ -53,10 +54,16 @@ REPEATS = 4
 GRACE_S = 60.0
 #: Text that no message to a user contains.
 DEFECT = re.compile(r"Traceback \(most recent call last\).*|[^\n]*a defect of dlscale.*", re.DOTALL)
-#: Trials of the short form: kind, and the state from which the trial starts.
+#: Trials of the short form: kind of fault, command, and state from which the trial starts.
 SHORT = (
-    *(("kill", "interrupted"), ("ctrl_c", "trained"), ("killed_all", "interrupted"), ("kill a rank", "trained")),
-    *(("damage", "interrupted"), ("full_disk", "trained"), ("two_controllers", "done"), ("term", "measure")),
+    ("kill", "train", "interrupted"),
+    ("ctrl_c", "program", "data"),
+    ("killed_all", "data", "fresh"),
+    ("kill a rank", "train", "data"),
+    ("damage", "train", "interrupted"),
+    ("full_disk", "train", "data"),
+    ("two_controllers", "data", "fresh"),
+    ("term", "measure", "done"),
 )
 
 
@@ -116,21 +123,15 @@ def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str
     draw = random.Random(f"{args.seed}/{k}")
     if args.count:
         kind = draw.choice(sorted(args.kinds or FAULTS))
-        # twice the states from which a trial is short
-        state = draw.choice(
-            [*STATES, *(2 * ["interrupted", "trained", "measure"]), *(2 * ["done"] * (kind in ON_FILES))]
-        )
+        what = draw.choice(["train", "program", "run"] if kind in ON_FILES else sorted(COMMANDS))
+        state = draw.choice([*COMMANDS[what].states, *(["done"] if kind in ON_FILES else [])])
     else:
-        kind, state = SHORT[k]
-    what = "measure" if state == "measure" and kind not in ON_FILES else "run"
-    state = "done" if state == "measure" else state
-    order = [*STATES, "done"]
-    usual = expected["seconds"]["measure" if what == "measure" else "done"]
-    usual += sum(expected["seconds"][each] for each in order[order.index(state) + 1 : -1] if what == "run")
+        kind, what, state = SHORT[k]
+    usual = expected["seconds"][COMMANDS[what].step] if state != "done" or what == "measure" else 5.0
     place = folder / f"trial-{args.seed}-{k}"
     shutil.rmtree(place, ignore_errors=True)
     tree = Tree(folder / "base" / state / "tree", "").copy(place / "tree", f"{os.getpid()}-{args.seed}-{k}")
-    trial = Trial(draw, tree, state, what, 5.0 if state == "done" and what == "run" else usual)
+    trial = Trial(draw, tree, state, what, usual)
     began, reason = time.monotonic(), ""
     try:
         outcome = judge(trial, FAULTS[kind], expected["digests"], args.limit)
@@ -164,7 +165,7 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
     followed = False
     try:
         next(steps)
-        trial.call = trial.tree.start(CALLS[trial.what])
+        trial.call = trial.tree.start(COMMANDS[trial.what].words)
         next(steps, None)
         for call in (trial.call, *trial.others):
             _wait(trial, call, limit)
@@ -176,7 +177,7 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
             if call.process.returncode == 0 and not _differing(trial, expected):
                 break
             followed |= follow(trial, call.output(), limit)
-            call = trial.tree.start(CALLS[trial.what])
+            call = trial.tree.start(COMMANDS[trial.what].words)
             _wait(trial, call, limit)
             if call.process.returncode == 0:
                 break
@@ -220,7 +221,8 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
 
 def _differing(trial: Trial, expected: dict[str, str]) -> list[str]:
     found = trial.tree.digests()
-    files = {file for file in (*expected, *found) if trial.what == "measure" or not file.startswith("measured")}
+    patterns = COMMANDS[trial.what].results
+    files = {f for f in (*expected, *found) if any(fnmatch.fnmatch(f, pattern) for pattern in patterns)}
     differing = [file for file in files if found.get(file) != expected.get(file)]
     if trial.what == "measure":
         records = [*trial.tree.results.glob("plans/measured/fit*/throughput.json")]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.tree import CALLS, Call, Tree
+from tests.faults.tree import COMMANDS, Call, Tree
 
 #: Files to damage, by content: patterns in the tree.
 VICTIMS = {
@@ -55,7 +55,7 @@ class Trial:
     random: random.Random
     tree: Tree
     state: str
-    what: str  #: Name in `CALLS`.
+    what: str  #: Name in `COMMANDS`.
     usual: float  #: Seconds that the call takes without a fault.
     call: Call | None = None
     point: str = ""
@@ -165,7 +165,7 @@ def two_controllers(trial: Trial) -> Generator[None]:
     """The same command twice at once."""
     yield
     trial.point = f"second call after {trial.sleep():.1f} s"
-    trial.others.append(trial.tree.start(CALLS[trial.what]))
+    trial.others.append(trial.tree.start(COMMANDS[trial.what].words))
     yield
 
 

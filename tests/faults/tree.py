@@ -79,14 +79,54 @@ CONFIG: dict[str, Any] = {
     },
 }
 
-WORKFLOW = [sys.executable, "-P", "-m", "dlscale", "run", "--configfile", "tiny.yaml"]
-#: Calls by name, as a user types them. `measured` is the program's folder in the measured tree.
-CALLS = {
-    "run": [*WORKFLOW, "faults"],
-    "measure": [*WORKFLOW[:4], "measure", "--name", "fit", "--", sys.executable, "train.py", "--out", "measured"],
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a user, and what it makes."""
+
+    words: list[str]
+    states: tuple[str, ...]  #: States of completion from which a trial starts the command.
+    step: str  #: Step of the build with about the same duration.
+    results: tuple[str, ...]  #: Patterns of its results.
+
+
+DLSCALE = [sys.executable, "-P", "-m", "dlscale"]
+
+
+def _run(target: str) -> list[str]:
+    return [*DLSCALE, "run", "--configfile", "tiny.yaml", target]
+
+
+#: Steps of the build, in their order: state of completion → target that makes the state. The state `interrupted` is a
+#: copy of `data` in which a training was interrupted after its first checkpoint.
+STEPS = {
+    "data": "data_tiny",
+    "trained": "results/plans/faults/ours/model.pt",
+    "programmed": "results/plans/faults/theirs/program.json",
+    "done": "faults",
 }
-#: States of completion from which a trial starts, in the order in which they are made: name → target.
-STATES = {"fresh": None, "data": "data_tiny", "interrupted": None, "trained": "results/plans/faults/ours/model.pt"}
+COMMANDS = {
+    "data": Command(_run(STEPS["data"]), ("fresh",), "data", ("results/data/*",)),
+    "train": Command(
+        _run(STEPS["trained"]),
+        ("data", "interrupted"),
+        "trained",
+        ("results/data/*", "results/plans/faults/ours/[mcp]*"),
+    ),
+    "program": Command(
+        _run(STEPS["programmed"]),
+        ("data", "trained"),
+        "programmed",
+        ("results/data/*", "results/plans/faults/theirs/[op]*"),
+    ),
+    "run": Command(_run(STEPS["done"]), ("trained", "programmed"), "done", ("results/*",)),
+    "measure": Command(
+        [*DLSCALE, "measure", "--name", "fit", "--", sys.executable, "train.py", "--out", "measured"],
+        ("done",),
+        "measure",
+        ("measured/*",),
+    ),
+}
 #: Result files that must be equal bit by bit, as patterns in the tree.
 EXACT = (
     *("results/data/*/*.h5", "results/data/*/*/*.h5", "results/data/*/manifest.json", "results/data/*/stats/*.npy"),
@@ -244,35 +284,32 @@ def build(folder: Path) -> None:
     copy_tree(tree.path)
     (tree.path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False))
     (tree.path / "train.py").write_text(PROGRAM)
+    tree.copy(base / "fresh" / "tree", "")
     seconds = {}
     try:
-        for state, target in {**STATES, "done": "faults"}.items():
+        commands = {step: _run(target) for step, target in STEPS.items()}
+        for step, words in {**commands, "measure": COMMANDS["measure"].words}.items():
             began = time.monotonic()
-            if target:
-                call = tree.start([*WORKFLOW, target])
-                if call.process.wait(timeout=900):
-                    raise RuntimeError(f"without a fault: {target} failed:\n{call.output()}")
-            seconds[state] = time.monotonic() - began
-            if state != "done":
-                copy = tree.copy(base / state / "tree", tree.mark)
-                if state == "interrupted":
-                    _interrupt(copy)
-        began = time.monotonic()
-        call = tree.start(CALLS["measure"])
-        if call.process.wait(timeout=900):
-            raise RuntimeError(f"without a fault: measure failed:\n{call.output()}")
-        seconds["measure"] = time.monotonic() - began
-        (base / "expected.json").write_text(json.dumps({"digests": tree.digests(), "seconds": seconds}, indent=1))
+            call = tree.start(words)
+            if call.process.wait(timeout=900):
+                raise RuntimeError(f"without a fault: {step} failed:\n{call.output()}")
+            seconds[step] = time.monotonic() - began
+            if step not in ("done", "measure"):
+                tree.copy(base / step / "tree", "")
+            if step == "data":
+                _interrupt(tree.copy(base / "interrupted" / "tree", tree.mark))
+        expected = {"digests": tree.digests(), "seconds": seconds}
         # a trial of `measure` starts with the plan's results, but without a measured program
         shutil.rmtree(tree.path / "measured")
         shutil.rmtree(tree.results / "plans/measured")
+        (base / "expected.json").write_text(json.dumps(expected, indent=1))
     finally:
         tree.end()
 
 
 def _interrupt(tree: Tree) -> None:
     """Start the training, and end it by Ctrl-C after its first checkpoint."""
-    call = tree.start([*WORKFLOW, str(STATES["trained"])])
+    call = tree.start(_run(STEPS["trained"]))
     while not [*tree.results.glob("checkpoints/faults/ours/*/step-*")]:
         if call.process.poll() is not None:
             raise RuntimeError(f"without a fault: no checkpoint was seen:\n{call.output()}")
