@@ -94,7 +94,7 @@ DLSCALE = [sys.executable, "-P", "-m", "dlscale"]
 
 
 def _run(target: str) -> list[str]:
-    return [*DLSCALE, "run", "--configfile", "tiny.yaml", target]
+    return [*DLSCALE, "run", target, "--configfile", "tiny.yaml"]
 
 
 #: Steps of the build, in their order: state of completion → target that makes the state. The state `interrupted` is a
