@@ -110,3 +110,14 @@ def test_a_campaign_is_continued(
     said = capsys.readouterr().out
     assert "--seed 1 --count 4 --only 1" in said
     assert campaign.main() == 1 and run == [2, 3], "the log must have the new trials, also behind a torn line"
+
+
+def test_only_the_program_may_print_a_traceback() -> None:
+    """The program's own traceback, as after Ctrl-C, is no defect of dlscale; any other one is."""
+    own = 'Traceback (most recent call last):\n  File "/x/train.py", line 3, in <module>\nKeyboardInterrupt\n'
+    ours = 'Traceback (most recent call last):\n  File "/x/dlscale/cli.py", line 3, in main\nKeyError: 1\n'
+    assert campaign._defect(f"{own}dlscale measure: the program received SIGINT\n") == ""
+    assert campaign._defect(own + ours).startswith(ours.rstrip())
+    assert campaign._defect("a\ndlscale train: a defect of dlscale: KeyError\nb") == (
+        "dlscale train: a defect of dlscale: KeyError"
+    )

@@ -48,12 +48,15 @@ OUTCOMES = {
 }
 #: Kinds that change files before the call, also of a finished plan.
 ON_FILES = ("damage", "clock")
+#: Commands that are suitable for a kind (default: all).
+SUITABLE = {
+    **dict.fromkeys(ON_FILES, ("train", "program", "run")),
+    **dict.fromkeys(("kill a rank", "kill a worker", "hang of a rank"), ("train", "run")),
+}
 #: Repeated calls after a fault.
 REPEATS = 4
 #: Seconds in which processes must end after the last call.
 GRACE_S = 60.0
-#: Text that no message to a user contains.
-DEFECT = re.compile(r"Traceback \(most recent call last\).*|[^\n]*a defect of dlscale.*", re.DOTALL)
 #: Trials of the short form: kind of fault, command, and state from which the trial starts.
 SHORT = (
     ("kill", "train", "interrupted"),
@@ -123,7 +126,7 @@ def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str
     draw = random.Random(f"{args.seed}/{k}")
     if args.count:
         kind = draw.choice(sorted(args.kinds or FAULTS))
-        what = draw.choice(["train", "program", "run"] if kind in ON_FILES else sorted(COMMANDS))
+        what = draw.choice(sorted(SUITABLE.get(kind, COMMANDS)))
         state = draw.choice([*COMMANDS[what].states, *(["done"] if kind in ON_FILES else [])])
     else:
         kind, what, state = SHORT[k]
@@ -185,8 +188,8 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
         if left := trial.tree.processes():
             raise Failed("processes left", str(left))
         for file in sorted(trial.tree.path.parent.glob("call-*.txt")):
-            if found := DEFECT.search(file.read_text(errors="replace")):
-                raise Failed("unclear", f"{file.name}: {found[0][-600:]}")
+            if found := _defect(file.read_text(errors="replace")):
+                raise Failed("unclear", f"{file.name}: {found[-600:]}")
         if call.process.returncode:
             raise Failed("refused", call.output()[-600:])
         if differing := _differing(trial, expected):
@@ -217,6 +220,16 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 return True
     return False
+
+
+def _defect(said: str) -> str:
+    """Return the first traceback in the output of a call, except the program's own; empty if there is none."""
+    for found in re.finditer(
+        r"Traceback \(most(?:(?!\nTraceback \(most).)*|[^\n]*a defect of dlscale[^\n]*", said, re.DOTALL
+    ):
+        if 'train.py", line' not in found[0]:
+            return found[0]
+    return ""
 
 
 def _differing(trial: Trial, expected: dict[str, str]) -> list[str]:

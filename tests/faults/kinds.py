@@ -70,7 +70,7 @@ class Trial:
 
     def sleep(self) -> float:
         """Sleep until a random moment of the call, or until its end; return the seconds since the call's start."""
-        moment = self.random.uniform(0, self.usual)
+        moment = self.random.uniform(0, 0.8 * self.usual)
         end = time.monotonic() + moment
         while self.running and time.monotonic() < end:
             time.sleep(0.01)
@@ -274,13 +274,13 @@ def _mounted(trial: Trial) -> Iterator[Callable[[str], bool]]:
 
 @_fault
 def full_disk(trial: Trial) -> Generator[None]:
-    """The disk of the results is full after some more kilobytes; then the user frees space."""
+    """The disk of the results has only some kilobytes left from a random moment on; then the user frees space."""
     with _mounted(trial) as mount:
-        room = int(trial.random.choice([4, 40, 200, 400, 800]) * trial.random.uniform(0.5, 1.5)) << 10
-        trial.point = f"{room >> 10} kB left"
+        yield
+        moment, room = trial.sleep(), trial.random.choice([0, 4, 40, 400]) << 10
+        trial.point = f"after {moment:.1f} s: {room >> 10} kB left"
         used = os.statvfs(trial.tree.results)
         mount(f"remount,size={(used.f_blocks - used.f_bfree) * used.f_frsize + room}")
-        yield
         yield
         mount("remount,size=1g")
         yield
