@@ -17,6 +17,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -211,6 +212,9 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
     if "--unlock" in said:
         unlock = [sys.executable, "-m", "snakemake", "--unlock", "--configfile", "tiny.yaml"]
         _wait(trial, trial.tree.start(unlock), limit)
+        return True
+    if command := re.search(r"then run: (find .* -exec touch {} \+)", said):
+        subprocess.run(shlex.split(command[1]), cwd=trial.tree.path, check=True)
         return True
     # such as FILE: not valid JSON; delete the file and run its stage again
     for line in reversed(said.splitlines()):
