@@ -345,7 +345,8 @@ def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
 
     def waiting(rule: str, threads: int = 1, **wildcards: str) -> Any:
         named = SimpleNamespace(**wildcards, items=wildcards.items)
-        return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=named, threads=threads, log=[], benchmark="", input=[])
+        files = {"log": [], "benchmark": "", "input": list[Path]()}
+        return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=named, threads=threads, **files)
 
     asked = [
         *(waiting("train", 64, plan="p", run="b"), waiting("train", 64, plan="p", run="a")),

@@ -98,11 +98,10 @@ def probe_clock(inputs: Iterable[str]) -> list[Finding]:
 
     After such a job, Snakemake would delete its outputs, because they are older than the input.
     """
-    late = {path: path.stat().st_mtime - time.time() for path in map(Path, set(inputs)) if path.exists()}
-    late = {path: seconds for path, seconds in late.items() if seconds > SKEW_S}
+    paths, now = map(Path, set(inputs)), time.time()
+    late = {path: ahead for path in paths if path.exists() and (ahead := path.stat().st_mtime - now) > SKEW_S}
     if not late:
         return []
-    latest = max(late, key=late.__getitem__)
-    folders = shlex.join(sorted({str(path.parent) for path in late}))
+    latest, folders = max(late, key=late.__getitem__), shlex.join(sorted({str(path.parent) for path in late}))
     remedy = f"correct the clock, then run: find {folders} -newermt now -exec touch {{}} +"
     return [Finding("clock", "FAIL", f"{latest}: written {duration(late[latest])} in the future", remedy)]
