@@ -227,7 +227,7 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
 
 
 def _defect(said: str) -> str:
-    """Return the first traceback in the output of a call, except the program's own; empty if there is none."""
+    """Return the first traceback of dlscale in the output of a call, or an empty text without one."""
     for found in re.finditer(
         r"Traceback \(most(?:(?!\nTraceback \(most).)*|[^\n]*a defect of dlscale[^\n]*", said, re.DOTALL
     ):

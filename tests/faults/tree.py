@@ -82,7 +82,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a user, and what it makes."""
+    """A command of a user, and its results."""
 
     words: list[str]
     states: tuple[str, ...]  #: States of completion from which a trial starts the command.
