@@ -202,6 +202,10 @@ test-mutations: $(VENV)/.installed-dev  ## damage each kind of file that dlscale
 test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in the code, one at a time: a test must fail for each
 	@python -m tests.mutate_code $(ARGS)
 
+.PHONY: test-faults
+test-faults: $(VENV)/.installed-dev  ## kill, damage and disturb calls at random, then repeat them: eight trials; ARGS="--count 500" for more
+	@python -m tests.faults $(ARGS)
+
 .PHONY: test-parallel
 test-parallel: $(VENV)/.installed-dev  ## compare every strategy with one process: on four and eight processes, and compiled
 	$(say) 'Testing strategies and meshes of up to eight processes'

@@ -24,7 +24,7 @@ from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
 from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.doctor import doctor, probe
-from dlscale.preflight.probe import Finding, probe_space
+from dlscale.preflight.probe import Finding, probe_clock, probe_space
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
 
@@ -626,3 +626,18 @@ def test_unmet_requirements_are_reported_with_a_remedy(monkeypatch: pytest.Monke
     for need, (what, _) in machine.NEEDS.items():
         monkeypatch.setitem(machine.NEEDS, need, (what, lambda: True))
     assert doctor.probe_here(resolved, devices=1) == []
+
+
+def test_an_input_from_the_future_is_refused(tmp_path: Path) -> None:
+    """The message names the latest input, and its command repairs all inputs. Clocks may differ a little."""
+    near, far, further = (tmp_path / "a b" / name / "x" for name in ("near", "far", "further"))
+    for file, hours in ((near, 0.01), (far, 1), (further, 24)):
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (time.time() + 3600 * hours,) * 2)
+    assert probe_clock([str(near), str(tmp_path / "missing")]) == []
+    inputs = [str(each) for each in (near, further, far)]
+    (finding,) = probe_clock(inputs)
+    assert finding.status == "FAIL" and str(finding).startswith(f"FAIL  clock: {further}: written 24")
+    subprocess.run(["bash", "-c", finding.remedy.partition("run: ")[2]], check=True)
+    assert probe_clock(inputs) == []

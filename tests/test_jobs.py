@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,7 +345,8 @@ def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
 
     def waiting(rule: str, threads: int = 1, **wildcards: str) -> Any:
         named = SimpleNamespace(**wildcards, items=wildcards.items)
-        return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=named, threads=threads, log=[], benchmark="")
+        files = {"log": [], "benchmark": "", "input": list[Path]()}
+        return SimpleNamespace(rule=SimpleNamespace(name=rule), wildcards=named, threads=threads, **files)
 
     asked = [
         *(waiting("train", 64, plan="p", run="b"), waiting("train", 64, plan="p", run="a")),
@@ -358,6 +360,14 @@ def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
     assert [job.share for job in call.expected(asked)] == [1, 1, 0.5, 0.5, 0.5]
     assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
     assert "5 jobs, never timed here: the time is not known" in told
+    ahead = tmp_path / "ahead"
+    ahead.touch()
+    os.utime(ahead, (time.time() + 3600,) * 2)
+    asked[0].input = [ahead]
+    assert call.verdict(asked, []) == 1 and any(f"FAIL  clock: {ahead}" in line for line in told)
+    with pytest.raises(UserError, match="Not ready"):
+        call.start(asked, [])
+    asked[0].input = []
     folder = tmp_path / "benchmarks/train/p"
     folder.mkdir(parents=True)
     for run in "ab":

@@ -288,6 +288,25 @@ except PeerLost as lost:
     assert done.stdout.count("left behind: False True") == 2, done.stdout + done.stderr
 
 
+def test_a_process_that_hangs_before_it_joins_is_named(tmp_path: Path) -> None:
+    """A process that hangs before it has a heartbeat ends the run after the limit `between`, not after half an hour."""
+    (tmp_path / "program.py").write_text(
+        """
+import os, time
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+from dlscale.config.run import Geometry
+from dlscale.parallel import rendezvous
+with rendezvous.join(Geometry(gpus_per_node=2), "cpu"):
+    pass
+"""
+    )
+    command = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", str(tmp_path / "program.py")]
+    limited = variables(**{WATCHDOG: "between=5"})
+    done = subprocess.run(command, capture_output=True, text=True, env=limited, timeout=PATIENCE)
+    assert done.returncode == 1 and "PeerLost: process 1 of 2 did not join in 5 s" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_a_request_to_end_does_not_suppress_the_last_message(tmp_path: Path, era5_data: Path) -> None:
     """torchrun's SIGTERM, which arrives while a failed exchange raises its exception, does not suppress the message."""

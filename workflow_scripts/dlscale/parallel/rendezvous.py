@@ -49,11 +49,21 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.from_environment()
-    several = kind == "cuda" and geometry.nodes > 1
-    with nccl_log() if several else contextlib.nullcontext() as log:
+    store, names = _meet(geometry, rank), {each: f"started/{each}" for each in range(size)}
+    # A process that hangs before it joins has no heartbeat, and PyTorch would wait half an hour without naming it.
+    store.set(names[rank], "")
+    try:
+        store.wait([*names.values()], dt.timedelta(seconds=limits.between) if limits else TIMEOUT)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"process {', '.join(str(each) for each, name in names.items() if not store.check([name]))} of {size} did "
+            f"not join in {limits.between if limits else TIMEOUT.seconds:g} s (site.watchdog.between): it hangs, was "
+            "stopped, or is slow to start. This process also ends"
+        ) from error
+    with nccl_log() if kind == "cuda" and geometry.nodes > 1 else contextlib.nullcontext() as log:
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
-            store=_meet(geometry, rank),
+            store=store,
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,
@@ -202,11 +212,10 @@ def _rendezvous(geometry: Geometry) -> None:
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     known = job.isdecimal() and (step or "0").isdecimal()
-    needed = [
-        "MASTER_ADDR",
-        *["MASTER_PORT"] * (not known),
-    ]  # without a Slurm job, each node would choose a different port
-    if geometry.nodes > 1 and (missing := [name for name in needed if name not in os.environ]):
+    # without a Slurm job, each node would choose a different port
+    if geometry.nodes > 1 and (
+        missing := [n for n in ("MASTER_ADDR", *["MASTER_PORT"] * (not known)) if n not in os.environ]
+    ):
         raise UserError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: on several nodes, all "
             "processes need the name of the first node and, without a Slurm job, a port that is free on the first "
@@ -215,8 +224,9 @@ def _rendezvous(geometry: Geometry) -> None:
         )
     if geometry.nodes == 1:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    number = int(job) + 97 * int(step or 0) if known else os.getppid()
-    os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
+    os.environ.setdefault(
+        "MASTER_PORT", str(20000 + (int(job) + 97 * int(step or 0) if known else os.getppid()) % 20000)
+    )
 
 
 def first_host(nodes: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +15,7 @@ from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
-from dlscale.core.text import size
+from dlscale.core.text import duration, size
 from dlscale.data import parts
 from dlscale.data.kind import DatasetKind
 
@@ -20,6 +23,8 @@ Status = Literal["ok", "warn", "FAIL", "skip"]
 
 #: Free bytes below which a check fails, and free bytes below which the check warns.
 FAIL_FREE_BYTES, WARN_FREE_BYTES = 0.5e9, 20e9
+#: Seconds by which the clocks of this machine and of a file server may differ.
+SKEW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -86,3 +91,17 @@ def probe_space(folder: Path) -> Finding:
     status: Status = "FAIL" if usage.free < FAIL_FREE_BYTES else "warn" if little else "ok"
     text = f"{size(usage.free, ' ')} of {size(usage.total, ' ')} free at {folder}"
     return Finding("space", status, text, "free some space, or set `results` to a folder on a larger disk")
+
+
+def probe_clock(inputs: Iterable[str]) -> list[Finding]:
+    """Refuse inputs of jobs that were written in the future.
+
+    After such a job, Snakemake would delete its outputs, because they are older than the input.
+    """
+    paths, now = map(Path, set(inputs)), time.time()
+    late = {path: ahead for path in paths if path.exists() and (ahead := path.stat().st_mtime - now) > SKEW_S}
+    if not late:
+        return []
+    latest, folders = max(late, key=late.__getitem__), shlex.join(sorted({str(path.parent) for path in late}))
+    remedy = f"correct the clock, then run: find {folders} -newermt now -exec touch {{}} +"
+    return [Finding("clock", "FAIL", f"{latest}: written {duration(late[latest])} in the future", remedy)]

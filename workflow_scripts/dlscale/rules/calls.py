@@ -20,7 +20,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher
 from dlscale.preflight import cost, live
 from dlscale.preflight.cost import Work
-from dlscale.preflight.probe import Finding, probe_space
+from dlscale.preflight.probe import Finding, probe_clock, probe_space
 from dlscale.report import sections
 from dlscale.results import read_plan
 from dlscale.rules.context import Context
@@ -153,7 +153,7 @@ class Call:
         except UserError as error:
             problems.append(f"The workflow would not start: {error}")
         table = cost.price(works, scheduler, self.results) if scheduler else []
-        findings = self.findings(works)
+        findings = [*self.findings(works), *probe_clock(str(file) for job in waiting for file in job.input)]
         problems += [str(finding) for finding in findings if finding.status == "FAIL"]
         problems += filter(None, [cost.budget_message(table, self.configuration.workflow.budget)])
         warnings = [] if scheduler else [str(finding) for finding in findings if finding.status == "warn"]
@@ -174,7 +174,7 @@ class Call:
         table = cost.price(works, self.site.scheduler, self.results) if self.site.scheduler else []
         if problem := cost.budget_message(table, self.configuration.workflow.budget):
             raise UserError(problem)
-        findings = self.findings(works)
+        findings = [*self.findings(works), *probe_clock(str(file) for job in waiting for file in job.input)]
         self.tell(*map(str, findings))
         failed = any(finding.status == "FAIL" for finding in findings)
         if failed or (works and self.site.engine != "none" and not self.context.image):

@@ -1,0 +1,312 @@
+"""A campaign of random faults: `python -m tests.faults --count 500`.
+
+Trial K of a seed copies the tiny study (`tree.py`) in a random state of completion, injects a random fault (`kinds.py`)
+into a call of dlscale, and repeats the call as a user does. The result must then equal, bit by bit, the result of a
+call without a fault, or one clear message must say what to do. No process and no temporary file may be left.
+
+Each trial adds a line to `--log`. A campaign continues after the last trial of the same commit and seed in the log, and
+ends with a table. The exit status is 1 if a trial failed. `--only K` repeats one trial and keeps its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.faults import kinds
+from tests.faults.kinds import FAULTS, Fault, Trial
+from tests.faults.tree import COMMANDS, Call, Tree, build
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Outcomes of a trial, and whether the campaign accepts them.
+OUTCOMES = {
+    "right": True,  # the repeated call gives the result
+    "right after a message": True,  # the result after doing what the message says
+    "unnoticed": True,  # only the damaged file differs: a finished result that no job of the call reads
+    "skipped": True,
+    "wrong": False,
+    "unclear": False,  # a traceback, or no message
+    "refused": False,  # repeated calls end in messages
+    "hung": False,
+    "processes left": False,
+    "files left": False,
+}
+#: Kinds that change files before the call, also of a finished plan.
+ON_FILES = ("damage", "clock")
+#: Commands that are suitable for a kind (default: all).
+SUITABLE = {
+    **dict.fromkeys(ON_FILES, ("train", "program", "run")),
+    **dict.fromkeys(("kill a rank", "kill a worker", "hang of a rank"), ("train", "run")),
+}
+#: Repeated calls after a fault.
+REPEATS = 4
+#: Seconds in which processes must end after the last call.
+GRACE_S = 60.0
+#: Trials of the short form: kind of fault, command, and state from which the trial starts.
+SHORT = (
+    ("kill", "train", "interrupted"),
+    ("ctrl_c", "program", "data"),
+    ("killed_all", "data", "fresh"),
+    ("kill a rank", "train", "data"),
+    ("damage", "train", "interrupted"),
+    ("full_disk", "train", "data"),
+    ("two_controllers", "data", "fresh"),
+    ("term", "measure", "done"),
+)
+
+
+class Failed(Exception):
+    """Ends a trial with an outcome and a reason."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+def main() -> int:
+    """Run the campaign; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, help="number of random trials (default: the trials of the short form)")
+    parser.add_argument("--only", type=int, metavar="K", help="repeat trial K of this seed, and keep its folder")
+    parser.add_argument("--kinds", nargs="+", choices=FAULTS, help="draw faults from these kinds only")
+    parser.add_argument("--log", type=Path, help="file for one JSON line per trial (default: in --work)")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), f"dlscale-faults-{os.getuid()}"))
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds in which a call must end")
+    args = parser.parse_args()
+
+    commit = _commit()
+    folder = args.work / commit
+    if not (folder / "base/expected.json").exists():
+        print(f"Building the study without faults in {folder}", flush=True)
+        build(folder)
+    expected = json.loads((folder / "base/expected.json").read_text())
+    log = args.log or args.work / "log.jsonl"
+    done = {row["k"]: row for row in _read(log) if (row["commit"], row["seed"]) == (commit, args.seed)}
+    wanted = range(args.count or len(SHORT)) if args.only is None else [args.only]
+    rows = []
+    for k in wanted:
+        row = done.get(k) if args.only is None else None
+        if not row:
+            row = {"commit": commit, "version": version("dlscale"), "seed": args.seed, "k": k}
+            row |= run_trial(args, k, folder, expected)
+            with log.open("a") as file:
+                torn = file.tell() and not log.read_bytes().endswith(b"\n")
+                file.write("\n" * bool(torn) + json.dumps(row) + "\n")
+            place = f"{row['kind']}, {row['what']} from {row['state']}: {row['point']}"
+            print(f"{k:4}  {row['outcome']:22} {row['seconds']:5.0f} s  {place}", flush=True)
+            if row["reason"]:
+                print(f"      {row['reason'][-600:]}", flush=True)
+        rows.append(row)
+    print(f"\ncommit {commit}, version {version('dlscale')}, seed {args.seed}\n{table(rows)}")
+    failed = [row for row in rows if not OUTCOMES[row["outcome"]]]
+    for row in failed:
+        form = f" --count {args.count}" if args.count else ""
+        print(f"repeat: python -m tests.faults --seed {args.seed}{form} --only {row['k']}")
+    return int(bool(failed))
+
+
+def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Run one trial; return its row of the log. The trial's folder is kept if the trial failed."""
+    draw = random.Random(f"{args.seed}/{k}")
+    if args.count:
+        kind = draw.choice(sorted(args.kinds or FAULTS))
+        what = draw.choice(sorted(SUITABLE.get(kind, COMMANDS)))
+        state = draw.choice([*COMMANDS[what].states, *(["done"] if kind in ON_FILES else [])])
+    else:
+        kind, what, state = SHORT[k]
+    usual = expected["seconds"][COMMANDS[what].step] if state != "done" or what == "measure" else 5.0
+    place = folder / f"trial-{args.seed}-{k}"
+    shutil.rmtree(place, ignore_errors=True)
+    tree = Tree(folder / "base" / state / "tree", "").copy(place / "tree", f"{os.getpid()}-{args.seed}-{k}")
+    trial = Trial(draw, tree, state, what, usual)
+    began, reason = time.monotonic(), ""
+    try:
+        outcome = judge(trial, FAULTS[kind], expected["digests"], args.limit)
+    except Failed as failure:
+        outcome, reason = failure.outcome, str(failure)
+    except kinds.Skip as skip:
+        outcome, reason = "skipped", str(skip)
+    finally:
+        tree.end()
+    said = [call.read_text(errors="replace").strip() for call in sorted(place.glob("call-*.txt"))]
+    if OUTCOMES[outcome] and args.only is None:
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        print(f"kept: {place}", flush=True)
+    return {
+        **{"kind": kind, "what": what, "state": state, "point": trial.point, "outcome": outcome, "reason": reason},
+        "said": [each.rpartition("\n")[2][-500:] for each in said],  # last line of each call
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) -> str:
+    """Inject a fault into a call, repeat the call until it succeeds, and return the outcome.
+
+    Raises
+    ------
+    Failed
+        The result is wrong, a message is unclear, a call hangs, or processes or files are left.
+    """
+    steps = fault(trial)
+    followed = False
+    try:
+        next(steps)
+        trial.call = trial.tree.start(COMMANDS[trial.what].words)
+        next(steps, None)
+        for call in (trial.call, *trial.others):
+            _wait(trial, call, limit)
+        next(steps, None)
+        if trial.random.random() < 0.5:  # otherwise the next call meets processes that outlived the fault
+            _wait_for_others(trial, limit)
+        call = trial.call
+        for _ in range(REPEATS):
+            if call.process.returncode == 0 and not _differing(trial, expected):
+                break
+            followed |= follow(trial, call.output(), limit)
+            call = trial.tree.start(COMMANDS[trial.what].words)
+            _wait(trial, call, limit)
+            if call.process.returncode == 0:
+                break
+        _wait_for_others(trial, GRACE_S)
+        if left := trial.tree.processes():
+            raise Failed("processes left", str(left))
+        for file in sorted(trial.tree.path.parent.glob("call-*.txt")):
+            if found := _defect(file.read_text(errors="replace")):
+                raise Failed("unclear", f"{file.name}: {found[-600:]}")
+        if call.process.returncode:
+            raise Failed("refused", call.output()[-600:])
+        if differing := _differing(trial, expected):
+            if set(differing) <= set(trial.damaged):
+                return "unnoticed"
+            raise Failed("wrong", ", ".join(differing))
+        if files := trial.tree.left_files():
+            raise Failed("files left", ", ".join(files))
+        return "right after a message" if followed else "right"
+    finally:
+        steps.close()
+
+
+def follow(trial: Trial, said: str, limit: float) -> bool:
+    """Do what a call's last message says; return whether the message said to do something before repeating the call."""
+    if "in use by process" in said:
+        _wait_for_others(trial, limit)
+        return True
+    if "--unlock" in said:
+        unlock = [sys.executable, "-m", "snakemake", "--unlock", "--configfile", "tiny.yaml"]
+        _wait(trial, trial.tree.start(unlock), limit)
+        return True
+    if command := re.search(r"then run: (find .* -exec touch {} \+)", said):
+        subprocess.run(shlex.split(command[1]), cwd=trial.tree.path, check=True)
+        return True
+    # such as FILE: not valid JSON; delete the file and run its stage again
+    for line in reversed(said.splitlines()):
+        for found in re.finditer(r"(?:^|: |\s)((?:/|results/)[^:]*?): [^\n]*\b(?:delete|[Rr]emove)\b", line):
+            path = trial.tree.path / found[1]
+            if path.exists() and path.is_relative_to(trial.tree.path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                return True
+    return False
+
+
+def _defect(said: str) -> str:
+    """Return the first traceback of dlscale in the output of a call, or an empty text without one."""
+    for found in re.finditer(
+        r"Traceback \(most(?:(?!\nTraceback \(most).)*|[^\n]*a defect of dlscale[^\n]*", said, re.DOTALL
+    ):
+        if 'train.py", line' not in found[0]:
+            return found[0]
+    return ""
+
+
+def _differing(trial: Trial, expected: dict[str, str]) -> list[str]:
+    found = trial.tree.digests()
+    patterns = COMMANDS[trial.what].results
+    files = {f for f in (*expected, *found) if any(fnmatch.fnmatch(f, pattern) for pattern in patterns)}
+    differing = [file for file in files if found.get(file) != expected.get(file)]
+    if trial.what == "measure":
+        records = [*trial.tree.results.glob("plans/measured/fit*/throughput.json")]
+        differing += ["plans/measured/*/throughput.json"] * (not records)
+    return sorted(differing)
+
+
+def _wait(trial: Trial, call: Call, limit: float) -> None:
+    """Wait for the end of a call; after the time limit, report where its processes are."""
+    try:
+        call.process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        stacks = []
+        for process, role in trial.tree.processes().items():
+            spy = subprocess.run(
+                ["py-spy", "dump", "--pid", str(process)], capture_output=True, text=True, timeout=60, check=False
+            )
+            stacks.append(f"{role} {process}:\n{spy.stdout[-3000:]}{spy.stderr[-300:]}")
+        (trial.tree.path.parent / "stacks.txt").write_text("\n".join(stacks))
+        raise Failed("hung", f"a call did not end within {limit:.0f} s: stacks.txt, {call.said.name}") from None
+
+
+def _wait_for_others(trial: Trial, limit: float) -> None:
+    end = time.monotonic() + limit
+    while trial.tree.processes() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the outcomes of all trials by kind of fault, as text."""
+    shown = [outcome for outcome in OUTCOMES if any(row["outcome"] == outcome for row in rows) or not OUTCOMES[outcome]]
+    lines = [f"{'fault':18} trials  " + "  ".join(shown)]
+    for kind in [*sorted({row["kind"] for row in rows}), "all"]:
+        counts = Counter(row["outcome"] for row in rows if kind in (row["kind"], "all"))
+        cells = "  ".join(f"{counts[outcome]:{len(outcome)}}" for outcome in shown)
+        lines.append(f"{kind:18} {sum(counts.values()):6}  {cells}")
+    return "\n".join(lines)
+
+
+def _commit() -> str:
+    """Return the commit; with changes in the working tree, also a digest of the changes."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    changed = git("diff", "HEAD", "--", "workflow_scripts", "rules", "Snakefile", "profiles", "tests/faults/tree.py")
+    return git("rev-parse", "--short=12", "HEAD").strip() + (
+        f"+{hashlib.sha256(changed.encode()).hexdigest()[:6]}" if changed else ""
+    )
+
+
+def _read(log: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a log; the last one may be torn."""
+    rows = []
+    for line in log.read_text().splitlines() if log.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+if __name__ == "__main__":
+    # Ctrl-C and SIGTERM end the processes of the trial, and unmount its disk.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("Interrupted. The same command continues with the interrupted trial.")

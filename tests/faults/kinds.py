@@ -1,0 +1,337 @@
+"""The faults: each is a generator that acts before a call, during the call, and after its end;
+`yield` separates these parts.
+
+A fault draws all of its choices from `trial.random`, so that a seed repeats them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.tree import COMMANDS, Call, Tree
+
+#: Files to damage, by content: patterns in the tree.
+VICTIMS = {
+    "data": ["results/data/*/*/*.h5"],
+    "statistics": ["results/data/*/stats/*.npy"],
+    "manifest": ["results/data/*/manifest.json", "results/data/*/verified.json"],
+    "record": ["results/plans/*/*/*.json", "results/plans/*/*/telemetry/*.json"],
+    "settings": ["results/plans/*/*/config.yaml", "results/plans/*/plan.yaml", "results/data/*/config.yaml"],
+    "metrics": ["results/plans/*/*/*.jsonl"],
+    "weights": ["results/plans/*/*/model*.pt"],
+    "program": ["results/plans/*/*/out/*.pt"],
+    "checkpoint": ["results/checkpoints/*/*/*/step-*/*"],
+    "events": ["results/plans/*/*/tensorboard/**/*tfevents*"],
+    "telemetry": ["results/plans/*/*/telemetry/*.csv", "results/benchmarks/**/*.tsv", "results/logs/**/*.log"],
+    "page": [
+        "results/plans/*/report.html",
+        "results/plans/*/summary.csv",
+        "results/plans/*/*/*.png",
+        "results/data/*/*.png",
+    ],
+    "snakemake": [".snakemake/metadata/*", ".snakemake/*.json"],
+}
+
+
+class Skip(Exception):
+    """Raised if this machine cannot make a fault."""
+
+
+@dataclass
+class Trial:
+    """One trial: its random numbers, its copy of the study, its running call, and what the fault did."""
+
+    random: random.Random
+    tree: Tree
+    state: str
+    what: str  #: Name in `COMMANDS`.
+    usual: float  #: Seconds that the call takes without a fault.
+    call: Call | None = None
+    point: str = ""
+    damaged: list[str] = field(default_factory=list)
+    others: list[Call] = field(default_factory=list)  #: Further calls, to wait for.
+    limits: Callable[[], None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the call runs."""
+        return bool(self.call and self.call.process.poll() is None)
+
+    def sleep(self) -> float:
+        """Sleep until a random moment of the call, or until its end; return the seconds since the call's start."""
+        moment = self.random.uniform(0, 0.8 * self.usual)
+        end = time.monotonic() + moment
+        while self.running and time.monotonic() < end:
+            time.sleep(0.01)
+        return moment
+
+    def pick(self, *roles: str) -> int | None:
+        """Return a random process of the call with one of the roles (any role without arguments), and note the choice.
+
+        If the call has no such process yet, wait for one.
+        """
+        while self.running:
+            by_role: dict[str, list[int]] = {}
+            for process, role in sorted(self.tree.processes().items()):
+                if not roles or role in roles:
+                    by_role.setdefault(role, []).append(process)
+            if by_role:
+                role = self.random.choice(sorted(by_role))
+                self.point += f" {role}"
+                return self.random.choice(by_role[role])
+            time.sleep(0.02)
+        self.point += " (the call had ended)"
+        return None
+
+
+Fault = Callable[[Trial], Generator[None]]
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(function: Fault) -> Fault:
+    FAULTS[function.__name__] = function
+    return function
+
+
+def _signals(number: signal.Signals, *roles: str) -> Fault:
+    def fault(trial: Trial) -> Generator[None]:
+        yield
+        trial.point = f"after {trial.sleep():.1f} s:"
+        if process := trial.pick(*roles):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        yield
+
+    return fault
+
+
+FAULTS["kill"] = _signals(signal.SIGKILL)
+FAULTS["term"] = _signals(signal.SIGTERM)
+FAULTS["int"] = _signals(signal.SIGINT)
+FAULTS["kill a rank"] = _signals(signal.SIGKILL, "rank")
+FAULTS["kill a worker"] = _signals(signal.SIGKILL, "worker")
+FAULTS["hang of a rank"] = _signals(signal.SIGSTOP, "rank")
+
+
+@_fault
+def ctrl_c(trial: Trial) -> Generator[None]:
+    """Ctrl-C at a terminal reaches all processes of the group; sometimes the user presses it twice."""
+    yield
+    trial.point = f"after {trial.sleep():.1f} s"
+    for _ in range(trial.random.choice([1, 1, 2])):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(trial.call.process.pid, signal.SIGINT)  # type: ignore[union-attr]
+        time.sleep(trial.random.uniform(0, 2))
+    yield
+
+
+@_fault
+def killed_all(trial: Trial) -> Generator[None]:
+    """All processes of the call die at once, as when a machine stops."""
+    yield
+    trial.point = f"after {trial.sleep():.1f} s"
+    trial.tree.end()
+    yield
+
+
+@_fault
+def pause(trial: Trial) -> Generator[None]:
+    """STOP, then CONT after some seconds."""
+    yield
+    trial.point = f"after {trial.sleep():.1f} s:"
+    if process := trial.pick():
+        seconds = trial.random.uniform(0.5, 8)
+        trial.point += f" for {seconds:.1f} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(process, signal.SIGCONT)
+    yield
+
+
+@_fault
+def two_controllers(trial: Trial) -> Generator[None]:
+    """The same command twice at once."""
+    yield
+    trial.point = f"second call after {trial.sleep():.1f} s"
+    trial.others.append(trial.tree.start(COMMANDS[trial.what].words))
+    yield
+
+
+@_fault
+def damage(trial: Trial) -> Generator[None]:
+    """Damage one file of the results before the call."""
+    found = {
+        what: files
+        for what, patterns in VICTIMS.items()
+        if (files := sorted(f for p in patterns for f in trial.tree.path.glob(p) if f.is_file()))
+    }
+    if not found:
+        raise Skip("no results to damage")
+    what = trial.random.choice(sorted(found))
+    file = trial.random.choice(found[what])
+    how = trial.random.choice(sorted(DAMAGES))
+    quiet = trial.random.random() < 0.5
+    times = file.stat()
+    done = DAMAGES[how](trial.random, file, found[what])
+    if quiet and file.exists():
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    trial.damaged = [str(each.relative_to(trial.tree.path)) for each in (file, *done)]
+    trial.point = f"{what}: {how} {' and '.join(trial.damaged)}{', time kept' if quiet else ''}"
+    yield
+
+
+def _truncate(draw: random.Random, file: Path, files: list[Path]) -> list[Path]:
+    os.truncate(file, draw.randrange(max(1, file.stat().st_size)))
+    return []
+
+
+def _flip(draw: random.Random, file: Path, files: list[Path]) -> list[Path]:
+    content = bytearray(file.read_bytes())
+    if content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
+    return []
+
+
+def _swap(draw: random.Random, file: Path, files: list[Path]) -> list[Path]:
+    others = [each for each in files if each != file]
+    if not others:
+        return _truncate(draw, file, files)
+    other = draw.choice(others)
+    one, two = file.read_bytes(), other.read_bytes()
+    file.write_bytes(two)
+    other.write_bytes(one)
+    return [other]
+
+
+def _delete(draw: random.Random, file: Path, files: list[Path]) -> list[Path]:
+    file.unlink()
+    return []
+
+
+def _empty(draw: random.Random, file: Path, files: list[Path]) -> list[Path]:
+    file.write_bytes(b"")
+    return []
+
+
+def _older(draw: random.Random, file: Path, files: list[Path]) -> list[Path]:
+    """Drop a key of a JSON record, as if an older version had written the record."""
+    try:
+        record = json.loads(file.read_text())
+        record.pop(draw.choice(sorted(record)))
+    except (ValueError, AttributeError, IndexError):
+        return _truncate(draw, file, files)
+    file.write_text(json.dumps(record, indent=2) + "\n")
+    return []
+
+
+DAMAGES = {"truncate": _truncate, "flip": _flip, "swap": _swap, "delete": _delete, "empty": _empty, "older": _older}
+
+
+@contextlib.contextmanager
+def _mounted(trial: Trial) -> Iterator[Callable[[str], bool]]:
+    """Put the results on a disk of their own; yield a function that remounts it with other options."""
+    if os.getuid():
+        raise Skip("mounting needs root")
+    place = trial.tree.results
+    kept = place.with_name("kept")
+    place.mkdir(exist_ok=True)
+    place.rename(kept)
+    place.mkdir()
+
+    def mount(options: str) -> bool:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    if not mount("size=1g"):
+        place.rmdir()
+        kept.rename(place)
+        raise Skip("mounting is not permitted here")
+    shutil.copytree(kept, place, symlinks=True, dirs_exist_ok=True)
+    try:
+        yield mount
+    finally:
+        trial.tree.end()
+        # back onto the usual disk, so that the copy ends with the trial
+        shutil.rmtree(kept)
+        shutil.copytree(place, kept, symlinks=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)
+        place.rmdir()
+        kept.rename(place)
+
+
+@_fault
+def full_disk(trial: Trial) -> Generator[None]:
+    """The disk of the results has only some kilobytes left from a random moment on; then the user frees space."""
+    with _mounted(trial) as mount:
+        yield
+        moment, room = trial.sleep(), trial.random.choice([0, 4, 40, 400]) << 10
+        trial.point = f"after {moment:.1f} s: {room >> 10} kB left"
+        used = os.statvfs(trial.tree.results)
+        mount(f"remount,size={(used.f_blocks - used.f_bfree) * used.f_frsize + room}")
+        yield
+        mount("remount,size=1g")
+        yield
+
+
+@_fault
+def read_only(trial: Trial) -> Generator[None]:
+    """The disk of the results becomes read-only at a random moment."""
+    with _mounted(trial) as mount:
+        yield
+        trial.point = f"after {trial.sleep():.1f} s"
+        while trial.running and not mount("remount,ro"):  # refused while a file is open for writing
+            time.sleep(0.01)
+        yield
+        mount("remount,rw")
+        yield
+
+
+@_fault
+def disappearing(trial: Trial) -> Generator[None]:
+    """The folder of results is moved away during the call."""
+    yield
+    trial.point = f"after {trial.sleep():.1f} s"
+    if trial.tree.results.exists():
+        trial.tree.results.rename(trial.tree.path.parent / "away")
+    yield
+
+
+@_fault
+def memory(trial: Trial) -> Generator[None]:
+    """A process gets no more memory from a random moment on, or after some more megabytes."""
+    yield
+    trial.point = f"after {trial.sleep():.1f} s:"
+    if process := trial.pick():
+        with contextlib.suppress(OSError):
+            room = trial.random.choice([0, 1, 50, 200]) << 20
+            pages = int(Path(f"/proc/{process}/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + room
+            trial.point += f" {room >> 20} MB left"
+            resource.prlimit(process, resource.RLIMIT_AS, (limit, limit))
+    yield
+
+
+@_fault
+def clock(trial: Trial) -> Generator[None]:
+    """The clock jumps back: some results are from tomorrow."""
+    files = sorted(f for f in trial.tree.results.rglob("*") if f.is_file())
+    if not files:
+        raise Skip("no results")
+    chosen = trial.random.sample(files, trial.random.randint(1, len(files)))
+    trial.point = f"{len(chosen)} of {len(files)} results are from tomorrow"
+    for file in chosen:
+        os.utime(file, (time.time() + 86400,) * 2)
+    yield

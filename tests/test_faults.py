@@ -1,0 +1,123 @@
+"""The campaign of faults (`make test-faults`) detects programs that do not survive a fault."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import __main__ as campaign
+from tests.faults.kinds import FAULTS, Trial
+from tests.faults.tree import COMMANDS, Command, Tree
+
+#: Program that needs two seconds for its result. Its argument is its defect.
+TOY = """
+import os, pathlib, subprocess, sys, time
+defect, folder = sys.argv[1], pathlib.Path("results/plans/faults/ours")
+folder.mkdir(parents=True, exist_ok=True)
+tried, result = pathlib.Path("tried"), folder / "model.pt"
+if tried.exists() and defect == "hung":
+    time.sleep(1000)
+if tried.exists() and defect == "unclear":
+    raise ValueError
+if tried.exists() and defect == "refused":
+    sys.exit("toy: a message without a remedy")
+if defect == "processes left":
+    subprocess.Popen(["sleep", "1000"])
+tried.touch()
+if result.exists():
+    sys.exit()
+part = result if defect == "wrong" else result.with_name(f".model.pt.{os.getpid()}.part")
+for left in folder.glob(".*") if defect != "files left" else ():
+    left.unlink()
+with part.open("w") as file:
+    for piece in range(20):
+        print(piece, file=file, flush=True)
+        time.sleep(0.1)
+os.replace(part, result)
+"""
+
+
+@pytest.mark.parametrize(
+    "defect", ["right", "wrong", "unclear", "refused", "hung", "processes left", "files left"], ids=str
+)
+def test_a_defect_is_detected(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program killed while it writes is judged by its defect; without a defect, the repeated call is right."""
+    tree = Tree(tmp_path / "tree", f"toy-{tmp_path}")
+    tree.path.mkdir()
+    (tree.path / "toy.py").write_text(TOY)
+    monkeypatch.setitem(COMMANDS, "run", Command([sys.executable, "toy.py", "right"], (), "", ("results/*",)))
+    assert tree.start(COMMANDS["run"].words).process.wait(60) == 0
+    expected = tree.digests()
+    (tree.results / "plans/faults/ours/model.pt").unlink()
+    (tree.path / "tried").unlink()
+
+    monkeypatch.setitem(COMMANDS, "run", Command([sys.executable, "toy.py", defect], (), "", ("results/*",)))
+    monkeypatch.setattr(campaign, "GRACE_S", 1.0)
+    trial = Trial(random.Random(0), tree, "fresh", "run", usual=1.0)
+    try:
+        outcome = campaign.judge(trial, _killed_in_a_write, expected, limit=10)
+    except campaign.Failed as failure:
+        outcome = failure.outcome
+    finally:
+        tree.end()
+    assert outcome == defect, trial.point
+
+
+def _killed_in_a_write(trial: Trial):  # type: ignore[no-untyped-def]
+    """Kill the program as soon as it has written a part of its result."""
+    steps = FAULTS["kill"](trial)
+    next(steps)
+    yield
+    while not [file for file in trial.tree.results.rglob("*") if file.is_file()]:
+        assert trial.running
+    trial.usual = 0.0
+    next(steps)
+    yield
+
+
+def test_a_campaign_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A logged trial is not repeated, a torn last line is ignored, and a failed trial fails the campaign."""
+    commit, log = campaign._commit(), tmp_path / "log.jsonl"
+    (tmp_path / commit / "base").mkdir(parents=True)
+    (tmp_path / commit / "base/expected.json").write_text('{"digests": {}, "seconds": {}}')
+    row = {"commit": commit, "seed": 1, "kind": "kill", "outcome": "right", "seconds": 1.0}
+    rows = [{**row, "k": 0}, {**row, "k": 1, "outcome": "wrong"}, {**row, "k": 2, "seed": 2}]
+    log.write_text("".join(json.dumps(each) + "\n" for each in rows) + '{"torn')
+    run: list[int] = []
+
+    def run_trial(args: object, k: int, *_: object) -> dict[str, object]:
+        run.append(k)
+        return {
+            "kind": "term",
+            "what": "run",
+            "state": "fresh",
+            "point": "",
+            "outcome": "right",
+            "reason": "",
+            "seconds": 2,
+        }
+
+    monkeypatch.setattr(campaign, "run_trial", run_trial)
+    monkeypatch.setattr(sys, "argv", ["faults", "--count", "4", "--work", str(tmp_path)])
+    assert campaign.main() == 1
+    assert run == [2, 3]
+    said = capsys.readouterr().out
+    assert "--seed 1 --count 4 --only 1" in said
+    assert campaign.main() == 1 and run == [2, 3], "the log must have the new trials, also behind a torn line"
+
+
+def test_only_the_program_may_print_a_traceback() -> None:
+    """The program's own traceback, as after Ctrl-C, does not count; any other traceback does."""
+    own = 'Traceback (most recent call last):\n  File "/x/train.py", line 3, in <module>\nKeyboardInterrupt\n'
+    ours = 'Traceback (most recent call last):\n  File "/x/dlscale/cli.py", line 3, in main\nKeyError: 1\n'
+    assert campaign._defect(f"{own}dlscale measure: the program received SIGINT\n") == ""
+    assert campaign._defect(own + ours).startswith(ours.rstrip())
+    assert campaign._defect("a\ndlscale train: a defect of dlscale: KeyError\nb") == (
+        "dlscale train: a defect of dlscale: KeyError"
+    )
