@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +73,12 @@ with open("out.txt", "w") as file:
 
 
 def _can_copy() -> bool:
-    command = [sys.executable, "-I", str(scratch.__file__), "/tmp", "/tmp", "--", "true"]
-    code = f"import runpy, sys; sys.argv = {command[2:]!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    return subprocess.run([sys.executable, "-I", "-c", code], check=False).returncode == 0
+    with tempfile.TemporaryDirectory() as folder:
+        layers, steps = Path(folder, "layers"), Path(folder, "steps")
+        for each in (layers, steps):
+            each.mkdir()
+        command = [sys.executable, "-I", str(scratch.__file__), str(layers), str(steps), "--", "true"]
+        return subprocess.run(command, check=False).returncode == 0
 
 
 copies = pytest.mark.skipif(not _can_copy(), reason="this machine does not let a user make mount namespaces")
@@ -81,7 +86,7 @@ copies = pytest.mark.skipif(not _can_copy(), reason="this machine does not let a
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TURN": 0.15, "MIN_PAIRS": 5, "ERROR": 0.1, "SECONDS": 5.0}.items():
+    for name, value in {"STEPS_ONLY": 2.0, "TURN": 0.15, "MIN_PAIRS": 5, "ERROR": 0.1, "SECONDS": 5.0}.items():
         monkeypatch.setattr(headroom, name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -157,17 +162,27 @@ def test_two_processes_change_turns_together(train: Path) -> None:
 
 
 @copies
-def test_the_copy_changes_no_file(train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files next to the program, in its home, in temporary folders, and at absolute paths of its command stay."""
+def test_the_copy_changes_no_file(
+    train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Files stay: next to the program, in its home, on other mounts, in memory, and at paths of its command."""
     home, other = tmp_path / "home", tmp_path / "other"
-    for folder in (home, other):
+    mounted = train.with_name("mounted")
+    for folder in (home, other, mounted):
         folder.mkdir()
-        (folder / "results").write_text("earlier")
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(mounted)], check=False)  # without root, it is a plain folder
+    memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    request.addfinalizer(lambda: subprocess.run(["umount", str(mounted)], check=False, capture_output=True))
+    request.addfinalizer(lambda: shutil.rmtree(memory))
+    kept = [folder / "results" for folder in (home, other, mounted, memory)]
+    for file in kept:
+        file.write_text("earlier")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("WANDB_MODE", "online")
     code = """
 import os, pathlib, shutil, sys
-for place in ("out.txt", os.path.expanduser("~/results"), sys.argv[1]):
+for place in ("out.txt", os.path.expanduser("~/results"), *sys.argv[1:], "mounted/results"):
+    assert "earlier" in pathlib.Path(place).read_text()
     pathlib.Path(place).write_text("overwritten")
     assert pathlib.Path(place).read_text() == "overwritten"
 os.remove(sys.argv[1]); os.mkdir("new"); shutil.move("train.py", "new")
@@ -177,9 +192,10 @@ exec(compile(open("new/train.py").read(), "train.py", "exec"))
 """
     script = train.with_name("all.py")
     script.write_text(code)
-    assert replayed(script, other / "results").gain[0] > 1.3
-    assert sorted(path.name for path in train.parent.iterdir()) == ["all.py", "log.txt", "out.txt", "train.py"]
-    for file in (train.with_name("out.txt"), home / "results", other / "results"):
+    assert replayed(script, other / "results", memory / "results").gain[0] > 1.3
+    names = ["all.py", "log.txt", "mounted", "out.txt", "train.py"]
+    assert sorted(path.name for path in train.parent.iterdir()) == names
+    for file in (train.with_name("out.txt"), *kept):
         assert file.read_text() in ("earlier", "earlier results")
     assert not [*Path("/tmp").glob("dlscale-replay*")]
 
@@ -212,7 +228,7 @@ def test_a_process_outside_of_the_copy_ends_before_the_program_begins(train: Pat
 def test_a_machine_without_namespaces_refuses(train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "scratch.py"
     text = Path(str(scratch.__file__)).read_text()
-    broken.write_text(text.replace("_own_namespace()\n    opened", "_check(1, 'unshare')\n    opened"))
+    broken.write_text(text.replace("    _own_namespace()\n    #", "    _check(1, 'unshare')\n    #"))
     monkeypatch.setattr(scratch, "__file__", str(broken))
     with pytest.raises(UserError, match=r"no scratch copy can be made here.*\{out\}"):
         replayed(train)
@@ -226,7 +242,8 @@ def test_a_machine_without_namespaces_refuses(train: Path, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kind", "list"], "other loaders cannot be replayed"),
+        (["--kind", "list", "--model", "0.01"], "other loaders cannot be replayed"),
+        (["--kind", "list", "--model", "0.1", "--steps", "1000"], "steps, but no batch of"),
         (["--kind", "wrong", "--wrong"], "unrecognized arguments"),
     ],
 )
@@ -277,12 +294,15 @@ def test_kept_batches_are_handed_out_again() -> None:
     assert kept.changed and values == [36, 36, 36]
 
 
-def test_the_verdict_names_a_loader_whose_cost_is_significant() -> None:
+def test_the_verdict_names_a_loader_whose_cost_is_significant(tmp_path: Path) -> None:
     known = {"batches": 4, "bytes": 100, "processes": 1, "seconds": 10.0}
     slow = Headroom(turns=[(10, 20), (10.1, 20), (9.9, 20), (10, 20.1)], **known)
     noisy = Headroom(turns=[(10, 20), (20, 15), (10, 11), (20, 15)], **known)
     tiny = Headroom(turns=[(10, 10.1), (10, 10.1), (10, 10.1), (10, 10.1)], **known)
-    found = [causes.faster_loader(Evidence({}, records={"headroom": each})) for each in (slow, noisy, tiny)]
+    found = []
+    for each in (slow, noisy, tiny):
+        each.write(tmp_path / "headroom.json")
+        found.append(causes.faster_loader(Evidence({}, folder=tmp_path)))
     assert found[0] and found[0].share == pytest.approx(0.5, abs=0.01) and "at most 2.00×" in found[0].why
     assert found[1:] == [None, None] and causes.faster_loader(Evidence({})) is None
 

@@ -77,13 +77,6 @@ def save_tables() -> None:
             write_json(path, table)
 
 
-def read_table(digest: str) -> dict[str, str] | None:
-    """Return the source files in a fingerprint of this or an earlier call, with digests; None if unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        return TABLES.get(digest) or json.loads((SOURCES / f"{digest}.json").read_text(encoding="utf-8"))
-    return None
-
-
 @functools.cache
 def _file(module: str) -> Path | None:
     """Return the source file of a module of this package, an outside study or an installed extension.

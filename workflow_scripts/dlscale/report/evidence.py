@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ class Evidence:
     throughput: Throughput | None = None
     profile: Profile | None = None
     watched: Summary | None = None  #: Telemetry of the first node.
-    records: Mapping[str, Any] = field(default_factory=dict)  #: Records of extensions, by stage.
     folder: Path | None = None  #: Folder with the run's records.
 
     @property

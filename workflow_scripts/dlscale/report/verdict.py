@@ -57,9 +57,8 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
 
 def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
     ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
-    names = "; ".join(run.called for run in runs)
-    which = f"{len(runs)} of {of} runs" if len(runs) > 3 else f"run{'s' * (len(runs) > 1)} {names}"
-    return f"{programs} used {' to '.join(ends)} of the cores while {which} {did}"
+    named = f"{'runs' if len(runs) > 1 else 'run'} {' and '.join(run.called for run in runs)}"
+    return f"{programs} used {' to '.join(ends)} of the cores while {named if len(runs) <= 3 else f'{len(runs)} of {of} runs'} {did}"
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,7 @@ def judge_run(run: RunResult) -> Verdict:
     The telemetry comes from the run's first node during the throughput stage, or else during training.
     """
     watched = [summary(nodes[0]) for stage in ("throughput", "train") if (nodes := run.telemetry.get(stage))]
-    return verdict(
-        Evidence(run.settings, run.throughput, run.profile, next(iter(watched), None), run.records, run.folder)
-    )
+    return verdict(Evidence(run.settings, run.throughput, run.profile, next(iter(watched), None), run.folder))
 
 
 def verdict(evidence: Evidence) -> Verdict:
@@ -129,21 +126,12 @@ def limit(evidence: Evidence) -> str:
     )
 
 
-def _more_threads(evidence: Evidence) -> str:
-    """Suggest more threads to an external program that uses few of its cores; else return an empty text."""
-    usage, waiting = evidence.usage("FULL"), (evidence.outside and evidence.outside.waiting) or 0.0
-    if evidence.cuda or not usage or waiting > 0.3 or usage.cpu_seconds / usage.seconds > 0.6 * usage.cores:
-        return ""
-    busy = number(usage.cpu_seconds / usage.seconds, 2)
-    return f"Use more threads (OMP_NUM_THREADS, `torch.set_num_threads`): {busy} of {usage.cores} cores are busy. "
-
-
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return the next remedy to try, and its settings as YAML."""
     if evidence.outside:
         profile = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
         looked = "Look at the slowest entries of the program's profile." if evidence.profile else profile
-        return f"{_more_threads(evidence)}{looked}", ""
+        return looked, ""
     if bounding is None:
         return "To see the run's limit, add `throughput` to the plan's `measure`.", ""
     if bounding.key == "io":

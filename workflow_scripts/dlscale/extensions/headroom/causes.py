@@ -8,16 +8,16 @@ from dlscale.report.evidence import Evidence, Finding
 
 def faster_loader(evidence: Evidence) -> Finding | None:
     """Find a program that a loader without cost would speed up significantly."""
-    headroom: Headroom | None = evidence.records.get("headroom")
+    file = evidence.folder / "headroom.json" if evidence.folder else None
+    headroom = Headroom.read(file) if file and file.exists() else None
     if headroom is None or not headroom.significant:
         return None
     said = f"{headroom.text[0].upper()}{headroom.text[1:]}."
-    others = " Other loaders of the program kept loading." if headroom.others else ""
     return Finding(
         "headroom",
         "faster loader",
         f"{said} A copy of the program was timed in {len(headroom.turns)} pairs of turns, with its loader and with "
-        f"replayed batches.{others}",
+        "replayed batches.",
         "Use more workers, do less work per sample, or store the data in the form that the model takes.",
         1 - 1 / headroom.gain[0],
     )

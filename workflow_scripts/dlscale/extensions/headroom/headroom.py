@@ -32,6 +32,7 @@ from dlscale.extensions.headroom.replay import REPLAY
 from dlscale.extensions.programs.keeper import KeptProgram, temporary_folder
 from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import watched
+from dlscale.extensions.programs.steps import WAYS
 
 #: Number of batches that are kept in plans, and largest fraction of the free memory that they take.
 BATCHES, MEMORY = 16, 0.05
@@ -49,8 +50,12 @@ MIN_PAIRS, ERROR, SECONDS = 8, 0.02, 60.0
 #: Least number of pairs for an interval.
 FEWEST_PAIRS = 4
 
-#: Longest time without progress, s.
-PATIENCE = 600.0
+#: Seconds after which the timing fails; longest time without progress, s; and longest time with steps whose batches do
+#: not come from a loader that can be replayed.
+LATEST, PATIENCE, STEPS_ONLY = 600.0, 600.0, 20.0
+
+#: Loaders whose batches can be replayed.
+REPLAYED = "PyTorch's DataLoader or dlscale.timed; other loaders cannot be replayed"
 
 #: Seconds between looks at the turns.
 LOOK = 0.1
@@ -191,9 +196,9 @@ def _turns(copy: KeptProgram, steps: Path, option: str) -> Headroom:
 
     def enough() -> bool:
         pairs, passed = _pairs(steps, first), time.monotonic() - begin
-        return len(pairs) >= MIN_PAIRS and (
-            passed >= SECONDS or interval([math.log(fast / slow) for slow, fast in pairs])[1] <= ERROR
-        )
+        if passed >= SECONDS:
+            return len(pairs) >= (FEWEST_PAIRS if passed < LATEST else 0)
+        return len(pairs) >= MIN_PAIRS and interval([math.log(fast / slow) for slow, fast in pairs])[1] <= ERROR
 
     try:
         _wait(copy, steps, enough)
@@ -201,6 +206,8 @@ def _turns(copy: KeptProgram, steps: Path, option: str) -> Headroom:
         if len(_pairs(steps, first)) < FEWEST_PAIRS:
             raise
     pairs, rows = _pairs(steps, first), _rows(steps)
+    if len(pairs) < FEWEST_PAIRS:
+        raise NoHeadroom(f"the steps are too slow: {len(pairs)} pairs of turns in {duration(LATEST)}")
     return Headroom(
         turns=pairs,
         batches=min(int(row[4]) for row in rows),
@@ -268,6 +275,8 @@ def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
             raise NoHeadroom(_ended(status, steps))
         if (now := _number(steps)) != before:
             before, since = now, time.monotonic()
+        if before == 0 and _stepping(steps) > STEPS_ONLY:
+            raise NoHeadroom(f"steps, but no batch of {REPLAYED} in {duration(STEPS_ONLY)}")
         if time.monotonic() - since > PATIENCE:
             raise NoHeadroom(f"the program used no batch of its training loader for {duration(PATIENCE)}")
         time.sleep(LOOK)
@@ -275,11 +284,15 @@ def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
 
 def _ended(status: int, steps: Path) -> str:
     if not any(steps.glob("turns.*.now")):
-        return (
-            f"the program ended with status {status} before a training step whose batch came from PyTorch's DataLoader "
-            "or dlscale.timed; other loaders cannot be replayed"
-        )
+        return f"the program ended with status {status} before a training step whose batch came from {REPLAYED}"
     return f"the program ended with status {status} before enough turns; let it make more steps"
+
+
+def _stepping(steps: Path) -> float:
+    """Return for how many seconds the copy has made steps; 0 if it has replayed batches."""
+    first = min((file.stat().st_mtime for file in steps.glob("pytorch")), default=time.time())
+    noted = any(each for way in WAYS for each in steps.glob(f"{way}.*"))
+    return 0.0 if not noted or any(steps.glob("turns.*.now")) else time.time() - first
 
 
 def _reason(log: Path) -> str:

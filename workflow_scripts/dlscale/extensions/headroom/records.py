@@ -38,8 +38,8 @@ class Headroom(Record):
     def text(self) -> str:  # type: ignore[override]
         """The result in one sentence."""
         gain, low, high = self.gain
+        reach = f"{number(gain)}× (95 % interval {number(low)} to {number(high)})"
+        rest = "; other loaders kept loading, so more may be possible" if self.others else ""
         if not self.significant:
-            return f"a faster loader brings no significant gain: with a free loader, {number(gain)}× the speed " + (
-                f"(95 % interval {number(low)} to {number(high)})"
-            )
-        return f"a faster loader gains at most {number(gain)}× (95 % interval {number(low)} to {number(high)})"
+            return f"a faster loader brings no significant gain: with a free loader, the speed is {reach}{rest}"
+        return f"a faster loader gains {'about' if self.others else 'at most'} {reach}{rest}"

@@ -2,12 +2,13 @@
 
 `python -I scratch.py SCRATCH STEPS FOLDER... -- COMMAND` gives the process a mount namespace of its own (Linux 5.12 or
 later; without root, the machine must allow user namespaces). In this namespace, the program sees and changes a copy of
-each FOLDER (an overlay file system: only written files are copied). Everything else is read-only, except STEPS and
-devices. Then COMMAND replaces this process.
+each FOLDER and of shared memory (overlay file systems: only written files are copied). Everything else is read-only,
+except STEPS and devices. Then COMMAND replaces this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -27,6 +28,9 @@ MOUNT_SETATTR, MOUNT_ATTR_RDONLY, AT_RECURSIVE, AT_FDCWD = 442, 1, 0x8000, -100
 
 #: Folders of devices and processes, which stay writable.
 DEVICES = ("/dev", "/proc", "/sys")
+
+#: Folder of shared memory, which programs use between their processes, and for fast files.
+SHARED = "/dev/shm"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -75,24 +79,51 @@ def outermost(folders: Sequence[str]) -> list[str]:
     return [str(each) for each in found]
 
 
+def mounts_below(folders: Sequence[str]) -> list[str]:
+    """Return the places below folders at which other file systems are mounted, outer places first."""
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    places = {row[4].encode().decode("unicode_escape").encode("latin-1").decode() for row in rows}
+    return sorted(place for place in places if any(place.startswith(f"{folder}/") for folder in folders))
+
+
 def enter(scratch: str, steps: str, folders: Sequence[str]) -> None:
     """Make the namespace: writable copies of `folders`, and the folder `steps` itself; the rest is read-only."""
     here = os.getcwd()  # noqa: PTH109
     _own_namespace()
-    opened = {folder: os.open(folder, os.O_PATH) for folder in folders}
+    # An overlay does not show the file systems that are mounted in its lower folder. Each gets an overlay of its own.
+    within = mounts_below(folders)
+    places = sorted({*folders, *within, SHARED})
+    opened = {place: os.open(place, os.O_PATH) for place in places}
     written = os.open(steps, os.O_PATH)
-    layers = os.open(scratch, os.O_PATH)
-    for number, folder in enumerate(folders):
-        upper, work = (f"/proc/self/fd/{layers}/{number}.{name}" for name in ("files", "work"))
+    memory = Path(scratch, "memory")
+    memory.mkdir()
+    _mount("tmpfs", str(memory), "tmpfs", 0)  # shared memory stays in memory
+    layers = {place: os.open(memory if place == SHARED else scratch, os.O_PATH) for place in places}
+    copies = []
+    for number, place in enumerate(places):
+        lower = f"/proc/self/fd/{opened[place]}"
+        upper, work = (f"/proc/self/fd/{layers[place]}/{number}.{name}" for name in ("files", "work"))
         for each in (upper, work):
             os.mkdir(each)  # noqa: PTH102
-        lower = f"/proc/self/fd/{opened[folder]}"
-        _mount("overlay", folder, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work},userxattr")
+        try:
+            _mount("overlay", place, "overlay", 0, f"lowerdir={lower},upperdir={upper},workdir={work},userxattr")
+        except OSError:
+            if place not in within:
+                raise
+            _mount(lower, place, "none", MS_BIND)  # such as a single file, or a file system that has no overlay
+        else:
+            copies.append(place)
     _mount(f"/proc/self/fd/{written}", steps, "none", MS_BIND)
     _set_read_only("/", True)
-    for each in (*folders, steps, *filter(os.path.isdir, DEVICES)):
+    for each in filter(os.path.isdir, DEVICES):
+        with contextlib.suppress(OSError):  # without root, a part that was read-only before stays so
+            _set_read_only(each, False)
+    for each in (*copies, steps):
         _set_read_only(each, False)
-    for number in (*opened.values(), written, layers):
+    for place in places:
+        if place not in copies:
+            _set_read_only(place, True)
+    for number in (*opened.values(), *layers.values(), written):
         os.close(number)
     os.chdir(here)
     os.environ[SCRATCH] = str(Path("/proc/self/ns/mnt").stat().st_ino)

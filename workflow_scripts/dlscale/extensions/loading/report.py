@@ -253,7 +253,7 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
     mostly = f"{name} takes {percent(fraction)} of a batch's {_time(fetch)}." if fraction >= 0.5 else ""
     who = many(workers, "worker") if workers else "The training process"
     rates = f"{who} delivered {_rate(arrives)}, and the program takes {_rate(step)}"
-    rates += f": {needed} workers suffice." if fits else "."
+    rates += f": {many(needed, 'worker')} suffice{'s' * (needed == 1)}." if fits else "."
 
     def advice(cause: str, what: str, why: Iterable[str], todo: str) -> Advice:
         return Advice(cause=cause, what=what, why=" ".join(filter(None, why)), todo=todo, share=share)

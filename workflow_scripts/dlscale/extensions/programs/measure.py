@@ -137,6 +137,8 @@ def _replay(args: argparse.Namespace, folder: Path) -> None:
     measure = registry.provided("headroom", None)
     if measure is None:
         raise UserError("--replay: the extension `headroom` is not installed")
+    if args.replay < 1:
+        raise UserError(f"--replay: {args.replay}: expected the number of batches to keep, at least 1")
     say("dlscale measure: a scratch copy runs first, with and without replayed batches; its losses are meaningless")
     found, log = None, folder / "headroom.log"
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.resolve import Configuration
-from dlscale.core.fingerprint import read_table
+from dlscale.core.fingerprint import SOURCES, TABLES
 from dlscale.core.settings import flat
 from dlscale.core.stages import RUN_STAGES, STAGES, job_name, stage_of
 from dlscale.core.text import LISTED, are_gone, listed, many, shorten
@@ -32,6 +32,13 @@ def _order(rule: str) -> int:
 
 def _in_order(rules: Iterable[str]) -> list[str]:
     return sorted(rules, key=lambda rule: (_order(rule), rule))
+
+
+def read_table(digest: str) -> dict[str, str] | None:
+    """Return the source files in a fingerprint of this or an earlier call, with digests; None if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        return TABLES.get(digest) or json.loads((SOURCES / f"{digest}.json").read_text(encoding="utf-8"))
+    return None
 
 
 def format_reasons(jobs: Iterable[Waiting], sources: Sources = read_table) -> list[str]:
