@@ -57,8 +57,9 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
 
 def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
     ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
-    named = f"{'runs' if len(runs) > 1 else 'run'} {' and '.join(run.called for run in runs)}"
-    return f"{programs} used {' to '.join(ends)} of the cores while {named if len(runs) <= 3 else f'{len(runs)} of {of} runs'} {did}"
+    which = f"run{'s' * (len(runs) > 1)} {' and '.join(run.called for run in runs)}"
+    known = which if len(runs) <= 3 else f"{len(runs)} of {of} runs"
+    return f"{programs} used {' to '.join(ends)} of the cores while {known} {did}"
 
 
 @dataclass(frozen=True)
