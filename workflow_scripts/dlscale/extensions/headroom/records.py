@@ -8,7 +8,7 @@ from dlscale.core.noise import interval
 from dlscale.core.record import Measured, Positive, Record
 from dlscale.core.text import number
 
-#: Speed-up below which a gain is not worth mentioning.
+#: Minimum speed-up that is reported as a gain.
 MIN_GAIN = 1.05
 
 
@@ -16,8 +16,8 @@ class Headroom(Record):
     """Speed of a program with its loader and with a loader that costs nothing, timed in turns."""
 
     turns: list[tuple[Positive, Positive]]  #: Batches/s of a plain turn and of the replayed turn after it.
-    batches: int  #: Number of kept batches.
-    bytes: int  #: Their size, of one process.
+    batches: int  #: Minimum number of kept batches, over all processes and turns.
+    bytes: int  #: Maximum size of the kept batches of a process.
     processes: int
     seconds: Measured  #: Duration of all turns, s.
     copied: bool = False  #: Whether each replayed batch was copied, because the program changes its batches.
