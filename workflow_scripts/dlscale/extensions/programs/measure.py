@@ -42,7 +42,7 @@ from dlscale.report import report
 from dlscale.report.verdict import Verdict, format_findings, judge_run
 from dlscale.results import PlanResult, RunResult, read_alone
 
-#: Function that takes a program's process id and returns a context, which is open while the program runs.
+#: Function from a program's process id to a context that is open while the program runs.
 Beside = Callable[[int], contextlib.AbstractContextManager[None]]
 
 #: Names of the plan of all measured programs, and of its study.
