@@ -158,7 +158,7 @@ def test_two_processes_change_turns_together(train: Path) -> None:
 
 @copies
 def test_the_copy_changes_no_file(train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files next to the program, in its home, in temporary folders, and at absolute paths of its command stay."""
+    """The copy changes no file next to the program, in its home, or at absolute paths of its command."""
     home, other = tmp_path / "home", tmp_path / "other"
     for folder in (home, other):
         folder.mkdir()

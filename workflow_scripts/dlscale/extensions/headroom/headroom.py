@@ -87,7 +87,7 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
         raise UserError(f"--replay: {count}: expected the number of batches to keep, at least 1")
     if word := next((word for word in map(os.path.basename, command) if word in ELSEWHERE), None):
         raise UserError(
-            f"--replay: {word} starts processes outside of dlscale's, where they could overwrite the program's "
+            f"--replay: {word} starts processes outside of the scratch copy, so they could overwrite the program's "
             f"results. Call dlscale within {word} instead: {word} … dlscale measure --replay {count} -- python train.py"
         )
     with temporary_folder("dlscale-replay") as folder:
@@ -101,9 +101,9 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
             except NoHeadroom as failed:
                 if copy.poll() == scratch.REFUSED:
                     raise UserError(
-                        f"--replay: {failed}, so the copy could overwrite the program's results. It needs Linux 5.12 "
-                        "or later, and user namespaces unless you are root. Measure without --replay, or write a plan "
-                        "with `measure: [headroom]`, whose program writes into {out}"
+                        f"--replay: {failed}. Without a scratch copy, the program's results could be overwritten. "
+                        "Scratch copies need Linux 5.12 or later, and user namespaces unless you are root. Measure "
+                        "without --replay, or write a plan with `measure: [headroom]`, whose program writes into {out}"
                     ) from None
                 raise NoHeadroom(f"{failed}{_reason(log)}") from None
 

@@ -17,7 +17,7 @@ class Fetch(Record):
     batches: int = 0
     seconds: float = 0.0
     cpu: float = 0.0  #: Processor time.
-    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `transform` and `collate`, each without the others.
+    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `transform` and `collate`, without overlap.
     transforms: list[str] = []  #: Names of the dataset's transforms.
 
 

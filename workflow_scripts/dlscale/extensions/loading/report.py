@@ -1,4 +1,4 @@
-"""Sum up what the processes of a program wrote about their loaders, and print a table and advice."""
+"""Sum up the loader records of a program's processes, and derive a table and advice."""
 
 from __future__ import annotations
 

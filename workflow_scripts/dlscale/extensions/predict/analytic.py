@@ -52,7 +52,7 @@ class Model(Strict):
     )
     tokens: tuple[int, int, int] = Field(description="Tokens of a sample, width of a token, number of blocks.")
     vocabulary: int = Field(0, ge=0, description="Entries of the vocabulary; 0: the model returns no logits.")
-    batch: float = Field(gt=0, description="Samples per step of each device, or group of devices that share a model.")
+    batch: float = Field(gt=0, description="Samples per micro-batch of each device or group that shares a model.")
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
     fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
     gradient_bytes: float = Field(4, gt=0, description="Bytes per parameter of averaged gradients.")
@@ -60,7 +60,7 @@ class Model(Strict):
         None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."
     )
     shards: int = Field(1, ge=1, description="Devices over which the state of the optimiser is sharded.")
-    steps: int = Field(1, ge=1, description="Batches per step of the optimiser (accumulation of gradients).")
+    steps: int = Field(1, ge=1, description="Micro-batches per optimiser step (gradient accumulation).")
     state_bytes: float = Field(16, gt=0, description="Bytes per parameter of weights, gradients and optimiser state.")
 
     @property

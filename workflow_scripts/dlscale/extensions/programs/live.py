@@ -165,7 +165,7 @@ def _devices(rows: Sequence[telemetry.Sample]) -> list[str]:
 
 
 def _finding(way: str, pace: seen.Pace, rows: Sequence[telemetry.Sample], seconds: float) -> str:
-    """Return the name of the first finding on the last seconds; empty without findings."""
+    """Return the name of the first finding of the last seconds; empty without findings."""
     begin = rows[0].time - rows[0].seconds
     full = Trials(
         trial_throughput=pace.rates,

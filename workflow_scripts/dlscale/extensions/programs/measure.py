@@ -136,7 +136,7 @@ def _replay(args: argparse.Namespace, folder: Path) -> None:
     """Measure a copy of the program with a loader that costs nothing; raise `UserError` if no copy can be made."""
     measure = registry.provided("headroom", None)
     if measure is None:
-        raise UserError("--replay: the extension `headroom` is not installed")
+        raise UserError("--replay: the extension `headroom` is not installed. Measure without --replay")
     say("dlscale measure: a scratch copy runs first, with and without replayed batches; its losses are meaningless")
     found, log = None, folder / "headroom.log"
     try:
@@ -165,7 +165,7 @@ def _together(several: Sequence[Beside]) -> Beside:
 
 
 def _missing() -> None:
-    raise UserError("--loader: this installation lacks the extension `loading`; leave the option out")
+    raise UserError("--loader: the extension `loading` is not installed. Measure without --loader")
 
 
 def _complain(error: Exception, known: str = "") -> None:
