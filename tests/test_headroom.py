@@ -1,4 +1,4 @@
-"""Tests of `dlscale measure --replay`: speed with a free loader, measured in a copy that changes nothing."""
+"""Tests of `dlscale measure --replay`: speed with a loader that costs nothing, in a copy that changes no file."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Headroom(Record):
 
     @property
     def gain(self) -> tuple[float, float, float]:
-        """Speed-up with a free loader, and the limits of its 95 % interval."""
+        """Speed-up with a loader that costs nothing, and the limits of its 95 % interval."""
         centre, reach = interval([math.log(replayed / plain) for plain, replayed in self.turns])
         return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
 
@@ -39,7 +39,7 @@ class Headroom(Record):
         """The result in one sentence."""
         gain, low, high = self.gain
         if not self.significant:
-            return f"a faster loader brings no significant gain: with a free loader, {number(gain)}× the speed " + (
+            return f"a faster loader brings no significant gain: if it costs nothing, {number(gain)}× the speed " + (
                 f"(95 % interval {number(low)} to {number(high)})"
             )
         return f"a faster loader gains at most {number(gain)}× (95 % interval {number(low)} to {number(high)})"
