@@ -22,7 +22,7 @@ from dlscale.extensions.hangs.watch import HUNG
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 
-#: Distributed training whose rank 1 hangs as the first argument says; the comments mark the lines that are named.
+#: Distributed training; the first argument selects how rank 1 hangs. Comments mark the lines that messages name.
 TRAIN = """
 import ctypes, os, signal, sys, threading, time
 import torch

@@ -1,4 +1,4 @@
-"""Tests of `dlscale measure --replay`: speed with a free loader, measured in a copy that changes nothing."""
+"""Tests of `dlscale measure --replay`: speed with a loader that costs nothing, in a copy that changes no file."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ exec(compile(open("new/train.py").read(), "train.py", "exec"))
 
 @copies
 def test_a_program_that_writes_elsewhere(train: Path) -> None:
-    with pytest.raises(NoHeadroom, match=r"folder of which --replay makes no copy.*/proc/../etc/dlscale_test"):
+    with pytest.raises(NoHeadroom, match=r"folder that --replay does not copy.*/proc/../etc/dlscale_test"):
         replayed(_script(train, "open('/proc/../etc/dlscale_test', 'w')"))
     assert not Path("/etc/dlscale_test").exists()
 

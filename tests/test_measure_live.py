@@ -1,4 +1,4 @@
-"""`dlscale measure --live`: lines on standard error while a program runs, which stays as it is."""
+"""`dlscale measure --live`: lines on standard error while a program runs, without effect on the program."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dlscale.extensions.predict.analytic import Model, fitted
 from dlscale.extensions.predict.model import Job
 
 HERE = Path(__file__).parent
-#: Fraction of a block's FLOPs that a selective recomputation repeats: torchtitan repeats every second matrix product.
+#: Fraction of a block's FLOPs that selective recomputation repeats: torchtitan repeats every second matrix product.
 SELECTIVE = 0.5
 
 

@@ -130,7 +130,7 @@ def begin(samples: Sequence[Sample]) -> float:
 
 
 def parse_row(row: Mapping[str, str]) -> Sample:
-    """Return the sample in a row, by column; raise a KeyError, TypeError or ValueError if the row is damaged."""
+    """Return the sample in a row (column → text); raise KeyError, TypeError or ValueError if the row is damaged."""
     if None in row or None in row.values():
         raise ValueError(f"expected {len(row) - (None in row)} cells")
     values: dict[str, Any] = {

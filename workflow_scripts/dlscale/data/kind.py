@@ -106,7 +106,7 @@ def stem(raw: RawFile) -> str:
     return PurePosixPath(raw.name).stem.replace(".", "_")
 
 
-#: Name of a field, for a sample that is an array; or a list or dict of names, for a tuple or dict of arrays.
+#: Name of the field with a sample's array; a list or dict of names, if a sample has a tuple or dict of arrays.
 Fields = str | tuple[str, ...] | dict[str, str]
 
 

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from dlscale.data.kind import RowSamples
 
 
-#: Nodes of trees. A constant, because making `tuple | list | dict` takes longer than the check.
+#: Types of nodes. A constant, because making `tuple | list | dict` takes longer than the check.
 NODES = (tuple, list, dict)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply a function to each leaf of a tree, and to the same leaves of other trees; return a tree of the results.
+    """Return the tree of a function's results; its arguments are a leaf of `tree`, and the same leaves of `others`.
 
-    Nodes are PyTorch's: tuples, lists, dicts and their subclasses. A tree of one leaf costs only the function's call.
+    Nodes are PyTorch's: tuples, named tuples, lists, dicts, `OrderedDict` and `defaultdict`; not other subclasses.
     """
     if not isinstance(tree, NODES):
         return function(tree, *others)
@@ -75,14 +75,14 @@ class Samples(Protocol):
     target_spec: Any  #: like `input_spec`
     #: The study's function that makes a batch (see `Study.collate`); None to stack the arrays of all samples
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
-    #: Function that returns the loader of samples that are computed from other samples, on the model's device; its
-    #: arguments are a function that opens a loader of the other samples, the `Share` and the device. None: no such step
+    #: Function that returns the loader, if samples are computed from other samples on the model's device. Its arguments
+    #: are a function that opens a loader of the other samples, the `Share` and the device. None: nothing is computed
     computed: Callable[..., Any] | None = None
 
     def read(self, epoch: int, index: int) -> tuple[Any, Any]:
         """Return input and target of sample `index` of `epoch`, in model units, with equal values in every process.
 
-        They are trees of NumPy arrays, with the structure, shapes and types of `input_spec` and `target_spec`.
+        Both are trees of NumPy arrays, with the structure, shapes and types of `input_spec` and `target_spec`.
         """
         ...
 

@@ -158,7 +158,7 @@ def styles(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def scale_of(values: Mapping[str, Any]) -> View:
-    """Return a scale that maps names to colours, shapes or other values."""
+    """Return a scale from a table: name → colour, shape or width."""
     return {"domain": list(values), "range": list(values.values())}
 
 

@@ -216,7 +216,7 @@ def fit_with_signals(
     on_begin: Callable[[Untrained], None] = lambda untrained: None,
     out: Path | None = None,
 ) -> list[Epoch]:
-    """Run `trainer.fit`, show progress, obey signals, write records of extensions into `out`; return all epochs."""
+    """Run `trainer.fit` with progress, signals and extensions' records in `out`; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # metrics that have a naive baseline come first
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch

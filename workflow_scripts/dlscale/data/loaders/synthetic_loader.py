@@ -16,7 +16,7 @@ from dlscale.data.samples import ArraySpec, Samples, tree_map
 
 
 class SyntheticLoader(Loader):
-    """Loader `synthetic`: one random batch on the device; or the first batch, if the study has its own `collate`.
+    """Loader `synthetic`: one random batch on the device, or the first batch if the study has its own `collate`.
 
     Floats are normally distributed, and float targets are clamped to [-1, 1]. Labels and image bytes are uniform.
     """

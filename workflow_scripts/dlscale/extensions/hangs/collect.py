@@ -1,4 +1,4 @@
-"""Collect what all processes of a program do: reports, stacks and states."""
+"""Collect reports, stacks and states of all processes of a program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_SPIED = 8
 
 @dataclass
 class Collected:
-    """What the processes of a program do."""
+    """Reports, stacks and states of a program's processes."""
 
     reports: dict[int, dict[str, Any]]  #: Reports of `inside.Reporter` by process id.
     stacks: dict[int, str]  #: Stacks of all threads by process id.
@@ -48,7 +48,7 @@ class Collected:
 
 
 def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], ends: bool) -> Collected:
-    """Collect what the process `program` and its descendants do.
+    """Collect reports, stacks and states of the process `program` and its descendants.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     statuses
         Last statuses of the processes that note steps, by process id.
     ends
-        Whether the program ends afterwards. Then stopped processes are continued, so that they write their stacks.
+        Whether dlscale ends the program afterwards. If so, stopped processes are continued to write their stacks.
     """
     family = family_of(program)
     stopped = {pid for pid in family if _is_stopped(pid)}
@@ -104,7 +104,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _ask(steps: Path, expected: Collection[int]) -> dict[int, dict[str, Any]]:
-    """Ask all processes for reports, and return them; wait at most `ANSWER` seconds for the processes `expected`."""
+    """Request reports of all processes, and return them; wait at most `ANSWER` seconds for the processes `expected`."""
     begin, found = time.time(), dict[int, dict[str, Any]]()
     write_text(steps / ASK, "")
 
@@ -131,7 +131,7 @@ def _dump(pid: int) -> None:
 
 
 class _Dumps:
-    """Files of stacks that processes begin to write now, piece by piece."""
+    """Files to which processes now append their stacks, in pieces."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files, self._begin = files, [file.stat().st_size for file in files]
@@ -172,7 +172,7 @@ def _processes(
         found[pid].workers = {child: line_of(text) for child, text in forked.items()}
         found[pid].workers |= {child: other["line"] for child, other in reports.items() if other["parent"] == pid}
         found[pid].workers |= {child: STOPPED for child in stopped if _parent(child) == pid}
-    # torchrun may have started a rank again.
+    # torchrun may have restarted a rank.
     present = {each.rank for each in found.values() if each.state not in (GONE, ENDED)}
     shown = [each for each in found.values() if each.state not in (GONE, ENDED) or each.rank not in present]
     return shown or [Process(pid, line=line_of(text)) for pid, text in stacks.items()]

@@ -1,4 +1,4 @@
-"""What processes that make no progress are doing; the watchdog, `dlscale measure` and `dlscale explain` use this."""
+"""Lines and operations of processes without progress, for the watchdog, `dlscale measure` and `dlscale explain`."""
 
 PROVIDES = {
     "waiting_place": "dlscale.extensions.hangs.hangs.waiting_place",

@@ -1,4 +1,4 @@
-"""Find, from the reports of a program's processes, for which rank and in which operation the other ranks wait."""
+"""Find the rank and the operation for which other ranks wait, in the reports of a program's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlscale.extensions.hangs.inside import is_start, line
 
 #: States of a process.
 RUNNING, STOPPED, SILENT = "running", "stopped by a signal", "no answer"
-GONE, ENDED = "is gone: killed, or ended without Python's exit", "has ended before the other processes"
+GONE, ENDED = "is gone: killed, or ended without Python's exit handlers", "has ended before the other processes"
 
 _PLURALS = {"is": "are", "has": "have", "does": "do"}
 
@@ -34,7 +34,7 @@ class Waiting:
     called: str  #: Name, number and line, such as `all_gather #412 at train.py:88`.
     group: str  #: Name of the process group.
     order: int  #: Number of the operation in its group.
-    name: str  #: Such as `all_gather`.
+    name: str  #: Name alone, such as `all_gather`.
     seconds: float  #: Time since the operation began.
 
 
@@ -46,7 +46,7 @@ class Process:
     rank: int | None = None  #: None if the program has no ranks.
     state: str = RUNNING
     line: str = ""  #: Line of the main thread, as `at FILE:LINE`.
-    waiting: list[Waiting] = field(default_factory=list)  #: The first operation first.
+    waiting: list[Waiting] = field(default_factory=list)  #: Unfinished operations, the oldest first.
     workers: dict[int, str] = field(default_factory=dict)  #: Lines or states of child processes, by process id.
 
     @property
@@ -82,7 +82,7 @@ def line_of(stacks: str) -> str:
 
 
 def describe(processes: Sequence[Process]) -> str:
-    """Return where each rank hangs; ranks that do not wait in an operation, for which others may wait, come first."""
+    """Return where each rank hangs; ranks outside of an operation, for which other ranks may wait, come first."""
     ranks = sorted((each for each in processes if each.rank is not None), key=lambda each: each.rank or 0)
     shown = ranks or list(processes)
     behind, stuck = _sides(shown)
@@ -111,7 +111,7 @@ def _sides(shown: Sequence[Process]) -> tuple[list[Process], list[Process]]:
 
 
 def _doing(process: Process) -> str:
-    """Return what a process does that does not wait in an operation."""
+    """Return the state and the line of a process that does not wait in an operation."""
     if process.state == STOPPED:
         text = f"is {STOPPED} {process.line}".rstrip()
     elif process.state in (GONE, ENDED):

@@ -1,4 +1,4 @@
-"""What this process is doing: the line of its main thread, its unfinished collective operations, and all stacks.
+"""Line of this process's main thread, its unfinished collective operations, and all stacks.
 
 PyTorch's Flight Recorder notes each collective operation with its Python stack (`torch.distributed.flight_recorder`).
 Tested with gloo only, because the function that reads the recorder is private.

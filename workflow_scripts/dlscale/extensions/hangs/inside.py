@@ -1,9 +1,8 @@
-"""What a Python process does when it makes no progress: its line, its unfinished collective operations, its stacks.
+"""Report the line, the unfinished collective operations and the stacks of a Python process without progress.
 
-dlscale's own processes import this file. In a program that `dlscale measure --hang-after` started, dlscale's hook loads
-the file by its path, so the file is for Python 3.8 and later, and has no dependencies. In each process that imports
-PyTorch or notes a step, a thread (`Reporter`) then writes how long the process has made no step, and, if asked, a
-report.
+dlscale's own processes import this file. In programs of `dlscale measure --hang-after`, dlscale's hook loads the file
+by its path, so the file is for Python 3.8 and later, and has no dependencies. In each process that imports PyTorch or
+notes a step, a thread (`Reporter`) writes the time since the last step, and a report on request.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ AFTER = "DLSCALE_HANG_AFTER"
 #: Names of the files in the folder of steps. The first names end with `.HOST.PID`.
 STATUS, REPORT, STACKS, ASK = "hang.status", "hang.report", "hang.stacks", "hang.ask"
 
-#: Seconds between two looks at the notes of steps, and fraction of the limit between two writes of the status.
+#: Seconds between two reads of the notes of steps, and fraction of the limit between two writes of the status.
 TICK, WRITES = 1.0, 0.1
 
 #: Longest wait for the stacks of a child, such as a loader process, seconds.
@@ -116,9 +115,9 @@ def main_line() -> str:
 
 
 class Reporter:
-    """Thread of a program's process: writes how long the process has made no step, and reports if asked.
+    """Thread that writes the time since the last step of a program's process, and a report on request.
 
-    The process also writes the stacks of all threads after SIGQUIT, even if its code holds Python's lock (GIL).
+    After SIGQUIT, the process also writes the stacks of all threads, even if its code holds Python's lock (GIL).
     """
 
     def __init__(self, folder: str, seconds: float, rank: Callable[[], int]) -> None:
@@ -153,7 +152,7 @@ class Reporter:
     def _open(self) -> None:
         """Let SIGQUIT write stacks; a forked child shares its parent's file until it notes a step itself."""
         low = os.open(self._file(STACKS), os.O_CREAT | os.O_APPEND | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        # With a high number, a program that closes all its files does not give the number to a file of its own.
+        # A high number, because after a program closes all its files, its next files get the lowest numbers.
         self._stacks = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 500)
         os.close(low)
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
@@ -170,7 +169,7 @@ class Reporter:
                 # Ticks are counted, because time while the process is stopped must not count.
                 before, idle = idle, 0.0 if last != noted else idle + TICK
                 noted, written = last, written + TICK
-                if idle == 2 * TICK:  # a log writes the notes of a second at the next note
+                if idle == 2 * TICK:  # logs only write at the next note, so the last notes are missing
                     for log in self._logs:
                         log.write()
                 every = max(TICK, WRITES * self._seconds)
@@ -278,6 +277,6 @@ def prepare(folder: str, seconds: float, rank: Callable[[], int]) -> None:
 
 
 def begin(log: Any = None) -> None:
-    """Begin to show whether this process makes steps; `log` is a log of `timed.py`. An error has no effect."""
+    """Start the reporter of this process; `log` is a log of `timed.py`. An error has no effect."""
     with contextlib.suppress(Exception):
         _reporter.begin(log)

@@ -18,9 +18,9 @@ from dlscale.extensions.hangs.inside import operation
 
 
 def mismatches(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first operation of each process group that not all ranks of the group began in the same way.
+    """Return the first operation of each process group in which the ranks of the group differ.
 
-    `called` is the operation, `missing` lists ranks that did not begin it, `others` has other operations by rank.
+    `called` is the operation, `missing` lists ranks that did not begin it, `others` maps ranks to other operations.
 
     Parameters
     ----------

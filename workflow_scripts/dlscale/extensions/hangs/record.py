@@ -16,7 +16,7 @@ _ENDED = re.compile(r"^dlscale (\S+): (.*)\. This process also ends$", re.MULTIL
 
 
 def hang_of(folder: Path) -> str:
-    """Return the hang or the lost process because of which a run was ended; empty without one.
+    """Return the hang or the lost process that ended a run; empty without one.
 
     `folder` is the run's folder. A job's log describes its last try only.
     """

@@ -1,6 +1,6 @@
-"""Watch a program for steps; if no process makes a step, find out what all processes do, and end the program.
+"""Watch the steps of a program; if no process makes a step, report where all processes are, and end the program.
 
-The processes write how long they have made no step, and reports if asked (`inside.py`).
+The processes write the time since their last step, and reports on request (`inside.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlscale.extensions.hangs.finding import SILENT, describe
 from dlscale.extensions.hangs.inside import AFTER, STATUS, TICK
 from dlscale.extensions.hangs.record import FINDING
 
-#: Exit status of `dlscale measure` if it ended the program because of a hang, as that of coreutils' `timeout`.
+#: Exit status of `dlscale measure` after a hang, equal to that of coreutils' `timeout`.
 HUNG = 124
 
 #: Accepted values of `--hang-after`, seconds.
@@ -59,13 +59,13 @@ class HangWatch:
         say
             Function that prints a line for the user.
         before_first_step
-            Whether the program is also ended if its first step takes more than `BEFORE_FIRST_STEP` times as long.
+            Whether the program is also ended if no process notes a batch or step for `BEFORE_FIRST_STEP` times as long.
         """
         self._steps, self._limit, self._say = steps, seconds, say
         self.folder, self._finding = folder / FINDING.parent, folder / FINDING
         self._before = before_first_step
         self.environment = {AFTER: f"{seconds:g}"}  #: Variables of the program.
-        self.finding = ""  #: The hang because of which the program was ended; empty without one.
+        self.finding = ""  #: The hang that ended the program; empty without one.
         self._statuses: dict[Path, dict[str, Any]] = {}
         self._ages: dict[Path, float] = {}
         self._ticks, self._unseen = 0.0, 0.0
@@ -114,7 +114,7 @@ class HangWatch:
             idle = min(each["idle"] + self._ages[file] for file, each in live.items())
             stepped = any(each["stepped"] for each in live.values())
             return idle, self._limit * (1 if stepped else BEFORE_FIRST_STEP)
-        # There is no limit after the training, and if this process cannot see the steps.
+        # After the training, or if this process cannot see the steps, there is no limit.
         idle = 0.0 if self._statuses or self._is_blind() or not self._before else self._ticks
         return idle, self._limit * BEFORE_FIRST_STEP
 
@@ -124,13 +124,13 @@ class HangWatch:
         self._unseen += TICK if blind else 0.0
         if self._unseen == UNSEEN:
             self._say(
-                "dlscale measure: --hang-after cannot watch this program, whose processes note steps but no progress: "
-                "an old copy of timed.py, or a full disk"
+                "dlscale measure: --hang-after cannot watch this program: its processes note steps, but write no "
+                "status. Replace old copies of timed.py, or free disk space"
             )
         return blind
 
     def _find(self, program: int, idle: float, ends: bool) -> None:
-        """Print what all processes do, and end the program if `ends`."""
+        """Print where all processes are, and end the program if `ends`."""
         found = collect(self._steps, program, {each["pid"]: each for each in self._statuses.values()}, ends)
         if self._closed.is_set() or (ends and any(map(self._has_moved, found.reports.values()))):
             return
@@ -160,7 +160,7 @@ class HangWatch:
 def _mismatches(folder: Path, found: Collected, known: Collection[str]) -> list[str]:
     """Return the operations that differ between ranks by PyTorch's analysis, a sentence per process group.
 
-    Operations in `known` are left out: the finding names them.
+    Operations in `known` are omitted, because the finding already names them.
     """
     files = [str(folder / f"report.{pid}.json") for pid, each in found.reports.items() if each.get("entries")]
     if len(files) < 2:

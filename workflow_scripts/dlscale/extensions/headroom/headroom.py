@@ -1,8 +1,8 @@
-"""How much faster a program would be with a loader that costs nothing.
+"""Measure the speed-up of a program with a loader that costs nothing.
 
-A copy of the program runs, in which plain turns and turns with replayed batches alternate (`replay.py`). For `dlscale
-measure --replay` the copy cannot change the program's files (`scratch.py`). In plans, it writes into a folder of its
-own, like the program that is timed for `throughput`.
+In a copy of the program, plain turns and turns with replayed batches alternate (`replay.py`). For `dlscale measure
+--replay`, the copy cannot change the program's files (`scratch.py`). In plans, the copy writes into its own folder,
+like the program that is timed for `throughput`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import watched
 from dlscale.extensions.programs.steps import WAYS
 
-#: Number of batches that are kept in plans, and largest fraction of the free memory that they take.
+#: Number of kept batches in plans; maximum fraction of the free memory for the kept batches of one process.
 BATCHES, MEMORY = 16, 0.05
 
-#: Duration of a turn, s, and least number of batches of a turn.
+#: Duration of a turn, s, and minimum number of batches of a turn.
 TURN, MIN_BATCHES = 0.5, 4
 
-#: Batches before the first turn.
+#: Number of batches before the first turn.
 WARM_UP = 10
 
-#: Number of pairs of turns after which the timing may end; width of the interval at which it ends; seconds after which
-#: it ends in any case.
+#: Minimum number of pairs of turns. After these pairs, the timing ends if the half-width of the interval of the
+#: logarithmic speed-up is at most ERROR, or after SECONDS.
 MIN_PAIRS, ERROR, SECONDS = 8, 0.02, 60.0
 
-#: Least number of pairs for an interval.
+#: Minimum number of pairs if the program ends early.
 FEWEST_PAIRS = 4
 
 #: Seconds after which the timing fails; longest time without progress, s; and longest time with steps whose batches do
@@ -57,10 +57,10 @@ LATEST, PATIENCE, STEPS_ONLY = 600.0, 600.0, 20.0
 #: Loaders whose batches can be replayed.
 REPLAYED = "PyTorch's DataLoader or dlscale.timed; other loaders cannot be replayed"
 
-#: Seconds between looks at the turns.
+#: Time between two reads of the turns, s.
 LOOK = 0.1
 
-#: Words of a command that start processes elsewhere, where no scratch copy protects the program's results.
+#: Commands that start processes outside of the scratch copy, where the program could overwrite its results.
 ELSEWHERE = ("srun", "sbatch", "salloc", "ssh", "flux", "jsrun", "aprun", "docker")
 
 #: Variables that switch off experiment trackers, from their documentation.
@@ -84,7 +84,7 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
     Raises
     ------
     UserError
-        The program's results cannot be protected here. No program was started.
+        `count` is below 1, the command cannot be started, or the program's results cannot be protected here.
     NoHeadroom
         The program's headroom cannot be measured.
     """
@@ -92,7 +92,7 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
         raise UserError(f"--replay: {count}: expected the number of batches to keep, at least 1")
     if word := next((word for word in map(os.path.basename, command) if word in ELSEWHERE), None):
         raise UserError(
-            f"--replay: {word} starts processes outside of dlscale's, where they could overwrite the program's "
+            f"--replay: {word} starts processes outside of the scratch copy, so they could overwrite the program's "
             f"results. Call dlscale within {word} instead: {word} … dlscale measure --replay {count} -- python train.py"
         )
     with temporary_folder("dlscale-replay") as folder:
@@ -106,9 +106,9 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
             except NoHeadroom as failed:
                 if copy.poll() == scratch.REFUSED:
                     raise UserError(
-                        f"--replay: {failed}, so the copy could overwrite the program's results. It needs Linux 5.12 "
-                        "or later, and user namespaces unless you are root. Measure without --replay, or write a plan "
-                        "with `measure: [headroom]`, whose program writes into {out}"
+                        f"--replay: {failed}. Without a scratch copy, the program's results could be overwritten. "
+                        "Scratch copies need Linux 5.12 or later, and user namespaces unless you are root. Measure "
+                        "without --replay, or write a plan with `measure: [headroom]`, whose program writes into {out}"
                     ) from None
                 raise NoHeadroom(f"{failed}{_reason(log)}") from None
 
@@ -136,10 +136,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _written(command: Sequence[str]) -> list[str]:
-    """Return the folders that a program probably writes to.
+    """Return the folders to which a program probably writes.
 
-    These are the working folder, the home and temporary folders, folders that variables of the environment name, and
-    those of absolute paths in the command.
+    These are the working folder, the home and temporary folders, folders that environment variables name, and folders
+    of absolute paths in the command.
     """
     words = [part for word in command for part in (word, word.partition("=")[2]) if part.startswith("/")]
     named = [*words, *map(os.path.dirname, words)]
@@ -182,10 +182,10 @@ _Turns = dict[tuple[int, int], list[float]]
 
 
 def _turns(copy: KeptProgram, steps: Path, option: str) -> Headroom:
-    """Let the copy take turns until the speed-up is known well enough."""
+    """Time turns of the copy until the interval of the speed-up is narrow, or the time is over."""
     schedule = steps / "schedule"
     first, plain = _pace(copy, steps)
-    # The speed with replayed batches is unknown. Two turns of the same length show it.
+    # The speed with replayed batches is unknown, so the first two turns have the same number of batches.
     length = _length(plain)
     _plan(schedule, first, length, length)
     _wait(copy, steps, lambda: len(_pairs(steps, first)) >= 1)
@@ -296,11 +296,11 @@ def _stepping(steps: Path) -> float:
 
 
 def _reason(log: Path) -> str:
-    """Return the probable reason for which a copy failed, from its output."""
+    """Return the probable reason why a copy failed, from its output."""
     text = log.read_text(errors="replace")[-4000:]
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     if "Read-only file system" in text:
-        return f". It writes to a folder of which --replay makes no copy: {brief(OSError(last))}"
+        return f". The program writes to a folder that --replay does not copy: {brief(OSError(last))}"
     if "Value too large for defined data type" in text:
-        return f". It writes to files of another user or group, of which no copy can be made: {last[:200]}"
+        return f". The program writes to files of another user or group, which cannot be copied: {last[:200]}"
     return f". Its last line: {last[:200]}" if last else ""

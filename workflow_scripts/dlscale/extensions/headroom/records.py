@@ -8,7 +8,7 @@ from dlscale.core.noise import interval
 from dlscale.core.record import Measured, Positive, Record
 from dlscale.core.text import number
 
-#: Speed-up below which a gain is not worth mentioning.
+#: Minimum speed-up that is reported as a gain.
 MIN_GAIN = 1.05
 
 
@@ -16,8 +16,8 @@ class Headroom(Record):
     """Speed of a program with its loader and with a loader that costs nothing, timed in turns."""
 
     turns: list[tuple[Positive, Positive]]  #: Batches/s of a plain turn and of the replayed turn after it.
-    batches: int  #: Number of kept batches.
-    bytes: int  #: Their size, of one process.
+    batches: int  #: Minimum number of kept batches, over all processes and turns.
+    bytes: int  #: Maximum size of the kept batches of a process.
     processes: int
     seconds: Measured  #: Duration of all turns, s.
     copied: bool = False  #: Whether each replayed batch was copied, because the program changes its batches.
@@ -25,7 +25,7 @@ class Headroom(Record):
 
     @property
     def gain(self) -> tuple[float, float, float]:
-        """Speed-up with a free loader, and the limits of its 95 % interval."""
+        """Speed-up with a loader that costs nothing, and the limits of its 95 % interval."""
         centre, reach = interval([math.log(replayed / plain) for plain, replayed in self.turns])
         return math.exp(centre), math.exp(centre - reach), math.exp(centre + reach)
 
@@ -38,8 +38,8 @@ class Headroom(Record):
     def text(self) -> str:  # type: ignore[override]
         """The result in one sentence."""
         gain, low, high = self.gain
-        reach = f"{number(gain)}× (95 % interval {number(low)} to {number(high)})"
+        ratio = f"{number(gain)}× (95 % interval {number(low)} to {number(high)})"
         rest = "; other loaders kept loading, so more may be possible" if self.others else ""
         if not self.significant:
-            return f"a faster loader brings no significant gain: with a free loader, the speed is {reach}{rest}"
-        return f"a faster loader gains {'about' if self.others else 'at most'} {reach}{rest}"
+            return f"a faster loader brings no significant gain: if it costs nothing, the speed is {ratio}{rest}"
+        return f"a faster loader gains {'about' if self.others else 'at most'} {ratio}{rest}"

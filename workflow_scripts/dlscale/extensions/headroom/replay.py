@@ -19,13 +19,14 @@ from typing import Any
 
 clock = time.perf_counter
 
-#: Environment variables: number and total bytes of kept batches, as `N BYTES`; mount namespace of the scratch copy.
+#: Environment variables: maximum number and bytes of a process's kept batches, as `N BYTES`; mount namespace of the
+#: scratch copy.
 REPLAY, SCRATCH = "DLSCALE_REPLAY", "DLSCALE_SCRATCH"
 
 #: Environment variable: folder of steps.
 FOLDER = "DLSCALE_STEPS"
 
-#: Seconds between two looks at the schedule.
+#: Time between two reads of the schedule, s.
 LOOK = 0.1
 
 #: Exit status of a process that does not run in the scratch copy.
@@ -36,9 +37,9 @@ CURRENT: Replay | None = None
 
 
 class Kept:
-    """One batch, and how to hand it out again: tensors are shared, all other objects are copied.
+    """Kept batch, whose replays share its tensors and copy all other objects.
 
-    If the program changes tensors in place, tensors are copied as well from then on.
+    After the program has changed a tensor in place, replays also copy the tensors.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -98,7 +99,7 @@ class Replay:
         self._number = 0  # batches of the training's loader so far
         self._schedule: list[tuple[int, int, int]] = []  # first batch, batches of a plain turn and of a replayed turn
         self._looked, self._read = 0.0, 0
-        self._turn: tuple[int, int, int] | None = None  # first batch of its schedule, its number, end of the turn
+        self._turn: tuple[int, int, int] | None = None  # first batch of the schedule, turn, batch of the turn
         self._begin = self._copying = 0.0
         self._timed = 0
 
@@ -115,9 +116,9 @@ class Replay:
         key
             Identity of the loader.
         fetch
-            Function that returns the loader's next batch; after the last batch it returns the first one.
+            Function that returns the loader's next batch. In the training, a new epoch follows the last batch.
         ahead, workers
-            Number of batches that workers load in advance, and number of workers.
+            Number of batches that the workers load in advance, and number of workers.
         """
         self._last = key
         if self._training is None or key != self._training:
@@ -130,7 +131,7 @@ class Replay:
             begin = clock()
             kept = self._kept[self._number % len(self._kept)]
             batch = kept.again()
-            if kept.changed:  # a real loader's batch is new, and needs no such copy
+            if kept.changed:  # the copy is not timed, because a real loader makes new batches
                 self._copying += clock() - begin
             return batch
         batch = fetch()
@@ -143,7 +144,7 @@ class Replay:
         if plan is None or not self._kept:
             return False
         first, *lengths = plan
-        # The first batches of a turn do not count: workers are still busy with work of the turn before.
+        # The first batches of a turn are not timed, because workers still load batches of the last turn.
         settling = workers + 1
         plain, whole = settling + lengths[0], 2 * settling + sum(lengths)
         cycle, place = divmod(self._number - first, whole)
@@ -161,7 +162,7 @@ class Replay:
         return bool(replayed)
 
     def _leave(self) -> None:
-        """Write down the turn that ends now."""
+        """Write the turn that ends now."""
         if self._turn is None or not self._timed:
             return
         _synchronize()
@@ -214,7 +215,7 @@ def _synchronize() -> None:
 
 
 def _note(folder: str, reason: str) -> None:
-    """Write down why the program cannot be replayed."""
+    """Write the reason why the program cannot be replayed."""
     with contextlib.suppress(OSError), open(f"{folder}/unsupported", "w") as file:
         file.write(reason)
 
@@ -295,7 +296,7 @@ def _begin() -> None:
     CURRENT = Replay(folder)
 
 
-#: Functions that the hook calls after a module is imported.
+#: Module → function that the hook calls after the import of the module.
 AFTER = {"torch.optim.optimizer": optimizers, "torch.utils.data.dataloader": watch}
 
 if REPLAY in os.environ and FOLDER in os.environ:

@@ -1,4 +1,4 @@
-"""Run a program in a scratch copy: what it writes goes to a temporary folder, and is removed with this folder.
+"""Run a program in a scratch copy: all files that it writes are in a temporary folder, and are removed with it.
 
 `python -I scratch.py SCRATCH STEPS FOLDER... -- COMMAND` gives the process a mount namespace of its own (Linux 5.12 or
 later; without root, the machine must allow user namespaces). In this namespace, the program sees and changes a copy of
@@ -18,15 +18,15 @@ from pathlib import Path
 #: Environment variable with the mount namespace of the scratch copy.
 SCRATCH = "DLSCALE_SCRATCH"
 
-#: Exit status if the machine cannot make a scratch copy, and name of the file in STEPS with the reason.
+#: Exit status if no scratch copy can be made or the command cannot be started; file in STEPS with the reason.
 REFUSED, REASON = 125, "unsupported"
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-#: `mount_setattr`, which has the same number on all processors; its flags for read-only mounts and for whole trees.
+#: Number of `mount_setattr` (equal on all processors except Alpha); its flags for read-only mounts and for subtrees.
 MOUNT_SETATTR, MOUNT_ATTR_RDONLY, AT_RECURSIVE, AT_FDCWD = 442, 1, 0x8000, -100
 
-#: Folders of devices and processes, which stay writable.
+#: Folders of devices, processes and the kernel, which stay writable.
 DEVICES = ("/dev", "/proc", "/sys")
 
 #: Folder of shared memory, which programs use between their processes, and for fast files.
@@ -68,7 +68,7 @@ def _own_namespace() -> None:
 
 
 def outermost(folders: Sequence[str]) -> list[str]:
-    """Return the existing folders without those that another folder of the same file system contains."""
+    """Return the folders to copy: existing folders, without subfolders on the same file system, `/` and `DEVICES`."""
     found = list[Path]()
     for folder in sorted({Path(each).resolve() for each in folders if os.path.isdir(each)}):  # noqa: PTH112
         if str(folder) == "/" or any(folder.is_relative_to(each) for each in DEVICES):
@@ -87,7 +87,7 @@ def mounts_below(folders: Sequence[str]) -> list[str]:
 
 
 def enter(scratch: str, steps: str, folders: Sequence[str]) -> None:
-    """Make the namespace: writable copies of `folders`, and the folder `steps` itself; the rest is read-only."""
+    """Enter a namespace with writable copies of `folders` and the original `steps`; all else is read-only."""
     here = os.getcwd()  # noqa: PTH109
     _own_namespace()
     # An overlay does not show the file systems that are mounted in its lower folder. Each gets an overlay of its own.

@@ -66,7 +66,7 @@ def leak(evidence: Evidence) -> Finding | None:
 
 
 def _end(process: ProcessHealth, memory: Memory, found: Growth) -> str:
-    """Return a sentence: when memory is exhausted at the present growth; empty if unknown."""
+    """Return a sentence on when memory is full if it continues to grow; empty if unknown."""
     left = (memory.limit or 0) - found.after
     if left <= 0:
         return ""

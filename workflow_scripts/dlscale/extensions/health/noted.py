@@ -24,8 +24,8 @@ NAME = "health"
 #: Lines of `/proc/self/status`: peak resident memory; own memory, which is anonymous, shared or swapped out.
 STATUS = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
 
-#: Largest fraction of the time that notes may take, and seconds that notes may take at the start. Notes of a program
-#: take processor time of the thread that trains.
+#: Maximum fraction of the time for notes, and seconds that notes may take in addition. Only the processor time of the
+#: thread that writes the notes counts.
 MAX_FRACTION, FREE_SECONDS = 1e-3, 0.01
 
 #: Longest noted text of a reason, characters.
@@ -136,7 +136,7 @@ class Notes:
         self._compilations = Compilations()
 
     def look(self) -> None:
-        """Note the present memory and new compilations, unless notes already took too much time."""
+        """Note the memory and new compilations, unless notes already took too much time."""
         if self._spent > FREE_SECONDS + MAX_FRACTION * (clock() - self._begin):
             return
         begin = thread_clock()

@@ -34,7 +34,7 @@ from dlscale.extensions.health.records import (
 #: A pause lies between two steps that are further apart than PAUSE times the median, and than PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 5.0, 0.2
 
-#: Ratio to the peak so far above which a peak counts as higher, because memory in use varies a little.
+#: Minimum ratio of a new peak to the peak so far, because memory in use varies a little.
 HIGHER = 1.01
 
 

@@ -13,11 +13,11 @@ from dlscale.core.record import Record
 #: File of the record, in the folder of a run.
 FILE = "health.json"
 
-#: Largest number of points of memory that a record keeps for each process and device.
+#: Maximum number of points of memory in a record, for each process and device.
 MAX_POINTS = 512
 
-#: Phases of a run. `start`: until the first step has ended. `between`: pauses of the steps that are not a validation
-#: with a loader, such as for checkpoints.
+#: Phases of a run. `start`: until the first step has ended. `between`: pauses between steps, such as for checkpoints,
+#: without validations with a loader.
 START, TRAINING, VALIDATION, BETWEEN = "start", "training", "validation", "between"
 
 #: Phase of a time for which steps and batches are unknown.
@@ -60,9 +60,9 @@ class Compilation(Record):
 
     step: int = Field(ge=0)  #: Number of steps that had ended when the compilation began.
     seconds: float = Field(ge=0)
-    frame: str = ""  #: PyTorch's number of the function.
+    frame: str = ""  #: PyTorch's number of the compiled function.
     again: bool = False  #: Whether the function had been compiled before.
-    forward: bool = True  #: Whether the compilation is not only of a backward pass.
+    forward: bool = True  #: False if only a backward pass was compiled.
     function: str = ""
     file: str = ""
     line: int = 0
@@ -74,7 +74,7 @@ class ProcessHealth(Record):
     """Memory and compilations of one process."""
 
     rank: int = 0
-    steps: int = 0  #: Number of steps of the training.
+    steps: int = 0  #: Number of steps after the first step.
     seconds: float = 0.0  #: Time from the first to the last step, seconds.
     memory: list[Memory] = []
     compilations: list[Compilation] = []

@@ -34,7 +34,7 @@ from dlscale.train.loop import Batch, Hook
 from dlscale.train.memory import total
 from dlscale.train.trainer import Trainer
 
-#: Functions of the trainer, by the phase in which they run, for the message of an exhausted memory.
+#: Function of the trainer → phase that a message about exhausted memory names.
 FUNCTIONS = {
     "Trainer.validate": VALIDATION,
     "Trainer._save": "a checkpoint",
@@ -90,7 +90,7 @@ class Watch:
         self.step = 0  #: Number of steps of the training so far.
         self.next = 0  #: Number of steps after which the next point is due.
         self.phase = ""  #: Phase of the last point.
-        self._before, self._gap = 0, 0.0  # step of the last point; least seconds between points
+        self._before, self._gap = 0, 0.0  # step of the last point; minimum seconds between points
         self._compilations, self._breaks = noted.Compilations(), dict[str, int]()
         self._compiled, self._warned = list[Compilation](), False
         self._start = self._end = self._time = time.perf_counter()
@@ -102,7 +102,7 @@ class Watch:
     def __call__(self, phase: str, step: int) -> None:
         """Note that a phase has ended after a number of steps.
 
-        `between` before the first step of an epoch is the time since the validation, or since the start.
+        Before the first step of an epoch, the phase `between` is the time since the last validation or since the start.
         """
         now = time.perf_counter()
         started = self._first is not None or phase == VALIDATION
@@ -113,7 +113,7 @@ class Watch:
         except (OSError, RuntimeError) as error:  # the training continues
             logging.info("memory cannot be watched: %s", error)
             self._gap = math.inf
-        # A point is due after an epoch's last step, and when the time for it has passed, at the present pace.
+        # The next point is due after `wait` steps at the present pace, or earlier, after the epoch's last step.
         pace = (now - self._time) / max(step - self._before, 1)
         self.phase, self._before, self._time = phase, step, now
         wait = max((time.perf_counter() - now) / noted.MAX_FRACTION, self._gap) / max(pace, 1e-9)
@@ -165,7 +165,7 @@ class Watch:
 
 
 def _reset_peak() -> None:
-    """Reset the peak of the resident memory, so that each point has the peak since the point before (proc(5))."""
+    """Reset the peak of the resident memory, so that each point has the peak since the last point (proc(5))."""
     place = os.open("/proc/self/clear_refs", os.O_WRONLY)
     try:
         os.write(place, b"5")

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from dlscale.extensions.health.records import START, TRAINING, Memory
 
-#: Fraction of the points that are warm-up; number of blocks of the other points, and least number of points in a block.
+#: Fraction of the points that are warm-up; number of blocks of the other points; minimum number of points in a block.
 WARM_UP, BLOCKS, MIN_POINTS = 1 / 3, 6, 3
 
-#: Each block must grow by at least this fraction of the mean growth. A cache that fills and then stays does not.
+#: Minimum growth from block to block, as a fraction of the mean growth. A cache that is full stops growing.
 MIN_STEADINESS = 0.25
 
-#: Least growth after the warm-up that is reported: bytes, and fraction of the memory in use.
+#: Minimum growth after the warm-up that is reported: bytes, and fraction of the memory in use.
 MIN_BYTES, MIN_GROWTH = 8e6, 0.02
 
 
@@ -35,8 +35,8 @@ class Growth:
 def growth(memory: Memory) -> Growth | None:
     """Return the steady growth of a process's memory over its steps; None without such growth.
 
-    The medians of six consecutive blocks of points must rise, none by much less than the others. Random noise passes
-    this test in less than 1 of 720 runs, and medians ignore single large points.
+    The medians of six consecutive blocks of points must rise, each by at least a quarter of the mean rise. Random noise
+    passes this test in less than 1 of 720 runs, and medians ignore single large points.
     """
     training = [place for place, phase in enumerate(memory.phases) if phase == TRAINING]
     kept = training[int(WARM_UP * len(training)) :]

@@ -19,10 +19,10 @@ from dlscale.data.samples import GridSamples, Rows
 from dlscale.data.store import Reader, channels_first
 from dlscale.preflight.probe import Finding
 
-#: Bytes of a page, the smallest part of a mapped file that is read.
+#: Size of a page, the smallest part of a mapped file that is read, bytes.
 PAGE = 4096
 
-#: Bytes read per byte used from which on `dlscale doctor` warns.
+#: Bytes read per byte used above which `dlscale doctor` warns.
 MAX_RATIO = 2.0
 
 #: Timeouts of `lfs` and of the check of all datasets, seconds.

@@ -12,12 +12,12 @@ from dlscale.core.record import Record
 class Fetch(Record):
     """Sums of the batches that a process fetched, without its first batch; times in seconds."""
 
-    seed: int | None = None  #: Number of the iterator for which a worker fetches; None in the training process.
+    seed: int | None = None  #: Seed of the iterator for which a worker fetches; None in the training process.
     first: float = 0.0  #: Duration of the first batch.
     batches: int = 0
     seconds: float = 0.0
     cpu: float = 0.0  #: Processor time.
-    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `transform` and `collate`, each without the others.
+    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `transform` and `collate`, without overlap.
     transforms: list[str] = []  #: Names of the dataset's transforms.
 
 
@@ -31,17 +31,17 @@ class Loader(Record):
     pin_memory: bool
     prefetch: int | None = None
     persistent: bool = False
-    seeds: list[int] = []  #: Numbers of its iterators.
+    seeds: list[int] = []  #: Seeds of the loader's iterators.
     batches: int  #: Batches after the first one of each epoch.
-    waited: float  #: Wait for these batches.
-    firsts: int  #: Epochs.
+    waited: float  #: Wait for the batches in `batches`.
+    firsts: int  #: Number of epochs.
     first_waited: float  #: Wait for the first batches of all epochs.
-    between: list[float] = []  #: Times from a batch to the request of the next one, the latest ones.
+    between: list[float] = []  #: Latest times from a batch to the request of the next batch.
     requests: int = 0  #: Number of requests with a known number of ready batches.
     ready: int = 0  #: Sum of the ready batches.
     empty: int = 0  #: Number of requests without a ready batch.
     sized: int = 0  #: Number of batches whose bytes are known.
-    bytes: int = 0  #: Bytes of their tensors in main memory, if the model is on another device.
+    bytes: int = 0  #: Bytes of these batches' tensors in main memory, if the model is on another device.
     pinned: int = 0  #: Part of `bytes` in pinned memory.
     fetch: Fetch = Fetch()  #: Batches fetched in the training process or, after `read_loading`, in all workers.
 
@@ -83,7 +83,7 @@ class Array(Record):
 
 
 class ProcessFile(Record):
-    """File of `dlscale.extensions.loading.watch` of one process."""
+    """File that `dlscale.extensions.loading.watch` writes in one process."""
 
     host: str
     pid: int
@@ -117,8 +117,8 @@ class Loading(Record):
     """`loading.json`: loaders of a program, and the arrays that they read."""
 
     device: str = ""  #: Type of the device with the model's weights; empty if unknown.
-    cores: int = 1  #: Cores that the training process may use.
-    processes: int = 0  #: Training processes with a loader on the node with most of them.
+    cores: int = 1  #: Minimum number of cores that a training process may use.
+    processes: int = 0  #: Maximum number of training processes with a loader on a node.
     loaders: list[Loader] = []
     arrays: list[Array] = []
     stopped: str = ""  #: Reason why the watch of a process stopped.

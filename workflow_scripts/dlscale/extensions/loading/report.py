@@ -1,4 +1,4 @@
-"""Sum up what the processes of a program wrote about their loaders, and print a table and advice."""
+"""Sum up the loader records of a program's processes, and derive a table and advice."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ NAME = "loading.json"
 #: Minimum number of batches of a loader, without the first batch of each epoch, for advice.
 MIN_BATCHES = 10
 
-#: Bytes read per byte used from which on chunks are reported as unsuitable, and minimum fraction of a batch's time that
-#: reads must take.
+#: Minimum bytes read per byte used, and minimum fraction of a batch's time in reads, with which chunks are reported.
 MIN_RATIO, MIN_READS = 2.0, 0.3
 
 #: Copies from pageable memory: assumed rate, bytes/s, and minimum fraction of a step that is reported.
 PAGEABLE, MIN_COPIES = 6e9, 0.01
 
-#: Workers are fast enough if they need at most this fraction of a step's time per batch.
+#: Fraction of a step's time per batch below which workers are fast enough.
 FAST_WORKERS = 0.8
 
 #: Parts of the time of a batch, as in the table.
@@ -86,7 +85,7 @@ def read_loading(steps: Path) -> Loading:
 
 
 def _place(file: ProcessFile, mains: Sequence[ProcessFile]) -> tuple[str, int, int] | None:
-    """Return host and process of a worker's training process, and the number of the loader there; None if unknown."""
+    """Return host, process id and number of the loader to which a worker belongs; None if unknown."""
     assert file.worker
     # With the start method `forkserver`, a worker's parent is the fork server.
     near = sorted(mains, key=lambda main: (main.host != file.host, main.pid != file.parent))
@@ -164,7 +163,7 @@ def step_of(loader: Loader) -> float:
 
 
 def fetch_of(loader: Loader) -> float | None:
-    """Return the mean time in which a process fetches a batch, seconds; None if unknown."""
+    """Return the mean time to fetch a batch in one process, seconds; None if unknown."""
     fetch = loader.fetch
     return fetch.seconds / fetch.batches if fetch.batches else fetch.first or None
 

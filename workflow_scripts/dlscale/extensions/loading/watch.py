@@ -29,11 +29,11 @@ FOLDER = os.environ.get("DLSCALE_STEPS", "")
 #: Seconds between two writes.
 SECONDS = 1.0
 
-#: Maximum numbers in a process's file: loaders, arrays, regions of an array, names of transforms, durations of a
-#: loader, iterators of a loader, and files of an array.
+#: Maximum numbers of entries in a process's file: loaders, arrays, regions of an array, names of transforms, times
+#: between batches, iterators of a loader, and files of an array.
 MAX_LOADERS, MAX_ARRAYS, MAX_REGIONS, MAX_NAMES, MAX_TIMES, MAX_SEEDS, MAX_FILES = 16, 32, 8, 4, 256, 1000, 1000
 
-#: Maximum number of files in the folder of steps. If each epoch starts new workers, later workers do not write.
+#: Number of files in the folder of steps above which new processes do not write, since each epoch may start workers.
 MAX_PROCESSES = 1000
 
 #: The bytes of the first ALWAYS reads and batches are measured, and of each EVERY-th after them.
@@ -88,7 +88,7 @@ class Watch:
     def write_if_due(self, now: float) -> None:
         """Write the sums if the last write is longer ago than `SECONDS`.
 
-        The first write is at once, since a worker may live for less than a second: only then its end is noted.
+        The first write is immediate: it also registers the write at exit, and a worker may live for less than a second.
         """
         if now >= self._due:
             self._due = now + SECONDS
@@ -247,14 +247,14 @@ class Watch:
         info = worker.get_worker_info() if worker else None
         if info:
             sums = self._worker
-            # The difference is the same in all workers of an iterator; the training process knows it, too.
+            # The difference is the seed of the iterator, which the training process also records.
             sums.setdefault("seed", info.seed - info.id)
         else:
             loader = self._local.__dict__.get("loader")
             if loader is None:  # another loader uses PyTorch's functions
                 return
             sums = loader["fetch"]
-        if "first" not in sums:  # opens files
+        if "first" not in sums:  # the first batch is separate, because it may open files
             sums.update(first=seconds, batches=0, seconds=0.0, cpu=0.0, parts={}, transforms=names[:MAX_NAMES])
             return
         sums["batches"] += 1
@@ -386,7 +386,7 @@ class Watch:
         @functools.wraps(original)
         def read(array: Any, *args: Any, **kwargs: Any) -> Any:
             own = self._local.__dict__
-            if not self.on or own.get("reading"):  # one of these functions calls another one
+            if not self.on or own.get("reading"):  # a wrapped function called by another wrapped function
                 return original(array, *args, **kwargs)
             record, before = None, None
             try:
@@ -523,7 +523,7 @@ def _hdf5(dataset: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 def _zarr(array: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return the name, the place and the layout of a Zarr array; a shard's chunks can be read alone."""
+    """Return the name, the folder or URL, and the layout of a Zarr array; chunks of shards count alone."""
     if hasattr(array, "compressors"):
         compression = ", ".join(type(each).__name__ for each in array.compressors)
     else:  # Zarr 2

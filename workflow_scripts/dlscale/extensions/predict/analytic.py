@@ -1,7 +1,7 @@
 """Predict a model that was never measured, from its parameters, FLOPs and shapes (`dlscale predict --model FILE`).
 
-The time of a sample is its FLOPs divided by `MATMUL` of the peak of the device, plus the bytes of all other operators
-divided by `COPY` of the bandwidth of the memory. All other costs are the medians of their priors.
+The time of a sample is its FLOPs divided by `MATMUL` times the device's peak, plus the bytes of operators other than
+matrix products divided by `COPY` times the memory bandwidth. All other costs are the medians of their priors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORWARD_BYTES, BACKWARD_BYTES = 2 * 34, 3 * 34
 LOGIT_BYTES = 24
 #: Bytes per parameter that an optimiser step reads and writes, as in the prior of `fixed`.
 OPTIMIZER_BYTES = 28
-#: Factor of a standard deviation of the time of a sample (judgement).
+#: Standard deviation of the time of a sample, as a factor (a guess, not measured).
 FACTOR = 1.3
 
 
@@ -48,11 +48,11 @@ class Model(Strict):
     device: Device
     parameters: int = Field(ge=1)
     flops: dict[str, float] = Field(
-        description="FLOPs of forward and backward pass of a sample, by number format; with repeated forward passes."
+        description="FLOPs of a sample's forward and backward pass, by number format, with repeated forward passes."
     )
     tokens: tuple[int, int, int] = Field(description="Tokens of a sample, width of a token, number of blocks.")
     vocabulary: int = Field(0, ge=0, description="Entries of the vocabulary; 0: the model returns no logits.")
-    batch: float = Field(gt=0, description="Samples per step of each device, or group of devices that share a model.")
+    batch: float = Field(gt=0, description="Samples per micro-batch of each device or group that shares a model.")
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
     fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
     gradient_bytes: float = Field(4, gt=0, description="Bytes per parameter of averaged gradients.")
@@ -60,7 +60,7 @@ class Model(Strict):
         None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."
     )
     shards: int = Field(1, ge=1, description="Devices over which the state of the optimiser is sharded.")
-    steps: int = Field(1, ge=1, description="Batches per step of the optimiser (accumulation of gradients).")
+    steps: int = Field(1, ge=1, description="Micro-batches per optimiser step (gradient accumulation).")
     state_bytes: float = Field(16, gt=0, description="Bytes per parameter of weights, gradients and optimiser state.")
 
     @property

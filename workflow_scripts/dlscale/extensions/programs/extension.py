@@ -35,7 +35,7 @@ COMMANDS = {
             ),
             option(
                 "--replay",
-                "before the run, measure the speed with a free loader: replay the first N batches in a scratch copy",
+                "before the run, measure the gain of a faster loader: replay the first N batches in a scratch copy",
                 False,
                 type=int,
                 metavar="N",

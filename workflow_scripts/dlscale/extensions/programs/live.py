@@ -26,11 +26,11 @@ from dlscale.report.verdict import verdict
 #: Environment variable: seconds between two lines.
 EVERY = "DLSCALE_LIVE_EVERY"
 
-#: Seconds between two lines. A line shows the steps and the telemetry of this time; the first line follows after half
-#: of it.
+#: Seconds between two lines. A line shows the steps and the telemetry of this time; the first line appears after half
+#: this time.
 SECONDS = 10.0
 
-#: Minimum number of steps that a line shows: slow steps may take longer than `SECONDS`.
+#: Minimum number of steps in a line, because slow steps may take longer than `SECONDS`.
 MIN_STEPS = 8
 
 #: Time without a step that is reported, in multiples of the time between two lines.
@@ -75,14 +75,14 @@ class View(threading.Thread):
         """Return a line on the last seconds before `now`, from the notes and the telemetry written since the last call.
 
         The line has the time since the program's start, the speed, the wait for batches, the use of devices and memory,
-        and the first finding that the preceding line had as well.
+        and the first finding if it was also the first finding of the preceding line.
         """
         rows, (way, processes) = self._rows.read(now - self._every), self._read()
         parts, finding = list[str](), ""
         windows = [_latest(each, self._every) for each in processes]
         pace = seen.pace(windows) if windows else None
         last = max((each.steps[-1] for each in processes), default=self._begin)
-        pausing = any(each.gaps and each.gaps[-1][1] >= now for each in processes)  # long runs are noted with gaps
+        pausing = any(each.gaps and each.gaps[-1][1] >= now for each in processes)  # notes of long runs have gaps
         if not processes:
             parts.append("no step seen yet")
         elif now - last > STALLED * self._every and not pausing:
@@ -165,7 +165,7 @@ def _devices(rows: Sequence[telemetry.Sample]) -> list[str]:
 
 
 def _finding(way: str, pace: seen.Pace, rows: Sequence[telemetry.Sample], seconds: float) -> str:
-    """Return the name of the first finding on the last seconds; empty without findings."""
+    """Return the name of the first finding of the last seconds; empty without findings."""
     begin = rows[0].time - rows[0].seconds
     full = Trials(
         trial_throughput=pace.rates,

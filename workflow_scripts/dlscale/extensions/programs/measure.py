@@ -42,7 +42,7 @@ from dlscale.report import report
 from dlscale.report.verdict import Verdict, format_findings, judge_run
 from dlscale.results import PlanResult, RunResult, read_alone
 
-#: Function that takes a program's process id and returns a context, which is open while the program runs.
+#: Function from a program's process id to a context that is open while the program runs.
 Beside = Callable[[int], contextlib.AbstractContextManager[None]]
 
 #: Names of the plan of all measured programs, and of its study.
@@ -136,7 +136,7 @@ def _replay(args: argparse.Namespace, folder: Path) -> None:
     """Measure a copy of the program with a loader that costs nothing; raise `UserError` if no copy can be made."""
     measure = registry.provided("headroom", None)
     if measure is None:
-        raise UserError("--replay: the extension `headroom` is not installed")
+        raise UserError("--replay: the extension `headroom` is not installed. Measure without --replay")
     if args.replay < 1:
         raise UserError(f"--replay: {args.replay}: expected the number of batches to keep, at least 1")
     say("dlscale measure: a scratch copy runs first, with and without replayed batches; its losses are meaningless")
@@ -167,7 +167,7 @@ def _together(several: Sequence[Beside]) -> Beside:
 
 
 def _missing() -> None:
-    raise UserError("--loader: this installation lacks the extension `loading`; leave the option out")
+    raise UserError("--loader: the extension `loading` is not installed. Measure without --loader")
 
 
 def _complain(error: Exception, known: str = "") -> None:

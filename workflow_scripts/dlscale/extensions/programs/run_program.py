@@ -109,7 +109,7 @@ class RunProgram:
         return ended
 
     def _hang_watch(self) -> HangWatch | None:
-        """Return a watch with the site's limits; None for limits that are not set, and in an image of the program."""
+        """Return a watch with the site's limits; None without limits, and for programs in an image of their own."""
         remove(self.steps.with_name(FINDING.parts[0]))
         if not os.environ.get(WATCHDOG) or self.run.program.image or not (limits := Limits.from_environment()):
             return None

@@ -1,1 +1,1 @@
-"""Extension: a two-page sheet of evidence for a request of computing time."""
+"""Extension: a two-page sheet of evidence for a request for computing time."""

@@ -21,10 +21,10 @@ from dlscale.extensions.sheet.parts import Basis, Curve, Fact, Grid, Part, Row
 
 #: Size of a page and of its margins, mm.
 WIDTH, HEIGHT, MARGIN = 210.0, 297.0, 12.0
-#: Sizes of text, points: the first with which a page's content fits is used.
+#: Sizes of text, points. A page uses the largest size with which its content fits.
 SIZES = (8.0, 7.6, 7.2, 6.8, 6.4, 6.0, 5.6, 5.2)
 MM = 72 / 25.4  #: Points per mm.
-#: Colour of text, of the mark and of the ground; slant; and mark of each origin. Marks and slant differ without colour.
+#: Origin → colour of text and mark, colour of the ground, slant, mark. Without colours, the marks differ.
 LOOKS: dict[Basis, tuple[str, str, str, str]] = {
     "measured": ("#111111", "#ffffff", "normal", "■"),
     "predicted": ("#1a4f9c", "#e8f0fb", "italic", "◇"),
@@ -32,7 +32,7 @@ LOOKS: dict[Basis, tuple[str, str, str, str]] = {
     "open": ("#9a3412", "#fdf1e7", "normal", "□"),
 }
 #: Text of the legend.
-LEGEND = "■ measured   ◇ predicted, with its 90 % band   · setting   □ open: how to measure it"
+LEGEND = "■ measured   ◇ predicted   · setting   □ open, with the remedy"
 
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 

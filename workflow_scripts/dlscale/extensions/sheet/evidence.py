@@ -22,7 +22,7 @@ from dlscale.results import PlanResult, RunResult, reached
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions of runs on other devices, or the reason why predictions are missing."""
+    """Predictions of runs on other numbers of devices, or the reason why they are missing."""
 
     runs: predict.MeasuredRuns | None
     reason: str = ""
@@ -38,7 +38,7 @@ class Forecast:
         return cls(found, disturbed=any(run.foreign_cpu_fraction for run in runs))
 
     def rows(self, devices: Sequence[int], batch: int | None, samples: int | None = None) -> list[predict.Row]:
-        """Return the predictions for these numbers of devices, without numbers that cannot be used.
+        """Return the predictions for numbers of devices; impossible numbers are omitted.
 
         `batch` is the global batch size (None: each device gets as many samples as in the measurement), `samples` the
         number of samples of the training.
@@ -114,7 +114,7 @@ class Evidence:
 
     @property
     def shown(self) -> RunResult:
-        """The run that stands for the plan: with a throughput, or else a training, or else any."""
+        """The run that represents the plan: `timed`, or else `trained`, or else any run."""
         return self.timed or self.trained or self.runs[0]
 
     @property
@@ -138,7 +138,7 @@ class Evidence:
     def ahead(self) -> tuple[Forecast, int | None]:
         """Predictions for production, and their global batch size (None: the same batch for each device).
 
-        They are fitted to the first series, or without a series to the run with the most devices.
+        The predictions are fitted to the first series, or without a series to the run on the most devices.
         """
         if self.scaled:
             plan, first = self.scaled[0]
@@ -153,7 +153,7 @@ class Evidence:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Manifest of the dataset; None if the dataset is not there."""
+        """Manifest of the dataset; None if the dataset is missing."""
         try:
             return Manifest.read(Results(self.results).manifest(str(self.shown.setting("dataset"))))
         except UserError:

@@ -7,7 +7,7 @@ USES = ("predict",)
 COMMANDS = {
     "report --sheet": Query(
         "dlscale.extensions.sheet.sheet",
-        "Write the evidence for a request of computing time on two pages (HTML, PDF): measured, predicted, open.",
+        "Write the evidence for a request for computing time on two pages (HTML, PDF).",
         (
             (
                 "plans",
@@ -15,7 +15,7 @@ COMMANDS = {
             ),
             option(
                 "--devices",
-                "numbers of devices for which to predict (default: 2, 4 and 8 times the measured number)",
+                "numbers of devices to predict (default: 2, 4 and 8 times the largest measured number)",
                 False,
                 type=int,
                 nargs="+",

@@ -96,7 +96,7 @@ def efficiency(its: Evidence) -> Iterator[Fact]:
 
 
 def energy(its: Evidence) -> Iterator[Fact]:
-    """Yield the facts about energy; the request's energy is that of a sample times all samples."""
+    """Yield the facts about energy; the request's energy is the energy per sample times all samples and trainings."""
     run, trained, wanted = its.timed, its.trained, its.args.trainings
     each = (run.energy_of("FULL") if run else None) or (trained.energy_per_sample if trained else None)
     todo = "measure on a node with power readings (NVML, RAPL, Cray counters)"
@@ -141,7 +141,7 @@ def storage(its: Evidence) -> Iterator[Fact]:
     own = file_sizes(run.folder) if run else []
     yield fact("Results of a training", sum(own) or None, its.again("train"), size, many(len(own), "file"))
     kept = file_sizes(Results(its.results).checkpoints(*run.owner.split("/", 1))) if run else []
-    todo = f"{its.again('train')}, and look before the checkpoints are deleted"
+    todo = f"{its.again('train')}, and write the sheet before the checkpoints are deleted"
     yield fact("Checkpoints of a training", sum(kept) or None, todo, size, many(len(kept), "file"))
     need = total + wanted * (sum(own) + sum(kept)) if data and own else None
     told = f"data, and {many(wanted, 'training')} with checkpoints"

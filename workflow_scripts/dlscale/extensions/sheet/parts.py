@@ -15,7 +15,7 @@ from dlscale.core.text import number
 #: Origin of a fact or a row.
 Basis = Literal["measured", "predicted", "setting", "open"]
 
-#: Text in place of a value that is not known.
+#: Text in place of an unknown value.
 OPEN = "open"
 
 
@@ -31,7 +31,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Row:
-    """Cells of a table; the last cell says where the row comes from."""
+    """Cells of a table; the last cell names the origin of the row."""
 
     cells: tuple[str, ...]
     basis: Basis

@@ -93,7 +93,7 @@ def _disturbed(its: Evidence) -> str:
 
 
 def _rate(its: Evidence) -> Amount | None:
-    """Return the samples/s in production: measured on as many devices without disturbance, or else predicted."""
+    """Return the samples/s in production: measured without disturbance on these devices, or else predicted."""
     runs = [run for run in its.rated if run.devices == its.production and not run.foreign_cpu_fraction]
     trials = next((trials for run in runs if (trials := run.trials("FULL"))), None)
     if trials and (error := spread(trials)) < 1:

@@ -1,4 +1,4 @@
-"""`dlscale report --sheet PLAN`: write the evidence for a request of computing time on two pages.
+"""`dlscale report --sheet PLAN`: write the evidence for a request for computing time on two pages.
 
 The sheet is a page (`sheet.html`) and a PDF file (`sheet.pdf`) in the folder of the plan, with the same content.
 """
@@ -62,11 +62,11 @@ class Question(Strict):
 
 
 class Form(Strict):
-    """A form for requests of computing time."""
+    """A form for requests for computing time."""
 
     title: str
     sources: list[str] = Field(min_length=1)
-    read: str = Field(description="What of the form was read, and when.")
+    read: str = Field(description="Date of reading, and the parts of the form that were read.")
     questions: list[Question] = Field(min_length=1)
 
 
@@ -85,7 +85,7 @@ def answer(question: Question, made: Sequence[Part]) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Write the sheet of `args.plans`; print the paths, and the questions of forms that stay open."""
+    """Write the sheet of `args.plans`; print its paths, and the number of answered questions of each form."""
     names = check_plans(args.plans, configuration)
     assert configuration
     for flag in ("production", "trainings"):
@@ -113,6 +113,6 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     for form, asked in answers.items():
         print(f"{form}: {draw.summary(asked)}")
     if not fits:
-        print("The PDF is cut, because a page is too full: name fewer plans, or print the page instead")
+        print("The PDF is cut off, because a page is too full. Name fewer plans, or print sheet.html instead")
     print(f"Sheet: {(folder / 'sheet.html').resolve()}\nPDF: {(folder / 'sheet.pdf').resolve()}")
     return 0

@@ -16,7 +16,7 @@ from dlscale.results import UNKNOWN, reached
 #: Kinds of scaling, in the order of the sheet.
 KINDS = {"strong_scaling": "Strong scaling", "weak_scaling": "Weak scaling"}
 
-#: Maximum numbers of series of a kind, of measured rows of a series, and of trainings, so that two pages suffice.
+#: Maximum numbers of series of a kind, measured rows of a series, and trainings, so that two pages suffice.
 SERIES, ROWS, TRAININGS = 2, 8, 5
 
 #: Multiples of the largest measured number of devices for which the sheet predicts.
@@ -79,7 +79,7 @@ def scaling(its: Evidence) -> tuple[list[Grid], list[Curve]]:
 
 
 def is_known(point: Point) -> bool:
-    """Return whether an efficiency is a fact: no other program disturbed both runs, and its interval is narrow."""
+    """Return whether an efficiency is reliable: its interval is narrow, and both runs were undisturbed."""
     found = point.efficiency("FULL")
     quiet = not (point.run.foreign_cpu_fraction or point.base.foreign_cpu_fraction)
     return quiet and found is not None and found.noise < found.value / 2

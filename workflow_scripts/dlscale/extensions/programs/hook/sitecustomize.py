@@ -25,10 +25,10 @@ HERE = Path(__file__).resolve().parent
 #: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
-#: Seconds without a step after which `dlscale measure` ends the program; an empty text without a limit.
+#: Seconds without a step after which `dlscale measure` ends the program; empty without a limit.
 HANG_AFTER = os.environ.get("DLSCALE_HANG_AFTER", "")
 
-#: Files of extensions, separated by colons; their tables `AFTER` have functions that wrap a module's functions.
+#: Files of extensions, separated by colons. `AFTER` in a file: module → function that wraps functions of the module.
 HOOKS = os.environ.get("DLSCALE_HOOKS", "")
 
 
@@ -90,7 +90,7 @@ class Watcher:
             Path(STEPS, "pytorch").touch()
         if hang := sys.modules.get("dlscale_hang"):
             hang.begin()
-        with contextlib.suppress(Exception):  # without them, steps are noted all the same
+        with contextlib.suppress(Exception):  # steps are noted even without other notes
             self._log.beside = self._log.beside or self._notes()
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
