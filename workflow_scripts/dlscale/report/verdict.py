@@ -131,8 +131,7 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
     """Return the next remedy to try, and its settings as YAML."""
     if evidence.outside:
         profile = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
-        looked = "Look at the slowest entries of the program's profile." if evidence.profile else profile
-        return looked, ""
+        return "Look at the slowest entries of the program's profile." if evidence.profile else profile, ""
     if bounding is None:
         return "To see the run's limit, add `throughput` to the plan's `measure`.", ""
     if bounding.key == "io":

@@ -100,7 +100,10 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
         steps.mkdir()
         layers.mkdir()
         start = [sys.executable, "-I", str(scratch.__file__), str(layers), str(steps), *_written(command), "--"]
-        with log.open("w") as out, _started([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno()) as copy:
+        with (
+            log.open("w") as out,
+            ProgramCopy([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno()) as copy,
+        ):
             try:
                 return _turns(copy, steps, "--replay")
             except NoHeadroom as failed:
@@ -124,7 +127,7 @@ def main(args: argparse.Namespace) -> None:
     with temporary_folder(".headroom", out.parent) as folder:
         program = RunProgram(run, args.start, Path(folder, "out"), Path(folder, "steps"))
         environment = {**program.environment, **TRACKERS_OFF}
-        with _started(
+        with ProgramCopy(
             program.command, program.folder, environment, program.steps, BATCHES, None, program.contained
         ) as copy:
             try:
@@ -148,7 +151,7 @@ def _written(command: Sequence[str]) -> list[str]:
     return [folder for folder in dict.fromkeys(folders) if os.access(folder, os.W_OK)]
 
 
-class _started:
+class ProgramCopy:
     """A copy of a program that replays batches; its processes end with the context."""
 
     def __init__(
@@ -175,10 +178,6 @@ class _started:
     def __exit__(self, *error: object) -> None:
         self._process.signal(signal.SIGKILL, descendants=True)
         self._process.wait()
-
-
-#: One turn of a process: first batch of its schedule, number of the turn → batches/s.
-_Turns = dict[tuple[int, int], list[float]]
 
 
 def _turns(copy: KeptProgram, steps: Path, option: str) -> Headroom:

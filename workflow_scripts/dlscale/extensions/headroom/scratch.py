@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ SCRATCH = "DLSCALE_SCRATCH"
 
 #: Exit status if no scratch copy can be made or the command cannot be started; file in STEPS with the reason.
 REFUSED, REASON = 125, "unsupported"
+
+#: Exit statuses of a shell for a missing command, and for a file that cannot be executed.
+NOT_FOUND, NO_PROGRAM = 127, 126
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
@@ -141,8 +145,7 @@ def main(arguments: list[str]) -> None:
     try:
         os.execvp(arguments[cut + 1], arguments[cut + 1 :])
     except OSError as error:
-        Path(steps, REASON).write_text(f"{arguments[cut + 1]}: {error.strerror}")
-        sys.exit(REFUSED)
+        sys.exit(NOT_FOUND if error.errno == errno.ENOENT else NO_PROGRAM)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 PROVIDES = {
     "watch_training": "dlscale.extensions.health.training.watch_training",
     "place_of_exhaustion": "dlscale.extensions.health.training.place_of_exhaustion",
-    "read_health": "dlscale.extensions.health.programs.read_health",
+    "write_health": "dlscale.extensions.health.programs.write_health",
 }
 
 #: Functions that judge a run's memory and compilations, for the verdict.

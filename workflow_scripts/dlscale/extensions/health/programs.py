@@ -49,7 +49,7 @@ class Process(Protocol):
     gaps: list[tuple[float, float]]
 
 
-def read_health(folder: Path, processes: Sequence[Process], training: Sequence[Collection[str]]) -> None:
+def write_health(folder: Path, processes: Sequence[Process], training: Sequence[Collection[str]]) -> None:
     """Write the record of a program's processes next to the folder of its steps, if the processes noted anything.
 
     Parameters

@@ -531,7 +531,7 @@ def _measured(
         ),
     )
     training = [seen.training_iterators(each) for each in processes]
-    registry.provided("read_health", lambda *_: None)(steps, processes, training)
+    registry.provided("write_health", lambda *_: None)(steps, processes, training)
     return throughput, processes
 
 
