@@ -172,7 +172,7 @@ DEFECTS: dict[str, Mutation | str] = {
     "the rendezvous port is fixed": Mutation(
         "port_fixed",
         "parallel/rendezvous.py",
-        "str(20000 + number % 20000)",
+        "str(20000 + (int(job) + 97 * int(step or 0) if known else os.getppid()) % 20000)",
         '"29500"',
         "test_parallel.py::test_ports_of_two_jobs_differ",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -197,7 +198,7 @@ exec(compile(open("new/train.py").read(), "train.py", "exec"))
     assert sorted(path.name for path in train.parent.iterdir()) == names
     for file in (train.with_name("out.txt"), *kept):
         assert file.read_text() in ("earlier", "earlier results")
-    assert not [*Path("/tmp").glob("dlscale-replay*")]
+    assert not [*Path(tempfile.gettempdir()).glob(f"dlscale-replay.*.{os.getpid()}.*")]
 
 
 @copies

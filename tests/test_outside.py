@@ -1424,7 +1424,7 @@ def measure_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     def called(do: str = "", *words: str, **options: object) -> tuple[int, Path]:
         command = [sys.executable, str(program(tmp_path, DOING_LOOP.replace("\nDO\n", f"\n{do}\n"))), *words]
         absent = {"name": None, "batch_size": None, "rate": None, "steps": None, "profile": False}
-        absent |= {"live": False, "loader": False}
+        absent |= {"live": False, "loader": False, "hang_after": None, "replay": None}
         status = outside_measure.main(argparse.Namespace(command=command, **absent | options))
         return status, tmp_path / "results/plans" / PLAN / "train"
 

@@ -436,11 +436,11 @@ def test_the_card_warns_of_a_neighbour(results: Results) -> None:
     found = disturbance(plan.runs)
     again = shlex.join(["snakemake", "--force", *(str(run.folder / "throughput.json") for run in plan.runs[:2])])
     assert found and found.tag == "busy machine" and found.advice.endswith(f": {again}")
-    assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while runs a; b were measured"
+    assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while runs a and b were measured"
     assert disturbance(plan.runs[2:]) is None
     page = Page(results.report()).text
     assert (
-        "Other programs used 45 % to 60 % of the cores while runs a; b were measured. These rates are probably too low"
+        "Other programs used 45 % to 60 % of the cores while runs a and b were measured. These rates are probably too"
         in page
     )
     assert sections.line(plan).endswith(f"; busy machine: {found.summary}")

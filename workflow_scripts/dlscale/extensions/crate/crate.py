@@ -424,9 +424,9 @@ def _records(run: RunResult) -> dict[str, Record]:
         "program": run.program,
         "throughput": run.throughput,
         "profile": run.profile,
-        "tune": run.records.get("tune"),
+        **run.records,
     }
-    return {stage: record for stage in RUN_STAGES if (record := known[stage])}
+    return {stage: record for stage in RUN_STAGES if (record := known.get(stage))}
 
 
 def _dataset_of(run: RunResult) -> str:

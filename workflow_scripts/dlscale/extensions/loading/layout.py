@@ -15,7 +15,7 @@ from dlscale.core import machine, registry
 from dlscale.core.paths import Results
 from dlscale.core.text import number, size
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import GridSamples, Rows
+from dlscale.data.samples import GridSamples, Rows, tree_leaves
 from dlscale.data.store import Reader, channels_first
 from dlscale.preflight.probe import Finding
 
@@ -109,7 +109,8 @@ def _regions(run: Run, manifest: Manifest) -> list[tuple[Reader, tuple[int, ...]
     """Return a reader of the first training file for each field of a sample, and the sample's shape, channels first."""
     module = registry.module_of(registry.study(run.study).dataset, "samples")
     samples: Any = registry.load(str(module)).open_samples(manifest, "train", run.samples, run.seed)
-    samples = getattr(samples, "boxes", samples)  # samples that are computed from boxes
+    if not isinstance(samples, GridSamples):
+        samples = getattr(samples, "boxes", samples)  # samples that are computed from boxes
     if isinstance(samples, GridSamples):
         found = list[tuple[Reader, tuple[int, ...]]]()
         for field in (samples.input, samples.target):
@@ -120,7 +121,8 @@ def _regions(run: Run, manifest: Manifest) -> list[tuple[Reader, tuple[int, ...]
     if isinstance(samples, Rows):
         settings: Any = run.samples
         path = manifest.path(manifest.files("train")[0])
-        readers = [Reader(path, name) for name in dict.fromkeys((settings.input, settings.target))]
+        names = dict.fromkeys([*tree_leaves(settings.input), *tree_leaves(settings.target)])
+        readers = [Reader(path, name) for name in names]
         return [(reader, (1, *reader.shape[1:])) for reader in readers]
     return []
 
