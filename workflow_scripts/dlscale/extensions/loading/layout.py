@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -13,10 +12,11 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import Run
 from dlscale.core import machine, registry
 from dlscale.core.paths import Results
-from dlscale.core.text import number, size
+from dlscale.core.text import number
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import GridSamples, Rows, tree_leaves
 from dlscale.data.store import Reader, channels_first
+from dlscale.extensions.loading.striping import striping
 from dlscale.preflight.probe import Finding
 
 #: Size of a page, the smallest part of a mapped file that is read, bytes.
@@ -25,19 +25,8 @@ PAGE = 4096
 #: Bytes read per byte used above which `dlscale doctor` warns.
 MAX_RATIO = 2.0
 
-#: Timeouts of `lfs` and of the check of all datasets, seconds.
-LFS_SECONDS, PROBE_SECONDS = 10.0, 60.0
-
-
-def striping(file: str) -> str:
-    """Return the striping of a file on Lustre as text; empty without Lustre."""
-    if not shutil.which("lfs"):
-        return ""
-    found = [machine.command_output(["lfs", "getstripe", option, file], LFS_SECONDS) for option in ("-c", "-S")]
-    counts = [text.strip() for text in found if text and text.strip().isdecimal()]
-    if len(counts) < 2:
-        return ""
-    return f"{counts[0]} Lustre stripe{'s' * (counts[0] != '1')} of {size(int(counts[1]))}"
+#: Timeout of the check of all datasets, seconds.
+PROBE_SECONDS = 60.0
 
 
 def chunk_ratio(shape: Sequence[int], chunks: Sequence[int], region: Sequence[int]) -> float:

@@ -12,8 +12,8 @@ from pathlib import Path
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
 from dlscale.core.text import NONE, aligned, many, number, percent, size
-from dlscale.extensions.loading.layout import striping
 from dlscale.extensions.loading.records import Advice, Array, Fetch, Loader, Loading, ProcessFile
+from dlscale.extensions.loading.striping import striping
 from dlscale.report.evidence import Evidence, Finding
 from dlscale.results import MIN_FRACTION
 
