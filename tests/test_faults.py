@@ -42,7 +42,12 @@ os.replace(part, result)
 
 
 @pytest.mark.parametrize(
-    "defect", ["right", "wrong", "unclear", "refused", "hung", "processes left", "files left"], ids=str
+    "defect",
+    [
+        *("right", "wrong", "files left"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("unclear", "refused", "hung", "processes left")),
+    ],
+    ids=str,
 )
 def test_a_defect_is_detected(defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program killed while it writes is judged by its defect; without a defect, the repeated call is right."""

@@ -196,7 +196,7 @@ def train_with(defect: str, folder: str, manifest: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "defect", ["leak", *(pytest.param(each, marks=pytest.mark.slow) for each in ("clean", "peak", "recompilation"))]
+    "defect", [pytest.param(each, marks=pytest.mark.slow) for each in ("clean", "leak", "peak", "recompilation")]
 )
 def test_a_defect_of_a_training_is_named(tmp_path: Path, images: Path, defect: str) -> None:
     """The record of a training has a peak for each phase; a recompilation after the warm-up is also logged."""

@@ -35,6 +35,7 @@ def shown(stderr: str) -> list[str]:
     return re.findall(r"^dlscale \d+:\d\d: .*", stderr, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_speed_of_a_running_program_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shown rate is that of the result; the program's output is unchanged, also with several processes."""
     (tmp_path / "train.py").write_text(PROGRAM)

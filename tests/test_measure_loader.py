@@ -136,6 +136,7 @@ def test_pageable_copies_are_named(tmp_path: Path) -> None:
     assert loader.bytes / loader.sized == 8 * 131072 * 4 and "pin_memory=True" in loading.advice.todo
 
 
+@pytest.mark.slow
 def test_wasted_bytes_are_named(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "rows.h5", "w") as file:  # the cache holds one of the 16 chunks
         values = np.random.default_rng(0).normal(size=(16, 1000, 256)).astype("float32")

@@ -200,6 +200,7 @@ def test_other_files_begin_afresh(tmp_path: Path) -> None:
     assert len((tmp_path / "out/log.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A site's limits of the watchdog hold for programs; the message and `dlscale explain` name the line."""
     run = tmp_path / "plans/p/r"
