@@ -105,9 +105,9 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
             ProgramCopy([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno()) as copy,
         ):
             try:
-                return _turns(copy, steps, "--replay")
+                return _turns(copy, steps)
             except NoHeadroom as failed:
-                if copy.poll() == scratch.REFUSED:
+                if (steps / scratch.REASON).exists():
                     raise UserError(
                         f"--replay: {failed}. Without a scratch copy, the program's results could be overwritten. "
                         "Scratch copies need Linux 5.12 or later, and user namespaces unless you are root. Measure "
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
             program.command, program.folder, environment, program.steps, BATCHES, None, program.contained
         ) as copy:
             try:
-                found = _turns(copy, program.steps, "headroom")
+                found = _turns(copy, program.steps)
             except NoHeadroom as failed:
                 raise UserError(f"headroom: {failed}") from None
     logging.info("%s", found.text)
@@ -180,7 +180,7 @@ class ProgramCopy:
         self._process.wait()
 
 
-def _turns(copy: KeptProgram, steps: Path, option: str) -> Headroom:
+def _turns(copy: KeptProgram, steps: Path) -> Headroom:
     """Time turns of the copy until the interval of the speed-up is narrow, or the time is over."""
     schedule = steps / "schedule"
     first, plain = _pace(copy, steps)
@@ -265,11 +265,10 @@ def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
     """Wait until `done` returns True; raise `NoHeadroom` if the copy ends before, or makes no progress."""
     before, since = -1, time.monotonic()
     while not done():
-        status, reason = copy.poll(), steps / scratch.REASON
-        if reason.exists() and (text := reason.read_text()):
-            if status is None and "scratch copy" in text:
-                time.sleep(LOOK)
-            raise NoHeadroom(text)
+        status = copy.poll()
+        for file in (steps / scratch.REASON, steps / replay.UNSUPPORTED):
+            if file.exists():
+                raise NoHeadroom(file.read_text())
         if status is not None and not done():
             raise NoHeadroom(_ended(status, steps))
         if (now := _number(steps)) != before:

@@ -26,6 +26,9 @@ REPLAY, SCRATCH = "DLSCALE_REPLAY", "DLSCALE_SCRATCH"
 #: Environment variable: folder of steps.
 FOLDER = "DLSCALE_STEPS"
 
+#: Files in the folder of steps: why no copy protects the program, and why its batches cannot be replayed.
+REASON, UNSUPPORTED = "refused", "unsupported"
+
 #: Time between two reads of the schedule, s.
 LOOK = 0.1
 
@@ -199,9 +202,8 @@ class Replay:
         if kept.bytes > self._free:
             self._full = True
             if not self._kept:
-                _note(
-                    self._folder, f"one batch has {kept.bytes} bytes, more than the {self._free} bytes that may be kept"
-                )
+                reason = f"one batch has {kept.bytes} bytes, more than the {self._free} bytes that may be kept"
+                _note(f"{self._folder}/{UNSUPPORTED}", reason)
             return
         self._free -= kept.bytes
         self._kept.append(kept)
@@ -214,10 +216,11 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _note(folder: str, reason: str) -> None:
-    """Write the reason why the program cannot be replayed."""
-    with contextlib.suppress(OSError), open(f"{folder}/unsupported", "w") as file:
-        file.write(reason)
+def _note(file: str, reason: str) -> None:
+    """Write a reason into a file, which then is complete."""
+    with contextlib.suppress(OSError):
+        Path(f"{file}.part").write_text(reason)
+        os.replace(f"{file}.part", file)
 
 
 def optimizers(module: Any) -> None:
@@ -291,7 +294,7 @@ def _begin() -> None:
     global CURRENT
     folder = os.environ[FOLDER]
     if (place := os.environ.get(SCRATCH, "")) and place != str(Path("/proc/self/ns/mnt").stat().st_ino):
-        _note(folder, "a process of the program does not run in the scratch copy")
+        _note(f"{folder}/{REASON}", "a process of the program does not run in the scratch copy")
         os._exit(REFUSED)
     CURRENT = Replay(folder)
 

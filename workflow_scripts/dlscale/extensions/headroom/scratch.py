@@ -19,8 +19,8 @@ from pathlib import Path
 #: Environment variable with the mount namespace of the scratch copy.
 SCRATCH = "DLSCALE_SCRATCH"
 
-#: Exit status if no scratch copy can be made or the command cannot be started; file in STEPS with the reason.
-REFUSED, REASON = 125, "unsupported"
+#: Exit status if no scratch copy can be made, and file in STEPS with the reason.
+REFUSED, REASON = 125, "refused"
 
 #: Exit statuses of a shell for a missing command, and for a file that cannot be executed.
 NOT_FOUND, NO_PROGRAM = 127, 126
@@ -140,7 +140,9 @@ def main(arguments: list[str]) -> None:
     try:
         enter(scratch, steps, outermost(folders))
     except OSError as error:
-        Path(steps, REASON).write_text(f"no scratch copy can be made here ({error.strerror})")
+        part = Path(steps, f"{REASON}.part")
+        part.write_text(f"no scratch copy can be made here ({error.strerror})")
+        part.replace(Path(steps, REASON))
         sys.exit(REFUSED)
     try:
         os.execvp(arguments[cut + 1], arguments[cut + 1 :])
