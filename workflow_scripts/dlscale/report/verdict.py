@@ -153,4 +153,7 @@ def format_findings(found: Verdict) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")
+    # Paths stay in one piece.
+    return textwrap.wrap(
+        text, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
