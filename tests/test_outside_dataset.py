@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 
+from dlscale.config.dataset import DatasetSettings
 from dlscale.core import fingerprint, registry
 from dlscale.core.errors import UserError
 from dlscale.data import acquire, parts
@@ -23,6 +24,7 @@ from dlscale.data.manifest import Manifest
 from dlscale.data.preview import first_rows
 from dlscale.data.source import ArraySource
 from dlscale.data.store import Reader
+from dlscale.preflight.probe import probe_raw
 from tests.conftest import make_dataset, make_parts, stage
 
 MODULE = """
@@ -439,3 +441,18 @@ def test_an_error_in_a_study_is_reported_with_file_and_line(tmp_path: Path) -> N
         registry.load("late").fail()
     assert registry.mistake(caught.value) == f"{tmp_path}/late.py:2: IndexError: list index out of range"
     assert registry.mistake(IndexError("elsewhere")) is None
+
+
+def test_a_missing_file_of_an_own_kind_names_the_code_that_names_it(tmp_path: Path) -> None:
+    """The path is not in the settings, so the remedy is in the kind's `parts`."""
+    raw = 'return [Part("train", "a", raws := (RawFile("a", "absent.npy"),)), Part("valid", "b", raws)]'
+    text = (
+        STUDY.format(kind="swells")
+        .replace("return []", raw)
+        .replace("DatasetKind\n", "DatasetKind, Part, RawFile\n", 1)
+    )
+    registry.add("s", write(tmp_path / "swells.py", text))
+    dataset = DatasetSettings.model_construct(kind="swells", source=None)
+    found = probe_raw("mine", dataset, tmp_path)
+    assert found and found.status == "FAIL" and "absent.npy" in found.text
+    assert "`parts`" in found.remedy and "swells" in found.remedy and "datasets.mine" not in found.remedy

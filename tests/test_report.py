@@ -488,7 +488,7 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     found = disturbance(plan.runs)
     assert found and found.tag == "busy machine" and found.advice.endswith("Measure again on an idle machine.")
     assert found.summary == (
-        "other programs used 30\u00a0% to 50\u00a0% of the cores while runs busy; mixed were measured"
+        "other programs used 30\u00a0% to 50\u00a0% of the cores while runs busy and mixed were measured"
     )
     own = disturbance(plan.runs[2:])
     assert own and own.tag == "own jobs ran alongside" and "add `throughput`" in own.advice

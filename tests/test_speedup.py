@@ -15,7 +15,7 @@ from dlscale.extensions.compare.compare import change, relative_to_first
 from dlscale.measure.records import Beside, Outside, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
-from dlscale.report.speedup import FLOOR, SpeedUps, measured_apart
+from dlscale.report.speedup import FLOOR, VAGUE, SpeedUp, SpeedUps, measured_apart
 from dlscale.results import PlanResult, read_plan
 from tests.test_report import Page, Results
 
@@ -152,6 +152,13 @@ def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) ->
         variance = sum(max(common, each) ** 2 / 4 for each in own)
         error = 2.446912 * math.sqrt(variance)  # Student's t with 6 degrees of freedom
         assert found.error == pytest.approx(math.hypot(error, FLOOR))
+
+
+def test_a_ratio_without_a_meaning_is_not_shown() -> None:
+    assert SpeedUp(math.log(0.634), math.log(1000)).words == VAGUE
+    assert SpeedUp(math.log(1.02), 0.05).words.startswith("1.02×"), "noise of 5 % is shown with its interval"
+    assert SpeedUp(math.log(8), 1.0).words.startswith("8.00×"), "the interval excludes 1"
+    assert not SpeedUp(math.log(2), math.inf).vague, "single trials have no interval"
 
 
 def test_separate_timing_uses_the_spread_of_trials_and_of_equal_work(results: Results) -> None:

@@ -19,6 +19,7 @@ from dlscale.measure.records import Outside, Peaks, SampleWork, Throughput, Tria
 from dlscale.parallel.records import Device
 from dlscale.report.evidence import Evidence, bound
 from dlscale.report.verdict import limit, verdict
+from dlscale.results import UNKNOWN
 from tests.conftest import stage
 from tests.test_report import Results
 
@@ -51,7 +52,7 @@ def measured(
         device=Device(kind=more.pop("device", "cuda"), network=more.pop("network", None)),
         batch_size=10,
         io=trials(io, used),
-        synthetic=trials(synthetic, used),
+        synthetic=more.pop("computing", trials(synthetic, used)),
         full=trials(full, used),
         **{"work": WORK, "peaks": PEAKS, **more},
     )
@@ -334,6 +335,14 @@ def test_impossible_rates_report_only_the_disturbance() -> None:
         assert "Try next: Measure again" in said and said.endswith("these rates are unreliable.")
 
 
+def test_trials_that_differ_too_much_give_no_limit() -> None:
+    """The trials of computing differ by half of their rate: the slower of loading and computing is not known."""
+    for std, known in ((1.0, True), (50.0, False)):
+        noisy = measured(200, 100, 99, computing=trials(100, std=std))
+        assert (found := bound(noisy)) and (found.what == "computation") is known
+    assert "varies by 50" in found.why and found.what == UNKNOWN
+
+
 def test_a_neighbour_does_not_hide_other_causes() -> None:
     """Loading alternates with computing and takes 27 % of the time; a neighbour does not hide this cause."""
     measured_ = measured(270, 100, 73, usage(1.0, 2.0))
@@ -377,7 +386,7 @@ def test_the_bytes_of_a_compiled_step_are_unknown() -> None:
 
 def test_suggestions_are_settings_that_the_run_does_not_use() -> None:
     assert verdict(Evidence(SETTINGS, measured())).todo.startswith(
-        "precision: bf16, compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
+        "precision: bf16; then compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
     assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("No further setting is suggested.")

@@ -61,7 +61,9 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     if read_once or (made and of_these):
         text = f"{trouble}; the dataset made from this file is kept"
         return Finding(f"data {name}", "warn", text, "put the file back, unless you removed it on purpose")
-    return Finding(f"data {name}", "FAIL", trouble, f"put the file there, or correct datasets.{name}.source")
+    named = Path(trouble.partition(": ")[0]).name in str(dataset.model_dump(mode="json")["source"])
+    place = f"datasets.{name}.source" if named else f"the path in `parts` of the dataset kind {dataset.kind}"
+    return Finding(f"data {name}", "FAIL", trouble, f"put the file there, or correct {place}")
 
 
 def _trouble(dataset: DatasetSettings) -> str | None:

@@ -146,6 +146,8 @@ def crowded_out(usage: Usage) -> bool:
 #: Fraction by which FULL may exceed the slower of IO and SYNTHETIC by chance, because the three modes are timed at
 #: different times. A larger spread of the trials raises this limit.
 MAX_EXCESS_FRACTION = 0.1
+#: Standard deviation of a rate's trials, as a fraction of the rate, above which the limit is unknown.
+MAX_DEVIATION = 0.25
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,13 @@ def bound(throughput: Throughput | None) -> Bound | None:
     serial = 1 / (1 / io + 1 / synthetic)  # the rate if loading and computing take turns
     loading = None
     reaches = f"{percent(share)} of the slower rate"
-    if full - slower.mean > max(
+    deviation = max(each.std / each.mean for each in modes)
+    if deviation > MAX_DEVIATION:
+        what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s"
+        advice = (
+            f"The trials of a rate have a standard deviation of {percent(deviation)}. Measure again on an idle machine."
+        )
+    elif full - slower.mean > max(
         MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
     ):
         what, key, reaches = (

@@ -32,7 +32,7 @@ from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORS
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.evidence import bound
 from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
-from dlscale.report.speedup import Group, SpeedUp, SpeedUps
+from dlscale.report.speedup import VAGUE, Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import disturbance, judge_run
 from dlscale.results import (
     UNKNOWN,
@@ -464,6 +464,8 @@ def _per_sample(run: RunResult, row: Row, name: str) -> str:
 
 
 def _gain(found: SpeedUp | None) -> Cell:
+    if found and found.vague:
+        return Cell(UNKNOWN, note=VAGUE)
     return cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
 
 
@@ -569,7 +571,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         if over is None:
             continue
         step = "first" if gain is None else "within noise" if gain.noise else "faster" if gain.log > 0 else "slower"
-        was = bound(before.throughput) if before else None
+        was = bound(before.throughput) if before and not before.foreign_load else None
         said = "" if gain is None else gain.words + (f"; before it: {was.what}" if was else "")
         begin = reached if before else 0.0
         rows.append({"run": run.called, "step": step, "from": begin, "to": over.ratio, "said": said})

@@ -26,6 +26,9 @@ from dlscale.results import PlanResult, RunResult
 #: Separately measured speeds that differ by at most 5 % are equal within noise: |log ratio| up to this value.
 MIN_LOG_DIFFERENCE = math.log1p(0.05)
 
+#: A ratio is not shown if its 95 % interval includes 1 and reaches from below half to above twice the ratio.
+MAX_LOG_ERROR, VAGUE = math.log(2.0), "not known: the trials differ too much"
+
 #: Speeds by paired timing are equal within noise if |log ratio| is at most this value. In 15 measurements of equal
 #: runs, the ratio had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
 FLOOR = 0.015
@@ -56,6 +59,11 @@ class SpeedUp:
         return abs(self.log) <= self.error
 
     @property
+    def vague(self) -> bool:
+        """Whether the trials differ too much to tell a speed-up from a slow-down."""
+        return self.noise and MAX_LOG_ERROR < self.error < math.inf
+
+    @property
     def interval_text(self) -> str:
         if not math.isfinite(self.error):
             return "(single trials, no interval)"
@@ -65,7 +73,7 @@ class SpeedUp:
 
     @property
     def words(self) -> str:
-        return f"{number(self.ratio)}× {self.interval_text}"
+        return VAGUE if self.vague else f"{number(self.ratio)}× {self.interval_text}"
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
@@ -243,6 +251,11 @@ class Ratio:
 
     value: float
     noise: float
+
+    @property
+    def vague(self) -> bool:
+        """Whether the trials differ too much to tell a speed-up from a slow-down."""
+        return self.noise and MAX_LOG_ERROR < self.error < math.inf
 
     @property
     def interval_text(self) -> str:

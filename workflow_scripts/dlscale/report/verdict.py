@@ -139,7 +139,7 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
         return faster or "The fastest loader is in use. Store fewer bytes, or use more nodes.", DIRECT if faster else ""
     if not (rungs := evidence.rungs):
         return "No further setting is suggested. Try a larger batch, or more devices.", ""
-    return f"{', '.join(rungs)}.", rungs[0]
+    return "; then ".join([rungs[0], *filter(None, [", ".join(rungs[1:])])]) + ".", rungs[0]
 
 
 def format_findings(found: Verdict) -> list[str]:

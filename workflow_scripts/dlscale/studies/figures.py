@@ -93,14 +93,16 @@ def _colours(figure: Figure, image: Any, place: Any, unit: str) -> None:
     bar.ax.yaxis.get_offset_text().set_fontsize(6)
 
 
-def values(target: np.ndarray, prediction: np.ndarray, count: int = 12) -> Figure:
-    """Draw the first numbers of a sample's target and prediction, for studies without a figure."""
+def values(target: np.ndarray, prediction: np.ndarray, count: int = 200) -> Figure:
+    """Plot the first numbers of a sample's target and prediction, for studies without a figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4, 0.3 + 0.2 * min(count + 1, np.size(target) + 1)))
-    for place, (title, numbers) in enumerate({"target": target, "prediction": prediction}.items()):
-        text = "\n".join([title, *(f"{number:.4g}" for number in np.ravel(numbers)[:count])])
-        figure.text(0.1 + 0.5 * place, 0.95, text, verticalalignment="top")
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axis = figure.subplots()
+    for title, numbers, marker in (("target", target, "o"), ("prediction", prediction, "x")):
+        axis.plot(np.ravel(numbers)[:count], marker, markersize=4, label=title)
+    axis.set(xlabel=f"position in the first validation sample (first {count} numbers)", ylabel="value (model's units)")
+    axis.legend(fontsize=7)
     return figure
 
 
