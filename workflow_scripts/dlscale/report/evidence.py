@@ -188,9 +188,7 @@ def bound(throughput: Throughput | None) -> Bound | None:
     deviation = max(each.std / each.mean for each in modes)
     if deviation > MAX_DEVIATION:
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s"
-        advice = (
-            f"The trials of a rate have a standard deviation of {percent(deviation)}. Measure again on an idle machine."
-        )
+        advice = f"A rate varies by {percent(deviation)} between trials. Measure again on an idle machine."
     elif full - slower.mean > max(
         MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
     ):
