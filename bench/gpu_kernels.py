@@ -24,7 +24,7 @@ from bench.gpu_timings import Data, data
 from bench.tasks import Bench, Skip, Task, Values
 from dlscale.data.loaders import direct_loader
 from dlscale.data.loaders.direct_loader import Resident, on_device
-from dlscale.train.attention import BACKENDS, only, registered
+from dlscale.train.attention import BACKENDS, only
 
 #: Settings of each study's last rung before compilation.
 BEST: dict[str, dict[str, Any]] = {
@@ -346,7 +346,7 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
         row: Values = {"head dimension": dimension, "heads": heads}
         flops = 4 * samples * tokens**2 * heads * dimension
         try:
-            with registered(kind, bench.device), only(kind):
+            with only(kind):
                 with torch.no_grad():
                     forward = bench.seconds(partial(F.scaled_dot_product_attention, q, k, v), 2 if bench.quick else 5)
                 whole = bench.seconds(both, 2 if bench.quick else 5)

@@ -15,7 +15,7 @@ from bench.tasks import Bench, Task, Values
 PRODUCT, COPY, PINNED = (
     f"machine: {name}" for name in ("bf16 matrix product", "copy in memory", "pinned host to device")
 )
-PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic", "flash_attn_interface")
+PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic")
 
 
 def is_h200(bench: Bench) -> bool:

@@ -275,7 +275,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "statistics of fewer channels": (
         lambda root: np.save(root / "stats/global_means.npy", np.zeros((1, 2, 1, 1))),
         {},
-        ("global_means.npy: expected finite numbers of the 3 channels", "(1, 2, 1, 1)"),
+        ("global_means.npy: expected finite numbers for the 3 channels", "(1, 2, 1, 1)"),
     ),
     "zero variance": (
         lambda root: np.save(root / "stats/global_stds.npy", np.array([1.0, 0.0, 1.0]).reshape(1, 3, 1, 1)),
@@ -300,7 +300,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "climatology of another grid": (
         lambda root: np.save(root / "stats/time_means.npy", np.zeros((1, 3, 8, 16))),
         {},
-        ("time_means.npy: expected finite numbers of the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
+        ("time_means.npy: expected finite numbers for the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
     ),
     "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "names 1")),
     "fewer units": (

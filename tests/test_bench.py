@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -227,6 +228,12 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
         assert torch.allclose(a, b, atol=2e-5)
     first = float(bare_step(x, y))
     assert float(bare_step(x, y)) < first
+
+
+def test_every_benchmark_imports_the_code_that_it_measures() -> None:
+    """Benchmarks of GPUs run rarely, so a name that left dlscale would be noticed only on a lent GPU."""
+    for file in sorted((ROOT / "bench").glob("*.py")):
+        importlib.import_module(f"bench.{file.stem}")
 
 
 def test_contestants_take_turns() -> None:
