@@ -25,9 +25,10 @@ REMOVED = [pytest.param(NAMES, id="all"), *(pytest.param([name], id=name, marks=
 
 
 def absent(removed: list[str]) -> list[str]:
-    """Return removed extensions, and the extensions that use them."""
+    """Return removed extensions, and the extensions that use them, directly or not."""
     uses = {name: getattr(module, "USES", ()) for name, module in registry.extensions().items()}
-    return [name for name in NAMES if {name, *uses[name]} & {*removed}]
+    gone = [name for name in NAMES if {name, *uses[name]} & {*removed}]
+    return gone if gone == removed else absent(gone)
 
 
 def called(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

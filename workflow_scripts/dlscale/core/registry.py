@@ -48,7 +48,8 @@ ENTRY_POINTS = "dlscale.extensions"
 def extensions() -> dict[str, ModuleType]:
     """Return the module of each extension by the extension's name, extensions of this package first.
 
-    `USES` of an extension names the extensions that it imports. Without one of these, the extension is left out.
+    `USES` of an extension names the extensions that its code imports or its plans need. Without one of these, the
+    extension is left out.
 
     Raises
     ------
