@@ -319,6 +319,14 @@ def rules() -> list[str]:
     return [str(file) for file in files if file.is_file()]
 
 
+def hooks() -> dict[Path, str]:
+    """Return the files that dlscale's hook loads into external programs, with an environment variable of each file.
+
+    A program in which the variable is set loads the file. The function `start` of the file gets the log of the steps.
+    """
+    return {_file(module): variable for module, variable in _table("HOOKS").items()}
+
+
 def program_stages() -> dict[str, str]:
     """Return the entry modules of stages for external programs, by name of the stage."""
     return _table("PROGRAM_STAGES")

@@ -165,8 +165,7 @@ class ProgramCopy:
         contained: bool = False,
     ) -> None:
         limit = int(MEMORY * psutil.virtual_memory().available)
-        more = {REPLAY: f"{count} {limit}", "DLSCALE_HOOKS": str(replay.__file__)}
-        own = watched(steps, {**environment, **more}, contained)
+        own = watched(steps, {**environment, REPLAY: f"{count} {limit}"}, contained)
         try:
             self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True)
         except OSError as error:

@@ -32,6 +32,7 @@ from dlscale.core.text import duration, many
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram, adopt_orphans
+from dlscale.extensions.programs.launch import HOOKS
 from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
 from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
@@ -53,7 +54,10 @@ WAYS = {
 #: Name of the file with the numbers that a program printed, in the folder of its steps.
 PRINTED = "printed"
 
-HOOK = Path(__file__).with_name("hook")
+HOOK = Path(__file__).resolve().with_name("hook")
+
+#: Folder of this package's extensions; a container may have the folder elsewhere.
+EXTENSIONS = HOOK.parents[1]
 
 #: Seconds between checks of a running program.
 LOOK = 0.5
@@ -111,6 +115,11 @@ def watched(
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
     own["PYTHONPATH"] = with_hook(own.get("PYTHONPATH", machine.given().get("PYTHONPATH")))
     own |= {EVERY: "0.1"} if quick else {}
+    own[HOOKS] = os.pathsep.join(
+        str(file.relative_to(EXTENSIONS) if file.is_relative_to(EXTENSIONS) else file)
+        for file, variable in registry.hooks().items()
+        if variable in own
+    )
     return {**machine.given(), **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
