@@ -1,4 +1,4 @@
-"""Stage that profiles some steps of a run, and its profilers."""
+"""Stage that profiles some steps of a run, its profilers, and sections on the use of devices and machine."""
 
 from typing import Any
 
@@ -45,4 +45,8 @@ STAGES = {
     ),
 }
 
-SECTIONS = {"profile": "dlscale.extensions.profile.section.section"}
+SECTIONS = {
+    "profile": "dlscale.extensions.profile.section.section",
+    "efficiency": "dlscale.extensions.profile.machine.efficiency",
+    "telemetry": "dlscale.extensions.profile.machine.telemetry",
+}
