@@ -16,7 +16,7 @@ import pytest
 from dlscale.extensions.hangs.finding import GONE, Process, Waiting, describe, line_of
 from dlscale.extensions.hangs.matching import mismatches
 from dlscale.extensions.hangs.record import hang_of
-from dlscale.extensions.hangs.watch import HUNG
+from dlscale.extensions.hangs.supervisor import HUNG
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 

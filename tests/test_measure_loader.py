@@ -22,7 +22,8 @@ import pytest
 from dlscale.config import resolve as config
 from dlscale.core import machine
 from dlscale.extensions.doctor import doctor
-from dlscale.extensions.loading import layout, report, watch
+from dlscale.extensions.loading import inside as watch
+from dlscale.extensions.loading import layout, report
 from dlscale.extensions.loading.records import Array, Loader, Loading
 from dlscale.extensions.programs import causes
 from dlscale.extensions.programs.measure import PLAN
@@ -180,8 +181,8 @@ def test_unknown_loaders_are_reported(tmp_path: Path) -> None:
 def test_nothing_is_watched_unless_asked(tmp_path: Path) -> None:
     """Without the option, no process of the program loads the watch."""
     code = "import sitecustomize as hook; print(*(each.__name__ for each in hook.EXTENSIONS))"
-    assert "dlscale_watch" not in measure(tmp_path, "--", sys.executable, "-c", code).stdout
-    assert "dlscale_watch" in measure(tmp_path, "--loader", "--", sys.executable, "-c", code).stdout
+    assert "dlscale_loading" not in measure(tmp_path, "--", sys.executable, "-c", code).stdout
+    assert "dlscale_loading" in measure(tmp_path, "--loader", "--", sys.executable, "-c", code).stdout
 
 
 # ---- functions ---------------------------------------------------------------------------------------

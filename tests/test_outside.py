@@ -1703,20 +1703,21 @@ def test_every_extension_enters_a_program_in_the_same_way(tmp_path: Path, monkey
     shipped, own = registry.hooks(), dict[Path, str]()
     assert set(shipped.values()) == {"DLSCALE_STEPS", "DLSCALE_LOADER", "DLSCALE_HANG_AFTER", "DLSCALE_REPLAY"}
     for name, code in {"broken": "1 / 0", "startless": "", "good": good}.items():
-        (tmp_path / f"{name}.py").write_text(code)
-        own[tmp_path / f"{name}.py"] = "MINE"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "inside.py").write_text(code)
+        own[tmp_path / name / "inside.py"] = "MINE"
     monkeypatch.setattr(registry, "hooks", lambda: {**own, **shipped})
     code = "import sys, fractions, sitecustomize as hook; print(sys.seen, *(each.__name__ for each in hook.EXTENSIONS))"
     for more, loaded in (
         ({}, set[str]()),
-        ({"DLSCALE_HANG_AFTER": "9", "DLSCALE_LOADER": "1"}, {"dlscale_inside", "dlscale_watch"}),
+        ({"DLSCALE_HANG_AFTER": "9", "DLSCALE_LOADER": "1"}, {"dlscale_hangs", "dlscale_loading"}),
     ):
         environment = running.watched(tmp_path, {"MINE": "", **more})
         ended = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
         )
         folder, *found = ended.stdout.split()
-        assert folder == str(tmp_path) and {*found} == {"dlscale_noted", "dlscale_good", *loaded}
+        assert folder == str(tmp_path) and {*found} == {"dlscale_health", "dlscale_good", *loaded}
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -54,7 +54,7 @@ _LIBRARY = sysconfig.get_path("stdlib")
 _sleep, _frames = time.sleep, sys._current_frames
 
 
-def place() -> str:
+def process_scope() -> str:
     """Return the host and the PID namespace of this process, within which process ids are unique."""
     try:
         return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - Python 3.8
@@ -195,7 +195,7 @@ class Reporter:
     def _status(self, idle: float) -> dict[str, Any]:
         return {
             "rank": self._log.rank,
-            "place": place(),
+            "place": process_scope(),
             "pid": os.getpid(),
             "parent": os.getppid(),
             "idle": idle,

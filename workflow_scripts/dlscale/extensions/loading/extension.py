@@ -3,7 +3,7 @@
 #: Environment variable of programs whose loaders are watched.
 VARIABLE = "DLSCALE_LOADER"
 
-HOOKS = {"dlscale.extensions.loading.watch": VARIABLE}
+HOOKS = {"dlscale.extensions.loading.inside": VARIABLE}
 
 PROVIDES = {
     "LoaderWatch": "dlscale.extensions.loading.report.LoaderWatch",

@@ -512,12 +512,12 @@ def _measured(
         mean=mean,
         std=statistics.stdev(found.rates) if len(found.rates) > 1 else 0.0,
         rank_throughput=found.rank_rates,
-        usage=_usage(nodes[0], found.begin, found.end, apart) if nodes else None,
+        usage=usage_between(nodes[0], found.begin, found.end, apart) if nodes else None,
     )
     throughput = Throughput(
         nranks=found.processes,
         batch_size=found.batch_size,
-        device=_device(nodes),
+        device=device_of(nodes),
         full=full,
         outside=Outside(
             command=list(command),
@@ -652,7 +652,9 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
 
 
-def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
+def usage_between(
+    samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]
+) -> Usage | None:
     """Return the use of cores and disks between two times, outside the spans `apart`."""
     inside = [
         each
@@ -679,7 +681,8 @@ def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart:
     )
 
 
-def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
+def device_of(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
+    """Return the device that a program used: a GPU if any GPU was busy, or else the processor."""
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
         first = bus_ids(1)  # not an index: NVML's indices also count GPUs that CUDA_VISIBLE_DEVICES hides

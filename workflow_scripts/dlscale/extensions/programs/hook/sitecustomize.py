@@ -56,7 +56,7 @@ class Watcher:
         self._after = {"torch.optim.optimizer": [self._optimizers], "torch.utils.data.dataloader": [self._loaders]}
         for file in filter(None, HOOKS.split(os.pathsep)):
             with contextlib.suppress(Exception):  # the steps are noted without the extension
-                module = load(f"dlscale_{Path(file).stem}", HERE.parents[1] / file)
+                module = load(f"dlscale_{Path(file).parent.name}", HERE.parents[1] / file)
                 for name, then in module.start(self._log).items():
                     self._after.setdefault(name, []).append(then)
                 EXTENSIONS.append(module)
