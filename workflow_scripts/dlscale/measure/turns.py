@@ -32,7 +32,7 @@ from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import read_settings
 from dlscale.data.samples import samples_in
-from dlscale.measure.records import Beside
+from dlscale.measure.records import PairedTiming
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import synchronize
 from dlscale.train.build import open_session
@@ -112,7 +112,7 @@ class Turns:
             for subject in couple:
                 subject.close()
 
-    def beside(self, settings: Throughput) -> Beside | None:
+    def beside(self, settings: Throughput) -> PairedTiming | None:
         """Return the record of the paired timing; if the timing fails, log the reason and return None."""
         gc.collect()
         if torch.cuda.is_available():
@@ -123,7 +123,7 @@ class Turns:
             logging.warning("no paired timing with the plan's first run: %s", failed)
             return None
         first = load_run(self._first.config, "throughput").model_dump(mode="json")
-        found = Beside(compute=compute_digest(first), openings=rounds)
+        found = PairedTiming(compute=compute_digest(first), openings=rounds)
         ratio, error = interval(found.ratios)
         logging.info(
             "paired timing, %d openings: %.3f times as fast as the plan's first run (relative error ± %.3f)",

@@ -116,7 +116,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
 def added(plan: PlanResult) -> View:
     """Return the extensions' additions to a card: verdicts on tuned runs, and the first tuned run's best settings."""
     view: View = {"tuned": [], "winner": None}
-    for name in registry.cards():
+    for name in registry.table("CARDS").values():
         view |= registry.named(name)(plan)
     return view
 
@@ -823,5 +823,5 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
 def _sections() -> Iterator[Callable[[PlanResult, Page], Section | None]]:
     for make in SECTIONS:
         if make is all_runs:
-            yield from map(registry.named, registry.sections())
+            yield from map(registry.named, registry.table("SECTIONS").values())
         yield make

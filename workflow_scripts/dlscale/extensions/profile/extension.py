@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dlscale.core.registry import profilers, provider
+from dlscale.core.registry import provider, table
 from dlscale.core.stage import Stage, path
 
 PROFILERS = {
@@ -40,7 +40,7 @@ STAGES = {
         nodes="geometry",
         work=profile_work,
         starts=profile_starts,
-        imports=lambda run: [*provider("predict_memory"), *(profilers()[name] for name in run.profile.tools)],
+        imports=lambda run: [*provider("predict_memory"), *(table("PROFILERS")[name] for name in run.profile.tools)],
         after="throughput",
     ),
 }
