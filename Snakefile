@@ -26,9 +26,6 @@ include: "rules/common.smk"
 configfile: "config.yaml"
 
 
-include: "rules/site.smk"
-
-
 wildcard_constraints:
     dataset=NAME,
     plan=NAME,

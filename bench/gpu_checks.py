@@ -17,8 +17,7 @@ from dlscale.data.loaders.base import Loader, Share
 from dlscale.data.loaders.direct_loader import Streamed
 from dlscale.data.samples import GridSamples
 from dlscale.extensions.dali.settings import DaliLoader
-from dlscale.train.optimizer import set_learning_rate
-from dlscale.train.step import Step
+from dlscale.train.step import Step, set_learning_rate
 
 UNET = Case("cosmo_unet", {"widths": [8, 12]}, (8, 8, 8), batch_size=6)
 VIT = Case("era5_vit", {"patch": 4, "embed_dim": 64, "depth": 1, "heads": 2}, (16, 32), batch_size=6, channels=3)

@@ -19,7 +19,9 @@ from bench.measure import Options, Row
 from bench.training import one_thread
 from bench.watching import cpu_seconds, sampling
 from dlscale.core.telemetry import sampled
+from dlscale.extensions.programs.hook import sitecustomize
 from dlscale.extensions.programs.hook.sitecustomize import Watcher
+from dlscale.extensions.programs.running import watched
 from dlscale.extensions.programs.timed import FOLDER
 
 #: Minimum speed relative to steps without the hook: with the hook; with hook and telemetry.
@@ -44,7 +46,9 @@ def outside(options: Options) -> list[Row]:
     repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"
     rates: dict[bool, list[float]] = {True: [], False: []}
-    with one_thread(), mock.patch.dict(os.environ, {FOLDER: str(options.folder)}), sampled(file, os.getpid(), 1, 0):
+    extensions = mock.patch.object(sitecustomize, "HOOKS", watched(options.folder)["DLSCALE_HOOKS"])
+    environment = mock.patch.dict(os.environ, {FOLDER: str(options.folder)})
+    with one_thread(), environment, extensions, sampled(file, os.getpid(), 1, 0):
         program, process = Program(), sampling(file)
         before, start = cpu_seconds(process.pid), time.monotonic()
         for _ in range(repetitions):

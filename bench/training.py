@@ -31,7 +31,7 @@ from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints
 from dlscale.train.loop import run_steps
-from dlscale.train.optimizer import set_learning_rate
+from dlscale.train.step import set_learning_rate
 from dlscale.train.trainer import Trainer
 
 CPU = torch.device("cpu")

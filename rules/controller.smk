@@ -1,5 +1,5 @@
 # Uses of Snakemake beyond its public interface, with reasons. After an upgrade of Snakemake, check this list first,
-# then common.smk (benchmark interval), site.smk (register_resource), display.smk (log handlers) and preflight.smk
+# then common.smk (benchmark interval, register_resource), display.smk (log handlers) and preflight.smk
 # (persistence).
 #
 #   name of the site         `workflow.resource_settings`: default resources are the only part of a profile that reaches

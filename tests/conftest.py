@@ -32,7 +32,7 @@ from dlscale import cli
 from dlscale.config import resolve as config
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.settings import read_yaml
-from dlscale.data.parts import load_dataset
+from dlscale.data.reads import load_dataset
 from dlscale.extensions.scaffold import study_tests
 from dlscale.extensions.scaffold.new_study import TEMPLATE
 from tests import changed

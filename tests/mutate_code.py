@@ -605,7 +605,7 @@ MUTATIONS = [
     ),
     Mutation(
         "device_not_waited_for",
-        "measure/steps.py",
+        "measure/turns.py",
         "    synchronize(device)\n    seconds = time.perf_counter() - start\n",
         "    seconds = time.perf_counter() - start\n",
         "test_throughput.py::test_a_trial_waits_for_the_device_at_both_ends",
@@ -857,21 +857,21 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule_warmup_from_zero",
-        "train/schedule.py",
+        "train/trainer.py",
         "return peak * (step + 1) / warmup",
         "return peak * step / warmup",
         "test_schedule.py::test_each_form_after_each_warm_up_is_pytorchs",
     ),
     Mutation(
         "schedule_linear_for_sqrt",
-        "train/schedule.py",
+        "train/trainer.py",
         'ratio if schedule.scaling == "linear" else math.sqrt(ratio)',
         'ratio if schedule.scaling == "sqrt" else math.sqrt(ratio)',
         "test_schedule.py::test_scaling_with_the_batch",
     ),
     Mutation(
         "weight_decay_left_out",
-        "train/optimizer.py",
+        "train/build.py",
         'exclude={"kind", "lr", "fused", "clip_norm"}',
         'exclude={"kind", "lr", "fused", "clip_norm", "weight_decay"}',
         "test_rungs.py::test_the_optimiser_is_pytorchs_own",
@@ -992,7 +992,7 @@ MUTATIONS = [
     ),
     Mutation(
         "turns_count_all_before",
-        "measure/steps.py",
+        "measure/turns.py",
         "    counts = list[int]()\n",
         "    counts = timed_steps.__dict__.setdefault('counts', list[int]())\n",
         "test_throughput.py::test_each_turn_counts_only_samples_of_the_turn",

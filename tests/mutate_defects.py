@@ -100,7 +100,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "timing starts after two fetched batches": Mutation(
         "two_batches_fetched_before",
-        "measure/steps.py",
+        "measure/turns.py",
         "    start = time.perf_counter()\n    run_steps(consume",
         "    next(batches), next(batches)\n    start = time.perf_counter()\n    run_steps(consume",
         "test_throughput.py::test_the_wait_for_data_counts",
@@ -115,7 +115,7 @@ DEFECTS: dict[str, Mutation | str] = {
     "the copy to the device holds up the loop": "only timings on a GPU show that the host waits",
     "throughput is overstated if": Mutation(
         "batches_count_as_full",
-        "measure/steps.py",
+        "measure/turns.py",
         "return sum(counts), seconds",
         "return len(counts) * max(counts), seconds",
         "test_throughput.py::test_the_numbers_count_the_samples_that_were_processed",
@@ -129,7 +129,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "under warm-up the cosine ends at 4 % of the initial rate": Mutation(
         "cosine_over_all_steps",
-        "train/schedule.py",
+        "train/trainer.py",
         "progress = min((step - warmup) / max(total - warmup, 1), 1.0)",
         "progress = min((step - warmup) / max(total, 1), 1.0)",
         "test_schedule.py::test_the_cosine_reaches_the_end_rate",
@@ -150,7 +150,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "Apex is imported even if unused": Mutation(
         "apex_imported",
-        "train/optimizer.py",
+        "train/build.py",
         '    options = settings.model_dump(exclude={"kind"',
         '    import apex\n    options = settings.model_dump(exclude={"kind"',
         "test_rungs.py::test_the_optimiser_is_pytorchs_own",
@@ -159,7 +159,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "synthetic_loads",
         "measure/throughput.py",
         '"SYNTHETIC": (itertools.repeat(cached), step)',
-        '"SYNTHETIC": (training_batches(session, loader, 1), step)',
+        '"SYNTHETIC": (session.training_batches(loader, 1), step)',
         "test_throughput.py::test_synthetic_is_one_resident_batch_for_every_loader",
     ),
     "the CUDA-graph script fails on a partial batch": Mutation(
@@ -329,7 +329,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "throughput counts the last, smaller batch as a full one": Mutation(
         "last_batch_counts_as_full",
-        "measure/steps.py",
+        "measure/turns.py",
         "return sum(counts), seconds",
         "return len(counts) * max(counts), seconds",
         "test_throughput.py::test_the_numbers_count_the_samples_that_were_processed",
@@ -364,7 +364,7 @@ DEFECTS: dict[str, Mutation | str] = {
     ),
     "one script scales the learning rate twice": Mutation(
         "rate_scaled_twice",
-        "train/schedule.py",
+        "train/trainer.py",
         'return lr * (ratio if schedule.scaling == "linear"',
         'return lr * ratio * (ratio if schedule.scaling == "linear"',
         "test_imagenet.py::test_the_published_plan_has_the_settings_of_the_program",

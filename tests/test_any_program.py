@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from dlscale.extensions.profile.machine import thinned
 from dlscale.extensions.programs import profile, steps, timed
 from dlscale.extensions.programs.measure import PLAN, lines
 from dlscale.extensions.programs.running import Outcome, Reading, measured
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import Throughput
-from dlscale.report.profiles import thinned
 from dlscale.report.verdict import Verdict
 from dlscale.results import read_plan
 from tests.conftest import ROOT

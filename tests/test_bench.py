@@ -23,7 +23,7 @@ from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.loading import cold
 from bench.measure import Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
-from dlscale.train.optimizer import set_learning_rate
+from dlscale.train.step import set_learning_rate
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE
 

@@ -16,7 +16,7 @@ from PIL import Image
 from dlscale.cli import main
 from dlscale.core.files import save_png
 from dlscale.extensions.compare import history
-from dlscale.measure.records import Beside, Throughput, Trials
+from dlscale.measure.records import PairedTiming, Throughput, Trials
 from dlscale.parallel.records import Device
 from tests.test_environment import BEFORE
 from tests.test_report import Results
@@ -41,7 +41,7 @@ class Machine:
             trials = Trials(
                 trial_throughput=[mean * 0.99, mean, mean * 1.01], trial_time=[1.0] * 3, mean=mean, std=mean / 100
             )
-            beside = Beside(
+            beside = PairedTiming(
                 compute=next(iter(speeds)),
                 openings=[[(100 * r, 100.0)] for r in noisy(ratio, seed=int(self._draw.integers(1 << 30)))],
             )

@@ -27,12 +27,12 @@ from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
 from dlscale.core.settings import flat, load_yaml, read_yaml, typed, write_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
-from dlscale.data.parts import load_dataset
+from dlscale.data.reads import load_dataset
 from dlscale.extensions.cosmo_unet.model import UNet3D
 from dlscale.extensions.scaffold import new_study
 from dlscale.extensions.scaffold.new_study import TEMPLATE
 from dlscale.extensions.schema.reference import reference, schema
-from dlscale.train.schedule import peak_rate
+from dlscale.train.trainer import peak_rate
 from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, ROOT, stage
 
 Raw = dict[str, Any]

@@ -23,7 +23,7 @@ from dlscale.config.site import Scheduler
 from dlscale.config.workflow import Budget
 from dlscale.core.settings import validate
 from dlscale.core.stage import training_work
-from dlscale.data import parts
+from dlscale.data import reads
 from dlscale.data.manifest import File, Manifest
 from dlscale.launch import slurm
 from dlscale.preflight import cost
@@ -289,7 +289,7 @@ def test_a_bound_by_hand(tmp_path: Path) -> None:
 def test_an_outline_equals_the_finished_dataset(study: str, tiny_data: Callable[[str], Path], tmp_path: Path) -> None:
     """An outline (a predicted manifest) has the channels, grids, classes and rows of the dataset's later files."""
     made = Manifest.read(tiny_data(study) / "manifest.json")
-    outline = cost.manifest_of("none", parts.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
+    outline = cost.manifest_of("none", reads.load_dataset(json.dumps(TINY[study]["dataset"])), tmp_path)
     for name, field in outline.fields.items():
         there = made.fields[name]
         assert (len(field.channels), field.grid, field.classes) == (len(there.channels), there.grid, there.classes)
@@ -299,7 +299,7 @@ def test_an_outline_equals_the_finished_dataset(study: str, tiny_data: Callable[
 
 def test_an_outline_has_the_days_of_leap_years(tmp_path: Path) -> None:
     source = {"kind": "simulated", "latitudes": 16, "longitudes": 32, "train": [2000, 2001], "valid": [2004]}
-    outline = cost.manifest_of("none", parts.load_dataset(json.dumps({"kind": "era5", "source": source})), tmp_path)
+    outline = cost.manifest_of("none", reads.load_dataset(json.dumps({"kind": "era5", "source": source})), tmp_path)
     rows = {split: [file.rows for file in files] for split, files in outline.splits.items() if files}
     assert rows == {"train": [4 * 366, 4 * 365], "valid": [4 * 366]}
 

@@ -23,7 +23,7 @@ from dlscale.data import parts, store
 from dlscale.data.describe import check_disjoint
 from dlscale.data.kind import name_files, stem
 from dlscale.data.manifest import IDENTITY, FieldInfo, File, Manifest, Transform
-from dlscale.data.parts import load_dataset
+from dlscale.data.reads import load_dataset
 from dlscale.data.source import block_average
 from dlscale.data.store import Moments, Reader
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS, DENSITY, TEMPERATURE, VELOCITY

@@ -93,7 +93,7 @@ def test_an_extension_cannot_take_a_name_that_exists(monkeypatch: pytest.MonkeyP
     tables = {
         "STAGES": lambda: registry.stages(["train"]),
         "LOADERS": registry.loader_settings,
-        "COMMANDS": registry.commands,
+        "COMMANDS": lambda: registry.table("COMMANDS"),
     }
     with pytest.raises(UserError, match=f"extension mine: {table}: '{name}' exists already; rename it"):
         tables[table]()

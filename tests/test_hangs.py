@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -14,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlscale.extensions.hangs import inside
 from dlscale.extensions.hangs.finding import GONE, Process, Waiting, describe, line_of
 from dlscale.extensions.hangs.matching import mismatches
 from dlscale.extensions.hangs.record import hang_of
-from dlscale.extensions.hangs.watch import HUNG
+from dlscale.extensions.hangs.supervisor import HUNG
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
 
@@ -224,7 +222,3 @@ def test_the_line_of_a_forked_child_is_its_own(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert line_of(done.stdout) == "at fork.py:3" and 'fork.py", line 8' in done.stdout
     assert line_of(done.stderr) == "" and 'fork.py", line 9' in done.stderr
-
-
-def test_the_part_within_programs_is_for_python_3_8() -> None:
-    ast.parse(Path(inside.__file__).read_text(), feature_version=(3, 8))

@@ -218,8 +218,7 @@ def test_a_command_that_starts_processes_elsewhere_is_refused(train: Path) -> No
 def test_a_process_outside_of_the_copy_ends_before_the_program_begins(train: Path, tmp_path: Path) -> None:
     steps = tmp_path / "steps"
     steps.mkdir()
-    more = {replay.REPLAY: "8 1000000", replay.SCRATCH: "1", "DLSCALE_HOOKS": str(replay.__file__)}
-    environment = headroom.watched(steps, more)
+    environment = headroom.watched(steps, {replay.REPLAY: "8 1000000", replay.SCRATCH: "1"})
     ended = subprocess.run([sys.executable, "-c", "open('out.txt', 'w')"], env=environment, check=False)
     assert ended.returncode == replay.REFUSED == scratch.REFUSED
     assert "does not run in the scratch copy" in (steps / scratch.REASON).read_text()

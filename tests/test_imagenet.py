@@ -24,7 +24,7 @@ from dlscale.config import resolve
 from dlscale.config.run import load_run, run_class
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.data import parts, sampling
+from dlscale.data import parts, reads, sampling
 from dlscale.data.loaders import DirectLoader
 from dlscale.data.loaders.base import Share
 from dlscale.data.loaders.direct_loader import build as build_direct
@@ -39,7 +39,7 @@ from dlscale.extensions.imagenet_resnet50.imagenet.samples import RATIO, Images,
 from dlscale.extensions.imagenet_resnet50.study import ImagenetMetrics
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session
-from dlscale.train.schedule import learning_rate, peak_rate
+from dlscale.train.trainer import learning_rate, peak_rate
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train
 
 CLASSES = ["ape", "bee", "cat"]
@@ -246,7 +246,7 @@ def _acquire(folder: Path, settings: dict[str, Any]) -> None:
     """Make the first training pack of a dataset."""
     config, out = folder / "config.yaml", folder / "source/train-0000.h5"
     assert stage("configure", "--settings", json.dumps(settings), "--out", config) == 0
-    dataset = parts.load_dataset(config)
+    dataset = reads.load_dataset(config)
     raw = parts.raws(dataset)[out.name]
     acquire = parts.needed(dataset, parts.kind_of(dataset).acquirer(dataset) or "", "acquire")
     acquire(dataset, raw, out, lambda done, total: None)

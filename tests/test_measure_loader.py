@@ -22,13 +22,14 @@ import pytest
 from dlscale.config import resolve as config
 from dlscale.core import machine
 from dlscale.extensions.doctor import doctor
-from dlscale.extensions.loading import layout, report, watch
+from dlscale.extensions.loading import inside as watch
+from dlscale.extensions.loading import layout, report
 from dlscale.extensions.loading.records import Array, Loader, Loading
 from dlscale.extensions.programs import causes
 from dlscale.extensions.programs.measure import PLAN
 from dlscale.measure.records import Throughput
 from dlscale.report.evidence import Evidence
-from tests.conftest import ROOT, TINY
+from tests.conftest import TINY
 from tests.test_any_program import measure
 from tests.test_counting import tiny_run
 
@@ -179,9 +180,9 @@ def test_unknown_loaders_are_reported(tmp_path: Path) -> None:
 
 def test_nothing_is_watched_unless_asked(tmp_path: Path) -> None:
     """Without the option, no process of the program loads the watch."""
-    code = "import os, sitecustomize as hook; print(os.environ.get('DLSCALE_HOOKS'), bool(hook.HOOKS))"
-    assert measure(tmp_path, "--", sys.executable, "-c", code).stdout == "None False\n"
-    assert measure(tmp_path, "--loader", "--", sys.executable, "-c", code).stdout.endswith("watch.py True\n")
+    code = "import sitecustomize as hook; print(*(each.__name__ for each in hook.EXTENSIONS))"
+    assert "dlscale_loading" not in measure(tmp_path, "--", sys.executable, "-c", code).stdout
+    assert "dlscale_loading" in measure(tmp_path, "--loader", "--", sys.executable, "-c", code).stdout
 
 
 # ---- functions ---------------------------------------------------------------------------------------
@@ -363,13 +364,6 @@ def test_striping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert layout.striping("x") == "4 Lustre stripes of 1.05\u00a0MB"
     lfs.write_text("#!/bin/sh\necho not Lustre >&2; exit 1\n")
     assert layout.striping("x") == ""
-
-
-def test_the_watch_runs_on_old_pythons() -> None:
-    """The file has no newer syntax than Python 3.8, whose programs load it."""
-    import ast
-
-    ast.parse((ROOT / "workflow_scripts/dlscale/extensions/loading/watch.py").read_text(), feature_version=(3, 8))
 
 
 # ---- `dlscale doctor` --------------------------------------------------------------------------------

@@ -36,9 +36,8 @@ from dlscale.parallel.strategy import Sharded
 from dlscale.parallel.world import AXES, Mesh, World, arrangement
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.optimizer import make_state
 from dlscale.train.precision import compute_dtype, convert
-from dlscale.train.step import Step
+from dlscale.train.step import Step, make_state
 from tests.exchanged import Counting, formula
 from tests.ranks import fake_group, spawn
 from tests.test_ddp import as_rank

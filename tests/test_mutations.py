@@ -32,7 +32,7 @@ from dlscale.core.metrics import read_epochs
 from dlscale.core.registry import study
 from dlscale.data import describe, parts
 from dlscale.data.manifest import Manifest
-from dlscale.data.parts import load_dataset
+from dlscale.data.reads import load_dataset
 from dlscale.data.store import Reader
 from dlscale.extensions.imagenet_resnet50.imagenet.folder import pictures
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, write_pack

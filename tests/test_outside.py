@@ -32,6 +32,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from bench.bottlenecks import outside
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import translate_error
 from dlscale.core.noise import interval
@@ -1689,10 +1690,34 @@ def test_a_program_has_its_own_environment_and_modules(tmp_path: Path) -> None:
     words = [sys.executable, "-P", "-m", "dlscale", "measure", "--", *words]
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     found = json.loads(ended.stdout)
-    assert ended.returncode == 0 and found.pop(timed.FOLDER)
+    assert ended.returncode == 0 and found.pop(timed.FOLDER) and "DLSCALE_HOOKS" in found
+    del found["DLSCALE_HOOKS"]
     assert found == {**json.loads(alone.stdout), "PYTHONPATH": f"{HOOK}:{environment['PYTHONPATH']}"}
-    for file in (HOOK / "sitecustomize.py", HOOK.parent / "timed.py"):
+    for file in (HOOK / "sitecustomize.py", HOOK.parent / "timed.py", *registry.hooks()):
         ast.parse(file.read_text(), feature_version=(3, 8))
+
+
+def test_every_extension_enters_a_program_in_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook loads a file if its variable is set. The program and other files do not notice a broken file."""
+    good = "import sys\ndef start(log):\n    return {'fractions': lambda module: setattr(sys, 'seen', log.folder)}\n"
+    shipped, own = registry.hooks(), dict[Path, str]()
+    assert set(shipped.values()) == {"DLSCALE_STEPS", "DLSCALE_LOADER", "DLSCALE_HANG_AFTER", "DLSCALE_REPLAY"}
+    for name, code in {"broken": "1 / 0", "startless": "", "good": good}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "inside.py").write_text(code)
+        own[tmp_path / name / "inside.py"] = "MINE"
+    monkeypatch.setattr(registry, "hooks", lambda: {**own, **shipped})
+    code = "import sys, fractions, sitecustomize as hook; print(sys.seen, *(each.__name__ for each in hook.EXTENSIONS))"
+    for more, loaded in (
+        ({}, set[str]()),
+        ({"DLSCALE_HANG_AFTER": "9", "DLSCALE_LOADER": "1"}, {"dlscale_hangs", "dlscale_loading"}),
+    ):
+        environment = running.watched(tmp_path, {"MINE": "", **more})
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        folder, *found = ended.stdout.split()
+        assert folder == str(tmp_path) and {*found} == {"dlscale_health", "dlscale_good", *loaded}
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -51,7 +51,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, cosmo_data: Path) -> Path:
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "profile").mkdir()
     (folder / "profile/of_a_former_call.txt").write_text("")
-    assert profiled(folder, cosmo_data, tools=ALL, functions=["dlscale.train.optimizer:set_learning_rate"]) == 0
+    assert profiled(folder, cosmo_data, tools=ALL, functions=["dlscale.train.step:set_learning_rate"]) == 0
     return folder
 
 

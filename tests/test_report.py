@@ -33,13 +33,14 @@ from dlscale.core import telemetry, text
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, LossInfo, Metric, epoch_lines, read_epochs
 from dlscale.data.manifest import FieldInfo, File, Manifest, Transform
+from dlscale.extensions.profile import machine as profiles
 from dlscale.extensions.profile import section as profile_section
 from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.extensions.tune.section import tuned_winner
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
-from dlscale.report import charts, collect, curves, profiles, published, report, sections
+from dlscale.report import charts, collect, curves, published, report, sections
 from dlscale.report.evidence import bound
 from dlscale.report.figures import joules
 from dlscale.report.verdict import disturbance, judge_run

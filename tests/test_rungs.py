@@ -41,11 +41,10 @@ from dlscale.parallel.world import World
 from dlscale.train import attention
 from dlscale.train import step as step_
 from dlscale.train.attention import attention_context
-from dlscale.train.build import build_step
+from dlscale.train.build import build_optimizer, build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.optimizer import build_optimizer, make_state, set_learning_rate
 from dlscale.train.precision import compute_dtype, weight_dtype
-from dlscale.train.step import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed, Step
+from dlscale.train.step import EAGER_STEPS, EAGER_STEPS_OF_RANKS, Graphed, Step, make_state, set_learning_rate
 from tests.ranks import spawn
 
 CPU = torch.device("cpu")

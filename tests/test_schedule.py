@@ -12,7 +12,7 @@ import torch
 from dlscale.config.run import Schedule
 from dlscale.core.errors import UserError
 from dlscale.core.settings import validate
-from dlscale.train.schedule import learning_rate, peak_rate
+from dlscale.train.trainer import learning_rate, peak_rate
 
 
 def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: Any) -> list[float]:

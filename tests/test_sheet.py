@@ -188,8 +188,8 @@ def test_text_shrinks_to_fit_and_a_full_page_is_reported(tmp_path: Path) -> None
 
 
 def test_measured_and_predicted_look_different_without_colour() -> None:
-    marks, slants = ({draw.LOOKS[basis][place] for basis in ("measured", "predicted")} for place in (3, 2))
-    assert len(marks) == len(slants) == 2 and len({look[3] for look in draw.LOOKS.values()}) == 4
+    marks, slants = ({draw.STYLES[basis][place] for basis in ("measured", "predicted")} for place in (3, 2))
+    assert len(marks) == len(slants) == 2 and len({look[3] for look in draw.STYLES.values()}) == 4
 
 
 def test_each_question_of_a_form_is_mapped(results: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dlscale.core.noise import interval, pooled
 from dlscale.extensions.compare.compare import change, relative_to_first
-from dlscale.measure.records import Beside, Outside, Throughput, Trials
+from dlscale.measure.records import Outside, PairedTiming, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
 from dlscale.report.speedup import FLOOR, VAGUE, SpeedUp, SpeedUps, measured_apart
@@ -33,7 +33,7 @@ def trials(mean: float, spread: float = 0.01) -> Trials:
 def timed(results: Results, name: str, full: float, ratios: list[float] | None, compute: str = "") -> None:
     """Write a run: `full` samples/s if timed alone, `ratios` to the first run's speed in paired timing."""
     folder = results.run("p", name)
-    beside = Beside(compute="first", openings=[[(100 * ratio, 100.0)] for ratio in ratios]) if ratios else None
+    beside = PairedTiming(compute="first", openings=[[(100 * ratio, 100.0)] for ratio in ratios]) if ratios else None
     measured = Throughput.read(folder / "throughput.json")
     measured = measured.model_copy(update={"full": trials(full), "beside": beside, "compute": compute or name})
     measured.write(folder / "throughput.json")
@@ -77,7 +77,7 @@ def test_the_pooled_spread_is_that_within_groups() -> None:
 
 def test_an_opening_counts_all_rounds_except_bursts() -> None:
     rounds = [(2.0, 1.0), (8.0, 1.0), (1.0, 2.0), (2.0, 2.0), (500.0, 1.0)]
-    found = Beside(compute="first", openings=[rounds[:2], rounds]).ratios
+    found = PairedTiming(compute="first", openings=[rounds[:2], rounds]).ratios
     assert found == pytest.approx([math.log(4), math.log(2 * 8 * 1) / 3])
 
 
@@ -131,7 +131,9 @@ def test_a_run_that_was_disturbed_is_less_sure_than_the_others(results: Results)
         runs = []
         for number, spread in enumerate([*[0.005] * 9, 0.05]):
             openings = [[(100 * math.exp(log), 100.0)] for log in draw.normal(0, spread, 4)]
-            measured = Throughput(full=trials(100), beside=Beside(compute="0", openings=openings), compute=str(number))
+            measured = Throughput(
+                full=trials(100), beside=PairedTiming(compute="0", openings=openings), compute=str(number)
+            )
             runs.append(replace(run, throughput=measured))
         found = SpeedUps(runs).over(runs[-1], runs[0])
         held += found is not None and found.noise
@@ -243,7 +245,7 @@ def test_many_equal_runs_give_no_headline(results: Results, several: int) -> Non
         measured = []
         for run in runs:
             openings = [[(100 * math.exp(log), 100.0)] for log in draw.normal(0, 0.05, 4)]
-            beside = Beside(compute="run0", openings=openings)
+            beside = PairedTiming(compute="run0", openings=openings)
             measured.append(replace(run, throughput=Throughput(full=trials(100), beside=beside, compute=run.name)))
         speeds = SpeedUps(measured)
         wrong += speeds.fastest(speeds.groups)[0].runs != [measured[0]]

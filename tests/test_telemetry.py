@@ -29,10 +29,11 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import SNAKEMAKES
 from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample, sampled
+from dlscale.extensions.profile import machine as profiles
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
 from dlscale.measure.telemetry import Energy, Gpus, bus_ids
-from dlscale.report import profiles
+from dlscale.report.sections import Page
 from dlscale.results import PlanResult, RunResult
 from dlscale.train.provenance import Provenance
 from tests.conftest import variables
@@ -267,7 +268,7 @@ def test_the_page_shows_published_efficiency_next_to_the_run() -> None:
     ]
     reference = {"name": "a", "plan": "p", "run": "a", "measure": ["train"]}
     plan = PlanRecord(plan="p", study="mnist_cnn", measure=["train"], runs=[reference], published=figures)
-    view = profiles.efficiency(PlanResult(plan, [published_job()]))
+    view = profiles.efficiency(PlanResult(plan, [published_job()]), Page())
     assert view and view.notes[0].startswith(
         "Published values for the full-size model and data: job: CPU efficiency 94.64 % ("
     )

@@ -27,7 +27,7 @@ from dlscale.config.compute import compute_digest
 from dlscale.config.run import Throughput
 from dlscale.core.settings import read_yaml
 from dlscale.data.loaders.base import Batch
-from dlscale.measure import steps, throughput, turns
+from dlscale.measure import throughput, turns
 from dlscale.measure.records import Throughput as Measured
 from dlscale.measure.records import Trials
 from dlscale.measure.throughput import trials
@@ -195,7 +195,7 @@ def test_a_trial_waits_for_the_device_at_both_ends(monkeypatch: pytest.MonkeyPat
         given = 0
 
     monkeypatch.setattr(throughput, "synchronize", wait)
-    monkeypatch.setattr(steps, "synchronize", wait)
+    monkeypatch.setattr(turns, "synchronize", wait)
     batches = batches_of(*[4] * 8)
     consume(*next(batches))  # the device still works when the first trial begins
     given += 50

@@ -22,8 +22,7 @@ from dlscale.parallel.shards import own_shards
 from dlscale.parallel.world import Pretended, World
 from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
-from dlscale.train.optimizer import make_state
-from dlscale.train.step import Step
+from dlscale.train.step import Step, make_state
 from dlscale.train.weight_files import load_weights
 from tests.ranks import fake_group, spawn
 from tests.test_ddp import as_rank, squares

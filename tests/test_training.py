@@ -56,8 +56,7 @@ from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints, read
 from dlscale.train.logs import RunLogs
-from dlscale.train.optimizer import make_state
-from dlscale.train.step import Step
+from dlscale.train.step import Step, make_state
 from dlscale.train.train import fit_with_signals, run_fingerprint
 from dlscale.train.trainer import Trainer
 from tests.conftest import (

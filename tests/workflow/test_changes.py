@@ -21,7 +21,7 @@ from dlscale.core.fingerprint import GUARDS, data_modules, reachable, run_module
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.data import parts
-from dlscale.data.parts import load_dataset
+from dlscale.data.reads import load_dataset
 from tests.conftest import TINY
 from tests.workflow.conftest import CONFIG, OUTSIDE, RESULTS, TARGETS, TITLE, Outcome, Tree
 from tests.workflow.jobs import (
@@ -269,9 +269,9 @@ ROWS = [
     # Training and measuring are independent of each other, but both execute steps.
     Row("trainer", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL)),
     Row("checkpoints", append(f"{PACKAGE}/train/checkpoint.py"), trained(*ALL), slow=True),
-    Row("schedule", append(f"{PACKAGE}/train/schedule.py"), trained(*ALL), slow=True),
+    Row("schedule", append(f"{PACKAGE}/train/trainer.py"), trained(*ALL), slow=True),
     Row("precision", append(f"{PACKAGE}/train/precision.py"), runs(*ALL), slow=True),
-    Row("optimiser", append(f"{PACKAGE}/train/optimizer.py"), runs(*ALL), slow=True),
+    Row("optimiser", append(f"{PACKAGE}/train/step.py"), runs(*ALL), slow=True),
     Row("throughput", append(f"{PACKAGE}/measure/throughput.py"), timed(*ALL)),
     Row("profile", append(f"{PACKAGE}/extensions/profile/trace.py"), profiled(*ALL)),
     Row("tuning", append(f"{PACKAGE}/extensions/tune/tune.py"), tuned(*ALL)),

@@ -69,7 +69,7 @@ _OWN = {
 }
 
 #: All queries; the queries of extensions are last.
-QUERIES = _OWN | registry.commands()
+QUERIES = _OWN | registry.table("COMMANDS")
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (

@@ -52,8 +52,8 @@ from dlscale.core.settings import read_settings, validate
 from dlscale.core.stages import STAGES
 
 #: Types for the names of experiment trackers (`Tracker`) and of profilers (`Tool`), including those of extensions.
-Tracker: Any = one_of(registry.trackers())
-Tool: Any = one_of(registry.profilers())
+Tracker: Any = one_of(registry.table("TRACKERS"))
+Tool: Any = one_of(registry.table("PROFILERS"))
 #: Class of the settings of an external program.
 Program: Any = registry.provided("Program", one_of([]))
 

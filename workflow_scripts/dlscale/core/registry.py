@@ -122,7 +122,7 @@ def _shipped() -> dict[str, StudyModule]:
     modules = {
         file.parent.name: f"dlscale.studies.{file.parent.name}.study" for file in PACKAGE.glob("studies/*/study.py")
     }
-    modules |= _table("STUDIES")
+    modules |= table("STUDIES")
     return {name: StudyModule(name, modules[name], _file(modules[name])) for name in sorted(modules)}
 
 
@@ -228,7 +228,7 @@ def study(name: str) -> Any:
 def shipped_kinds() -> dict[str, str]:
     """Return the package of each shipped kind of dataset without importing it."""
     packages = {file.parent.name: f"dlscale.datasets.{file.parent.name}" for file in PACKAGE.glob("datasets/*/kind.py")}
-    packages |= _table("KINDS")
+    packages |= table("KINDS")
     return dict(sorted(packages.items()))
 
 
@@ -294,8 +294,24 @@ def module_of(name: str, role: str) -> str | None:
     return own if there else DEFAULTS.get(role)
 
 
-def _table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the rows that all extensions have in their tables called `name`, without the names `taken` of the core."""
+def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the rows that all extensions have in their tables called `name`, without the names `taken` of the core.
+
+    Rows of `COMMANDS` and `STAGES` are objects (`dlscale.core.stage`); rows of other tables are full names:
+
+    - `PROGRAM_STAGES`: module of a stage for external programs.
+    - `CAUSES`: function that finds what slows a run (`dlscale.report.causes`).
+    - `SECTIONS`: function with the arguments (`PlanResult`, `dlscale.report.sections.Page`), which returns a `Section`
+      of the page, or None.
+    - `CARDS`: function that returns additions to a plan's card, its summary on a page.
+    - `PROBES`: function of `configuration` and `plans` (None means the targets), which returns a list of `Finding` for
+      `dlscale doctor`.
+    - `TRACKERS`: class of an experiment tracker, with the arguments folder, settings, history and checkpoint folder of
+      the run, and the methods `add(epoch)` and `finish(picture, best)`.
+    - `PROFILERS`: module of a profiler. If the profiler starts separate processes, the module has the functions
+      `profile_apart(run_json, manifest, world, threads, device, folder)`, which is called on all ranks, and
+      `of_report(path)`, which reads a report.
+    """
     rows = dict[str, Any]()
     for extension, module in extensions().items():
         for key, row in getattr(module, name, {}).items():
@@ -304,14 +320,9 @@ def _table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
     return rows
 
 
-def commands() -> dict[str, Any]:
-    """Return the rows that extensions add to the table of commands."""
-    return _table("COMMANDS")
-
-
 def stages(taken: Iterable[str] = ()) -> dict[str, Any]:
     """Return the rows that extensions add to the table of stages; no extension may use the names `taken`."""
-    return _table("STAGES", taken)
+    return table("STAGES", taken)
 
 
 def rules() -> list[str]:
@@ -320,70 +331,30 @@ def rules() -> list[str]:
     return [str(file) for file in files if file.is_file()]
 
 
-def program_stages() -> dict[str, str]:
-    """Return the entry modules of stages for external programs, by name of the stage."""
-    return _table("PROGRAM_STAGES")
+def hooks() -> dict[Path, str]:
+    """Return the files that dlscale's hook loads into external programs, with an environment variable of each file.
 
-
-def sections() -> list[str]:
-    """Return the full names of the functions with which extensions add sections to a page.
-
-    A function has the arguments (`PlanResult`, `dlscale.report.sections.Page`); it returns a `Section`, or None.
+    A program in which the variable is set loads the file. The function `start` of the file gets the log of the steps.
     """
-    return list(_table("SECTIONS").values())
-
-
-def probes() -> list[str]:
-    """Return the full names of the checks that extensions add to `dlscale doctor`.
-
-    A check has the arguments `configuration` and `plans` (None means the targets), and returns a list of `Finding`.
-    """
-    return list(_table("PROBES").values())
+    return {_file(module): variable for module, variable in table("HOOKS").items()}
 
 
 def page_modules() -> list[str]:
     """Return the modules with which extensions complete a page; the page is made again if one of them changes."""
-    names = (*causes(), *sections(), *cards(), *(row.record for row in stages().values() if row.record))
+    functions = (name for each in ("CAUSES", "SECTIONS", "CARDS") for name in table(each).values())
+    names = (*functions, *(row.record for row in stages().values() if row.record))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-
-
-def cards() -> list[str]:
-    """Return the full names of the functions with which extensions add to a plan's card, its summary on a page."""
-    return list(_table("CARDS").values())
-
-
-def causes() -> list[str]:
-    """Return the full names of the functions with which extensions find what slows a run (`dlscale.report.causes`)."""
-    return list(_table("CAUSES").values())
 
 
 def provided(name: str, default: Any) -> Any:
     """Return the object that an extension lists as `name` in its table `PROVIDES`; `default` without an extension."""
-    found = _table("PROVIDES").get(name)
+    found = table("PROVIDES").get(name)
     return named(found) if found else default
 
 
 def provider(name: str) -> list[str]:
     """Return the module in which `provided` finds the object `name`, as a list that may be empty."""
-    return [found.rpartition(".")[0] for key, found in _table("PROVIDES").items() if key == name]
-
-
-def trackers() -> dict[str, str]:
-    """Return the full class names of experiment trackers, by name in `training.trackers`.
-
-    A class has four arguments: folder, settings, history and checkpoint folder of the run. Its objects have the methods
-    `add(epoch)` and `finish(picture, best)`.
-    """
-    return _table("TRACKERS")
-
-
-def profilers() -> dict[str, str]:
-    """Return the modules of profilers, by name in `profile.tools`.
-
-    The module of a profiler that starts separate processes has two functions. `profile_apart(run_json, manifest, world,
-    threads, device, folder)` is called on all ranks, and `of_report(path)` reads a report.
-    """
-    return _table("PROFILERS")
+    return [found.rpartition(".")[0] for key, found in table("PROVIDES").items() if key == name]
 
 
 class LoaderPlace(NamedTuple):
@@ -395,7 +366,7 @@ class LoaderPlace(NamedTuple):
 
 
 def _loaders() -> dict[str, LoaderPlace]:
-    return _table("LOADERS", ("torch", "direct", "synthetic"))
+    return table("LOADERS", ("torch", "direct", "synthetic"))
 
 
 def loader(kind: str) -> str:

@@ -197,7 +197,7 @@ STAGES: dict[str, Stage] = {
 for _name, _row in registry.stages(STAGES).items():
     _at = [*STAGES].index(_row.after) + 1 if _row.after else len(STAGES)
     STAGES = {**dict([*STAGES.items()][:_at]), _name: _row, **dict([*STAGES.items()][_at:])}
-for _name, _module in registry.program_stages().items():
+for _name, _module in registry.table("PROGRAM_STAGES").items():
     if _name in STAGES:  # the extension with this stage may be missing
         STAGES[_name] = replace(STAGES[_name], program=_module)
 

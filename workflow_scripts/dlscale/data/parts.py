@@ -6,24 +6,12 @@ The workflow calls these functions while it builds its graph, so they must be pu
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from dlscale.config.dataset import DatasetSettings, dataset_type
+from dlscale.config.dataset import DatasetSettings
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.settings import read_settings, validate
 from dlscale.data.kind import DatasetKind, Part, RawFile, is_url
-
-
-def load_dataset(config: str | Path) -> DatasetSettings:
-    """Read a dataset's settings from a file, or from a JSON string."""
-    raw, where = read_settings(config)
-    # `dataset_type` imports the modules of all kinds, and users' modules may take seconds. A kind that dlscale ships
-    # needs only its own module.
-    shipped = raw.get("kind") in registry.shipped_kinds()
-    dataset: DatasetSettings = validate(registry.kind(raw["kind"]).Settings if shipped else dataset_type(), raw, where)
-    return dataset
 
 
 def kind_of(dataset: DatasetSettings) -> DatasetKind:

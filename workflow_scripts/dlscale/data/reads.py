@@ -19,11 +19,10 @@ from typing import Any
 
 import h5py
 
-from dlscale.config.dataset import DatasetSettings
+from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.core import registry
 from dlscale.core.errors import UserError
-from dlscale.core.settings import read_settings
-from dlscale.data import parts
+from dlscale.core.settings import read_settings, validate
 
 #: Environment variables that name folders of caches and settings, in which any file may be opened.
 _CACHES = re.compile(r".*CACHE.*|XDG_CONFIG_HOME|MPLCONFIGDIR|TORCH_HOME|HF_HOME")
@@ -114,11 +113,15 @@ def only_named(kind: str, named: Iterable[str | Path]) -> Iterator[None]:
 
 
 def load_dataset(config: str | Path) -> DatasetSettings:
-    """Read a dataset's settings.
+    """Read a dataset's settings from a file, or from a JSON string.
 
     If dlscale does not ship the kind, refuse users' files that the kind's module opens when it is imported.
     """
-    kind = str(read_settings(config)[0].get("kind"))
-    with only_named(kind, []):
-        registry.kind(kind)
-    return parts.load_dataset(config)
+    raw, where = read_settings(config)
+    with only_named(str(raw.get("kind")), []):
+        kind = registry.kind(str(raw.get("kind")))
+    # `dataset_type` imports the modules of all kinds, and users' modules may take seconds. A kind that dlscale ships
+    # needs only its own module.
+    shipped = kind.name in registry.shipped_kinds()
+    dataset: DatasetSettings = validate(kind.Settings if shipped else dataset_type(), raw, where)
+    return dataset

@@ -77,7 +77,7 @@ class Samples(Protocol):
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     #: Function that returns the loader, if samples are computed from other samples on the model's device. Its arguments
     #: are a function that opens a loader of the other samples, the `Share` and the device. None: nothing is computed
-    computed: Callable[..., Any] | None = None
+    open_computed_loader: Callable[..., Any] | None = None
 
     def read(self, epoch: int, index: int) -> tuple[Any, Any]:
         """Return input and target of sample `index` of `epoch`, in model units, with equal values in every process.

@@ -83,7 +83,7 @@ class Peaks(Record):
     operator_seconds: float | None = None  #: Host seconds per call of an operator on one number.
 
 
-class Beside(Record):
+class PairedTiming(Record):
     """Paired timing of training (FULL) for a run and the first run of its plan."""
 
     compute: str  #: Digest of the first run's settings that affect the step time, as `Throughput.compute`.
@@ -133,7 +133,9 @@ class Throughput(Record):
     io: Trials | None = Field(None, alias="IO")  #: Loading only.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
-    beside: Beside | None = None  #: Paired timing of FULL with the plan's first run; only for single-process runs.
+    beside: PairedTiming | None = (
+        None  #: Paired timing of FULL with the plan's first run; only for single-process runs.
+    )
     #: SYNTHETIC without averaged gradients; only for runs of several processes that can compute steps independently.
     alone: Trials | None = None
     work: SampleWork | None = None  #: FLOPs and bytes per sample.

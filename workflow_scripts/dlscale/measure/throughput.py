@@ -31,8 +31,7 @@ from dlscale.data.samples import tree_map
 from dlscale.measure.processes import Meter
 from dlscale.measure.records import MODES, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
-from dlscale.measure.steps import timed_steps, training_batches
-from dlscale.measure.turns import paired
+from dlscale.measure.turns import paired, timed_steps
 from dlscale.parallel.rendezvous import describe_device
 from dlscale.parallel.world import World, synchronize
 from dlscale.train import memory
@@ -86,9 +85,9 @@ def measure(settings: Settings, session: Session) -> Throughput:
         # The cached batch comes from epoch 0. IO and FULL start with epoch 1, which no worker has prefetched. As in
         # training, batches include the weight of the rank's loss, on which the choice of a CUDA graph depends.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {
-            "IO": (training_batches(session, loader, 1), lambda *batch: None),
+            "IO": (session.training_batches(loader, 1), lambda *batch: None),
             "SYNTHETIC": (itertools.repeat(cached), step),
-            "FULL": (training_batches(session, loader, 1), step),
+            "FULL": (session.training_batches(loader, 1), step),
         }
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)

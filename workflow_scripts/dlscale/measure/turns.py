@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -31,10 +31,12 @@ from dlscale.core.errors import brief
 from dlscale.core.noise import interval
 from dlscale.core.progress import Progress
 from dlscale.core.settings import read_settings
-from dlscale.measure.records import Beside
-from dlscale.measure.steps import timed_steps, training_batches
+from dlscale.data.samples import samples_in
+from dlscale.measure.records import PairedTiming
 from dlscale.parallel.rendezvous import join
+from dlscale.parallel.world import synchronize
 from dlscale.train.build import open_session
+from dlscale.train.loop import Batch, Hook, run_steps
 
 #: Duration of a turn, s: many time slices of the operating system, but shorter than most disturbances by other
 #: programs.
@@ -110,7 +112,7 @@ class Turns:
             for subject in couple:
                 subject.close()
 
-    def beside(self, settings: Throughput) -> Beside | None:
+    def beside(self, settings: Throughput) -> PairedTiming | None:
         """Return the record of the paired timing; if the timing fails, log the reason and return None."""
         gc.collect()
         if torch.cuda.is_available():
@@ -121,7 +123,7 @@ class Turns:
             logging.warning("no paired timing with the plan's first run: %s", failed)
             return None
         first = load_run(self._first.config, "throughput").model_dump(mode="json")
-        found = Beside(compute=compute_digest(first), openings=rounds)
+        found = PairedTiming(compute=compute_digest(first), openings=rounds)
         ratio, error = interval(found.ratios)
         logging.info(
             "paired timing, %d openings: %.3f times as fast as the plan's first run (relative error ± %.3f)",
@@ -290,7 +292,7 @@ def _rates(timed: TimedRunSettings) -> Iterator[float]:
     with join(run.processes, timed.device) as world:
         session = open_session(run, timed.manifest, world, timed.threads)
         with contextlib.closing(session.loader("train")) as loader:
-            batches = training_batches(session, loader, 0)
+            batches = session.training_batches(loader, 0)
             timed_steps(session.step, batches, 1, world.device)  # one-time set-up
             steps = 1
             while (seconds := timed_steps(session.step, batches, steps, world.device)[1]) < TURN / 2:
@@ -300,3 +302,16 @@ def _rates(timed: TimedRunSettings) -> Iterator[float]:
             while True:
                 count, seconds = timed_steps(session.step, batches, steps, world.device)
                 yield count / seconds
+
+
+def timed_steps(
+    consume: Callable[..., object], batches: Iterator[Batch], steps: int, device: torch.device
+) -> tuple[int, float]:
+    """Make `steps` steps; return their number of samples, and the seconds until the device has finished them."""
+    counts = list[int]()
+    count = Hook(after_step=lambda number, batch, result: counts.append(samples_in(batch[0])))
+    start = time.perf_counter()
+    run_steps(consume, batches, range(steps), [count])
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    return sum(counts), seconds

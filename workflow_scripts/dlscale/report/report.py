@@ -33,8 +33,7 @@ from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
 from dlscale.report.charts import CONFIG, MODE_NAMES, View, library
 from dlscale.report.figures import Table, cell, joules, table
-from dlscale.report.profiles import devices
-from dlscale.report.sections import Page, picture, plan_view
+from dlscale.report.sections import Page, devices, picture, plan_view
 from dlscale.results import PlanResult, read_plan
 
 #: Maximum number of prediction figures on the page, and per plan; every plan may show one.

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
-from dlscale.report import curves, profiles, published, scaling
+from dlscale.report import curves, published, scaling
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.evidence import bound
@@ -97,7 +97,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
         "environments": environments(plan),
         "outside": any(run.throughput and run.throughput.outside for run in plan.runs),
         "datasets": [{"name": name, "linked": name in page.datasets} for name in used],
-        "devices": profiles.devices(plan.runs),
+        "devices": devices(plan.runs),
         "speed": speed(plan),
         "bound": fastest_bound(plan, page.call),
         "quality": quality(plan),
@@ -116,7 +116,7 @@ def plan_view(plan: PlanResult, page: Page) -> View:
 def added(plan: PlanResult) -> View:
     """Return the extensions' additions to a card: verdicts on tuned runs, and the first tuned run's best settings."""
     view: View = {"tuned": [], "winner": None}
-    for name in registry.cards():
+    for name in registry.table("CARDS").values():
         view |= registry.named(name)(plan)
     return view
 
@@ -142,6 +142,15 @@ def lead(card: View) -> str:
     if bound and bound["todo"]:
         said.append(f"Try next: {re.split(r'(?<=[.;]) ', bound['todo'])[0].rstrip('.;')}.")
     return " ".join(said)
+
+
+def devices(runs: Iterable[RunResult]) -> list[str]:
+    """Return the devices that runs were measured on, each once."""
+    names = []
+    for device in (run.device for run in runs if run.device.name):
+        threads = device.threads if device.kind == "cpu" else None
+        names.append(f"{device.name}, {text.many(threads, 'thread')}" if threads else device.name)
+    return list(dict.fromkeys(names))
 
 
 def environments(plan: PlanResult) -> list[str]:
@@ -806,8 +815,6 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
     lambda plan, page: scaling.parallelism(plan),
     lambda plan, page: curves.training(plan),
     throughput,
-    lambda plan, page: profiles.efficiency(plan),
-    lambda plan, page: profiles.watched(plan),
     all_runs,
     channels,
     predictions,
@@ -818,5 +825,5 @@ SECTIONS: tuple[Callable[[PlanResult, Page], Section | None], ...] = (
 def _sections() -> Iterator[Callable[[PlanResult, Page], Section | None]]:
     for make in SECTIONS:
         if make is all_runs:
-            yield from map(registry.named, registry.sections())
+            yield from map(registry.named, registry.table("SECTIONS").values())
         yield make

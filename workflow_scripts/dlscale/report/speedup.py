@@ -20,7 +20,7 @@ from typing import Any
 from dlscale.core.noise import pooled, reach, standard_errors
 from dlscale.core.settings import flat
 from dlscale.core.text import number, percent
-from dlscale.measure.records import SAMPLE_RATE, Beside, Trials
+from dlscale.measure.records import SAMPLE_RATE, PairedTiming, Trials
 from dlscale.results import PlanResult, RunResult
 
 #: Separately measured speeds that differ by at most 5 % are equal within noise: |log ratio| up to this value.
@@ -121,7 +121,7 @@ def measured_apart(
 
 
 def paired_ratio(
-    own: Beside | None, its: Beside | None, opening: tuple[float, int], floor: float = 0.0, looks: int = 1
+    own: PairedTiming | None, its: PairedTiming | None, opening: tuple[float, int], floor: float = 0.0, looks: int = 1
 ) -> SpeedUp:
     """Return the ratio of two runs' speeds by paired timing.
 
@@ -193,7 +193,7 @@ class SpeedUps:
         straight = [(own, None)] if own and own.compute == other.compute else []
         back = [(None, its)] if its and its.compute == run.compute else []
         third = [(own, its)] if own and its and own.compute == its.compute else []
-        found: list[tuple[Beside | None, Beside | None]] = [*third, *straight, *back]
+        found: list[tuple[PairedTiming | None, PairedTiming | None]] = [*third, *straight, *back]
         if other is self.first:
             found = [*straight, *third, *back]
         elif run is self.first:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlscale.config.run import DDP, RunCore
+from dlscale.config.run import DDP, Optimizer, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
 from dlscale.data.loaders.base import Loader, Share, open_loader, open_samples
@@ -27,7 +28,7 @@ from dlscale.parallel.strategy import Gradients, strategy_of, synchronised
 from dlscale.parallel.world import AXES, World
 from dlscale.studies.base import SampleLoss, Study
 from dlscale.train.attention import Context, attention_context
-from dlscale.train.optimizer import build_optimizer
+from dlscale.train.loop import Batch
 from dlscale.train.precision import (
     Weights,
     check_channels_last,
@@ -37,6 +38,14 @@ from dlscale.train.precision import (
     set_matmul_precision,
 )
 from dlscale.train.step import CudaBackend, Network, Step
+
+#: Optimisers by their names in the configuration.
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adadelta": torch.optim.Adadelta,
+}
 
 
 def build_step(
@@ -119,6 +128,19 @@ def assemble(
     return Step(run, weights, network, strategy, gradients, optimizer, attention, divided)
 
 
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter], settings: Optimizer, capture: torch.device | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimiser; `capture` is the device on which a CUDA graph will record its update."""
+    options = settings.model_dump(exclude={"kind", "lr", "fused", "clip_norm"})  # the other keys have PyTorch's names
+    options["lr"] = settings.lr if capture is None else torch.tensor(settings.lr, device=capture)
+    if settings.fused:  # False would also switch off `foreach`, PyTorch's default on a GPU
+        options["fused"] = True
+    if capture is not None and settings.kind != "sgd":
+        options["capturable"] = True
+    return CLASSES[settings.kind](parameters, **options)
+
+
 def random_seed(*numbers: int) -> int:
     """Return a seed computed from these numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
@@ -184,6 +206,13 @@ class Session:
 
     def samples(self, split: str) -> Samples:
         return open_samples(self.run, self.manifest, split)
+
+    def training_batches(self, loader: Loader, first_epoch: int) -> Generator[Batch]:
+        """Yield training batches of all epochs from `first_epoch` on: (input, target, weight of this rank's loss)."""
+        share = self.share()
+        for epoch in itertools.count(first_epoch):
+            for number, (x, y) in enumerate(loader.epoch(epoch)):
+                yield x, y, share.weight(number, loader.samples)
 
     @property
     def devices(self) -> int:

@@ -23,7 +23,6 @@ from dlscale.parallel.shards import Shard
 from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.optimizer import make_state
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
 #: Memory format → number of axes of the tensors that can have this format.
@@ -365,3 +364,35 @@ def check_compiler(mode: str) -> None:
             f"compile.mode {mode}: torch.compile builds C++ code for a CPU, but this machine lacks a C++ compiler or "
             "Python's headers; install g++ (or name a compiler in CXX) and python3-dev, or set compile: {mode: none}"
         )
+
+
+# ---- optimisers --------------------------------------------------------------------------------------
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of the next update."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimiser's state before the first step, unless the state exists; a weight of -0 may become 0."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizer.step()
+    # Reset counters, which are 1 now, and moments, which may contain weight decay or be None (momentum 0).
+    for value in (each for state in optimizer.state.values() for each in state.values() if each is not None):
+        value.zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p, gradient in zip((p for group in optimizer.param_groups for p in group["params"]), gradients, strict=True):
+        p.grad = gradient

@@ -116,7 +116,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
     logs = RunLogs(out, trainer.history, session.study.published_log, trainer.resumed_from or 0)
     settings = run.model_dump(mode="json")
     kept = trainer.checkpoints.folder
-    trackers = [registry.named(registry.trackers()[name]) for name in run.training.trackers]
+    trackers = [registry.named(registry.table("TRACKERS")[name]) for name in run.training.trackers]
     tracked = [open_tracker(out, settings, trainer.history, kept) for open_tracker in trackers]
     shown = _Shown(session, trainer.epochs)
 

@@ -7,13 +7,14 @@ import functools
 import logging
 import math
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from dlscale.config.run import Run
+from dlscale.config.run import Run, Schedule
 from dlscale.core import ranges, registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.metrics import Best, Epoch, Untrained
@@ -25,9 +26,7 @@ from dlscale.studies.base import Metrics
 from dlscale.train.build import Session
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.loop import Batch, Hook, run_steps
-from dlscale.train.optimizer import make_state, set_learning_rate
-from dlscale.train.schedule import learning_rate, peak_rate
-from dlscale.train.step import Step
+from dlscale.train.step import Step, make_state, set_learning_rate
 from dlscale.train.validation import metric_called, naive_means, validate
 from dlscale.train.weight_files import load_weights
 
@@ -425,3 +424,50 @@ class _EpochSums:
     def by_rank(self) -> list[list[float]]:
         sums = dict(self._world.gather((self._world.data_rank, self._sums.tolist())))
         return [sums[rank] for rank in sorted(sums)]
+
+
+# ---- learning rate ----------------------------------------------------------------------------------
+
+
+def peak_rate(schedule: Schedule, lr: float, batch_size: int) -> float:
+    """Return the learning rate after warm-up.
+
+    The rate is `lr` times a factor: the batch size divided by the base batch size, the square root of this ratio, or 1.
+    """
+    if schedule.scaling == "none":
+        return lr
+    assert schedule.base_batch_size is not None
+    ratio = batch_size / schedule.base_batch_size
+    return lr * (ratio if schedule.scaling == "linear" else math.sqrt(ratio))
+
+
+def learning_rate(schedule: Schedule, peak: float, step: int, total: int, steps_per_epoch: int) -> float:
+    """Return the learning rate of optimiser step `step` (0-based) of `total`.
+
+    After a linear warm-up to `peak`, the rate depends on the kind of schedule:
+
+    - `constant`: the rate is `peak`.
+    - `step`: the rate is multiplied by `gamma` after every `step_epochs` epochs, or at the epochs in `milestones`.
+    - `exponential`: after the warm-up, the rate is multiplied by `gamma` ** (1 / steps per epoch) at each step.
+    - `cosine`, `linear`, `polynomial`: the rate falls from `peak` to `end_lr` at step == total, as half a cosine, as a
+      line, or as the square of the fraction of steps left.
+    """
+    warmup = min(schedule.warmup_steps or schedule.warmup_epochs * steps_per_epoch, total)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule.kind == "constant":
+        return peak
+    if schedule.kind == "step":
+        epoch = step // steps_per_epoch
+        milestones = schedule.milestones
+        return float(
+            peak * schedule.gamma ** (bisect(milestones, epoch) if milestones else epoch // schedule.step_epochs)
+        )
+    if schedule.kind == "exponential":
+        return float(peak * schedule.gamma ** ((step - warmup) / steps_per_epoch))
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    if schedule.kind == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        share = (1.0 - progress) ** (2.0 if schedule.kind == "polynomial" else 1.0)
+    return schedule.end_lr + (peak - schedule.end_lr) * share

@@ -164,7 +164,7 @@ def open_loader(run: RunCore, samples: Samples, share: Share, device: torch.devi
             f"loader.kind: {run.loader.kind} stacks arrays, but study {run.study} makes batches by its own `collate`; "
             "set loader.kind to torch"
         )
-    computed: Callable[..., Loader] | None = getattr(samples, "computed", None)
-    if samples.collate or computed is None or run.loader.kind == "synthetic":
+    open_computed: Callable[..., Loader] | None = getattr(samples, "open_computed_loader", None)
+    if samples.collate or open_computed is None or run.loader.kind == "synthetic":
         return build(samples, run.loader, share, device)
-    return computed(lambda inner: build(inner, run.loader, share, device), share, device)
+    return open_computed(lambda inner: build(inner, run.loader, share, device), share, device)

@@ -263,7 +263,7 @@ def _profile(name: str, configuration: Configuration | None) -> Summary:
         return replace(read(folder / "profile"), study=study)
     if not path.is_file():
         raise UserError(f"{name}: no such file")
-    reader = registry.profilers().get("nsys")
+    reader = registry.table("PROFILERS").get("nsys")
     if not reader:
         raise UserError(f"{name}: the extension that reads reports of Nsight Systems is not installed")
     tool, rows = registry.load(reader).of_report(path)

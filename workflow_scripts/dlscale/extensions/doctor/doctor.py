@@ -444,7 +444,9 @@ def check(
         samples = [run.samples for run in runs if run.dataset == name]
         look = functools.partial(probe.probe_data, name, workflow.datasets[name], results, samples)
         probes.append((f"data {name}", look))
-    added = [finding for name in registry.probes() for finding in registry.named(name)(configuration, plans)]
+    added = [
+        finding for name in registry.table("PROBES").values() for finding in registry.named(name)(configuration, plans)
+    ]
     return [*added, *probe.run_probes([*probes, ("quota", probe.probe_quota), space])]
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from dlscale.core.files import make_folder, read_text, remove, write_json, write_text
 from dlscale.extensions.hangs.finding import ENDED, GONE, RUNNING, SILENT, STOPPED, Process, line_of, waiting
-from dlscale.extensions.hangs.inside import ASK, REPORT, STACKS, TICK, catches_quit, place
+from dlscale.extensions.hangs.inside import ASK, REPORT, STACKS, TICK, catches_quit, process_scope
 
 #: Longest waits, seconds: for reports; for the stacks of a process that wrote no report; for py-spy.
 ANSWER, SIGNALLED, SPYING = 10.0, 2.0, 10.0
@@ -63,8 +63,8 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     stopped = {pid for pid in family if _is_stopped(pid)}
     own = {pid: file for file in steps.glob(f"{STACKS}.*") if (pid := int(file.suffix[1:])) in family}
     sizes = {pid: file.stat().st_size for pid, file in own.items()}
-    away = {pid for pid, each in statuses.items() if each["place"] != place() and not each.get("ended")}
-    reports = _ask(steps, (own.keys() - stopped) | away)
+    away = {pid for pid, each in statuses.items() if each["place"] != process_scope() and not each.get("ended")}
+    reports = request_reports(steps, (own.keys() - stopped) | away)
     # A process that holds Python's lock writes no report, but its handler of SIGQUIT still works.
     mute = {pid for pid in own if pid not in reports and (ends or pid not in stopped) and catches_quit(pid)}
     dumps = _Dumps([own[pid] for pid in mute])
@@ -87,7 +87,7 @@ def family_of(program: int) -> set[int]:
 
 def is_gone(status: Mapping[str, Any]) -> bool:
     """Return whether the process of a status is gone; False if the process is on another node."""
-    if status["place"] != place():
+    if status["place"] != process_scope():
         return False
     try:
         return psutil.Process(status["pid"]).status() == psutil.STATUS_ZOMBIE
@@ -103,7 +103,7 @@ def read(file: Path) -> dict[str, Any]:
     return {}
 
 
-def _ask(steps: Path, expected: Collection[int]) -> dict[int, dict[str, Any]]:
+def request_reports(steps: Path, expected: Collection[int]) -> dict[int, dict[str, Any]]:
     """Request reports of all processes, and return them; wait at most `ANSWER` seconds for the processes `expected`."""
     begin, found = time.time(), dict[int, dict[str, Any]]()
     write_text(steps / ASK, "")
@@ -183,7 +183,7 @@ def _seen(pid: int) -> dict[str, Any]:
     rank = ""
     with contextlib.suppress(psutil.Error):
         rank = psutil.Process(pid).environ().get("RANK", "")
-    own = {"pid": pid, "place": place(), "parent": _parent(pid), "trains": False, "line": ""}
+    own = {"pid": pid, "place": process_scope(), "parent": _parent(pid), "trains": False, "line": ""}
     return {**own, "launched": bool(rank), "rank": int(rank) if rank.isdecimal() else 0}
 
 

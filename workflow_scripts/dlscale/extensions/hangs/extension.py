@@ -1,5 +1,7 @@
 """Lines and operations of processes without progress, for the watchdog, `dlscale measure` and `dlscale explain`."""
 
+HOOKS = {"dlscale.extensions.hangs.inside": "DLSCALE_HANG_AFTER"}
+
 PROVIDES = {
     "waiting_place": "dlscale.extensions.hangs.hangs.waiting_place",
     "hang_of": "dlscale.extensions.hangs.record.hang_of",

@@ -54,7 +54,7 @@ _LIBRARY = sysconfig.get_path("stdlib")
 _sleep, _frames = time.sleep, sys._current_frames
 
 
-def place() -> str:
+def process_scope() -> str:
     """Return the host and the PID namespace of this process, within which process ids are unique."""
     try:
         return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - Python 3.8
@@ -120,8 +120,8 @@ class Reporter:
     After SIGQUIT, the process also writes the stacks of all threads, even if its code holds Python's lock (GIL).
     """
 
-    def __init__(self, folder: str, seconds: float, rank: Callable[[], int]) -> None:
-        self._folder, self._seconds, self._rank = folder, seconds, rank
+    def __init__(self, log: Any) -> None:
+        self._log, self._folder, self._seconds = log, log.folder, float(os.environ[AFTER])
         self._logs: list[Any] = []
         self._thread: Any = None
         os.register_at_fork(after_in_child=self._forget)
@@ -158,7 +158,7 @@ class Reporter:
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
 
     def _file(self, name: str) -> str:
-        return f"{self._folder}/{name}.{os.uname().nodename}.{os.getpid()}"
+        return str(self._log.file(name))
 
     def _watch(self) -> None:
         noted, idle, written, asked = 0.0, 0.0, float("inf"), self._asked()
@@ -194,8 +194,8 @@ class Reporter:
 
     def _status(self, idle: float) -> dict[str, Any]:
         return {
-            "rank": self._rank(),
-            "place": place(),
+            "rank": self._log.rank,
+            "place": process_scope(),
             "pid": os.getpid(),
             "parent": os.getppid(),
             "idle": idle,
@@ -270,10 +270,11 @@ def catches_quit(process: int) -> bool:
 _reporter: Any = None
 
 
-def prepare(folder: str, seconds: float, rank: Callable[[], int]) -> None:
-    """Prepare reports of this process; `folder` is the folder of steps, `rank` returns the process's rank."""
+def start(log: Any) -> dict[str, Callable[[Any], None]]:
+    """Prepare reports of this process, which begin after the import of PyTorch; called by dlscale's hook."""
     global _reporter
-    _reporter = Reporter(folder, seconds, rank)
+    _reporter = Reporter(log)
+    return {"torch.optim.optimizer": lambda module: begin()}
 
 
 def begin(log: Any = None) -> None:

@@ -19,6 +19,8 @@ STAGES = {
     ),
 }
 
+HOOKS = {"dlscale.extensions.headroom.replay": "DLSCALE_REPLAY"}
+
 PROVIDES = {"headroom": "dlscale.extensions.headroom.headroom.of_command"}
 
 CAUSES = {"faster_loader": "dlscale.extensions.headroom.causes.faster_loader"}

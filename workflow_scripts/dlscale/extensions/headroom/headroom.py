@@ -105,7 +105,7 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
             ProgramCopy([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno()) as copy,
         ):
             try:
-                return _turns(copy, steps)
+                return time_turns(copy, steps)
             except NoHeadroom as failed:
                 if (steps / scratch.REASON).exists():
                     raise UserError(
@@ -131,7 +131,7 @@ def main(args: argparse.Namespace) -> None:
             program.command, program.folder, environment, program.steps, BATCHES, None, program.contained
         ) as copy:
             try:
-                found = _turns(copy, program.steps)
+                found = time_turns(copy, program.steps)
             except NoHeadroom as failed:
                 raise UserError(f"headroom: {failed}") from None
     logging.info("%s", found.text)
@@ -165,8 +165,7 @@ class ProgramCopy:
         contained: bool = False,
     ) -> None:
         limit = int(MEMORY * psutil.virtual_memory().available)
-        more = {REPLAY: f"{count} {limit}", "DLSCALE_HOOKS": str(replay.__file__)}
-        own = watched(steps, {**environment, **more}, contained)
+        own = watched(steps, {**environment, REPLAY: f"{count} {limit}"}, contained)
         try:
             self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True)
         except OSError as error:
@@ -180,10 +179,10 @@ class ProgramCopy:
         self._process.wait()
 
 
-def _turns(copy: KeptProgram, steps: Path) -> Headroom:
+def time_turns(copy: KeptProgram, steps: Path) -> Headroom:
     """Time turns of the copy until the interval of the speed-up is narrow, or the time is over."""
     schedule = steps / "schedule"
-    first, plain = _pace(copy, steps)
+    first, plain = measure_pace(copy, steps)
     # The speed with replayed batches is unknown, so the first two turns have the same number of batches.
     length = _length(plain)
     _plan(schedule, first, length, length)
@@ -227,7 +226,7 @@ def _plan(schedule: Path, first: int, plain: int, replayed: int) -> None:
         file.write(f"{first} {plain} {replayed}\n")
 
 
-def _pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
+def measure_pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
     """Wait for the warm-up; return the number of a batch that no process has reached yet, and the batches/s."""
     _wait(copy, steps, lambda: _number(steps) >= WARM_UP)
     begin, since = _number(steps), time.monotonic()

@@ -23,9 +23,6 @@ clock = time.perf_counter
 #: scratch copy.
 REPLAY, SCRATCH = "DLSCALE_REPLAY", "DLSCALE_SCRATCH"
 
-#: Environment variable: folder of steps.
-FOLDER = "DLSCALE_STEPS"
-
 #: Files in the folder of steps: why no copy protects the program, and why its batches cannot be replayed.
 REASON, UNSUPPORTED = "refused", "unsupported"
 
@@ -289,18 +286,15 @@ def loop(loader: Any) -> Iterator[Any]:
         replay.step()
 
 
-def _begin() -> None:
-    """Replay batches in this process; end the process if it should run in a scratch copy, but does not."""
+def start(log: Any) -> dict[str, Callable[[Any], None]]:
+    """Replay batches in this process; end the process if it should run in a scratch copy, but does not.
+
+    Return the functions that dlscale's hook calls after the imports of modules.
+    """
     global CURRENT
-    folder = os.environ[FOLDER]
+    folder = log.folder
     if (place := os.environ.get(SCRATCH, "")) and place != str(Path("/proc/self/ns/mnt").stat().st_ino):
         _note(f"{folder}/{REASON}", "a process of the program does not run in the scratch copy")
         os._exit(REFUSED)
     CURRENT = Replay(folder)
-
-
-#: Module → function that the hook calls after the import of the module.
-AFTER = {"torch.optim.optimizer": optimizers, "torch.utils.data.dataloader": watch}
-
-if REPLAY in os.environ and FOLDER in os.environ:
-    _begin()
+    return {"torch.optim.optimizer": optimizers, "torch.utils.data.dataloader": watch}

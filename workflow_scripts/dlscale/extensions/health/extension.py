@@ -1,5 +1,7 @@
 """Memory and compilations of a process while it trains: leaks, peaks outside of training, recompilations."""
 
+HOOKS = {"dlscale.extensions.health.noted": "DLSCALE_STEPS"}
+
 PROVIDES = {
     "watch_training": "dlscale.extensions.health.training.watch_training",
     "place_of_exhaustion": "dlscale.extensions.health.training.place_of_exhaustion",

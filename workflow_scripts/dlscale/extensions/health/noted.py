@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 # The original functions, since a program may replace the functions in the modules.
@@ -126,12 +125,11 @@ def short(reason: str) -> str:
 class Notes:
     """File `health.HOST.PID` with a process's memory and compilations, written when its steps are written.
 
-    `append` is the function (file, text) that appends a text to a file. An error ends the notes; the program and the
-    notes of its steps continue.
+    `log` has the process's steps. An error ends the notes; the program and the notes of its steps continue.
     """
 
-    def __init__(self, folder: str, host: str, append: Callable[[str, str], None]) -> None:
-        self._stem, self._append = f"{folder}/{NAME}.{host}", append
+    def __init__(self, log: Any) -> None:
+        self._log = log
         self._begin, self._spent, self._pid = clock(), 0.0, 0
         self._compilations = Compilations()
 
@@ -149,7 +147,13 @@ class Notes:
             if self._pid != getpid():  # the first note, or the first in a forked process
                 self._pid = getpid()
                 text = f"begin {now_utc():.6f} {clock():.6f}\n{text}"
-            self._append(f"{self._stem}.{self._pid}", text)
+            self._log.append(NAME, text)
         except Exception:  # an unknown version of PyTorch, a full disk: the program continues
             self._spent = float("inf")
         self._spent += thread_clock() - begin
+
+
+def start(log: Any) -> dict[str, Any]:
+    """Write notes whenever the steps are written; called by dlscale's hook."""
+    log.on_write.append(Notes(log).look)
+    return {}

@@ -83,7 +83,7 @@ class Array(Record):
 
 
 class ProcessFile(Record):
-    """File that `dlscale.extensions.loading.watch` writes in one process."""
+    """File that `dlscale.extensions.loading.inside` writes in one process."""
 
     host: str
     pid: int

@@ -12,6 +12,7 @@ from pathlib import Path
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
 from dlscale.core.text import NONE, aligned, many, number, percent, size
+from dlscale.extensions.loading.extension import VARIABLE
 from dlscale.extensions.loading.records import Advice, Array, Fetch, Loader, Loading, ProcessFile
 from dlscale.extensions.loading.striping import striping
 from dlscale.report.evidence import Evidence, Finding
@@ -40,7 +41,7 @@ class LoaderWatch:
     """Loader details of `dlscale measure --loader`."""
 
     #: Variables of the program's environment.
-    environment: Mapping[str, str] = {"DLSCALE_HOOKS": str(Path(__file__).with_name("watch.py"))}
+    environment: Mapping[str, str] = {VARIABLE: "1"}
 
     def finish(self, steps: Path, folder: Path) -> list[str]:
         """Write `loading.json` into the result's folder; return the table and the advice, as lines for a terminal."""

@@ -1,8 +1,8 @@
-"""Stage that profiles some steps of a run, and its profilers."""
+"""Stage that profiles some steps of a run, its profilers, and sections on the use of devices and machine."""
 
 from typing import Any
 
-from dlscale.core.registry import profilers, provider
+from dlscale.core.registry import provider, table
 from dlscale.core.stage import Stage, path
 
 PROFILERS = {
@@ -40,9 +40,13 @@ STAGES = {
         nodes="geometry",
         work=profile_work,
         starts=profile_starts,
-        imports=lambda run: [*provider("predict_memory"), *(profilers()[name] for name in run.profile.tools)],
+        imports=lambda run: [*provider("predict_memory"), *(table("PROFILERS")[name] for name in run.profile.tools)],
         after="throughput",
     ),
 }
 
-SECTIONS = {"profile": "dlscale.extensions.profile.section.section"}
+SECTIONS = {
+    "profile": "dlscale.extensions.profile.section.section",
+    "efficiency": "dlscale.extensions.profile.machine.efficiency",
+    "telemetry": "dlscale.extensions.profile.machine.telemetry",
+}

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
         found = dict[str, Found]()
         # Profilers with their own processes run before the model is opened, because they need the device's memory.
         for name in settings.tools:
-            if start := getattr(registry.load(registry.profilers()[name]), "profile_apart", None):
+            if start := getattr(registry.load(registry.table("PROFILERS")[name]), "profile_apart", None):
                 found[name] = start(run.model_dump_json(), args.manifest, world, args.threads, args.device, folder)
         record, rows = measure(settings, open_session(run, args.manifest, world, args.threads), folder, found)
         if world.main:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlscale.core import text
+from dlscale.extensions.profile.machine import PARTS, StepTime, step
 from dlscale.extensions.profile.roofs import roofs
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.parallel.records import Memory
 from dlscale.report.charts import Chart, View, bars
 from dlscale.report.figures import Fold, Item, Link, Section, Table, cell, table
-from dlscale.report.profiles import PARTS, StepTime, step
 from dlscale.report.sections import Page
 from dlscale.results import PlanResult, RunResult
 

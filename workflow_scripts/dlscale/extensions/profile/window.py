@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dlscale.config.run import Profile as Settings
-from dlscale.measure.steps import training_batches
 from dlscale.parallel.world import synchronize
 from dlscale.train.build import Session
 from dlscale.train.loop import Batch, Hook, run_steps
@@ -21,7 +20,7 @@ class Window:
     def __init__(self, settings: Settings, session: Session) -> None:
         self.settings, self.session, self.number = settings, session, 0
         self._loader = session.loader("train")
-        self._batches = training_batches(session, self._loader, settings.epoch - 1)
+        self._batches = session.training_batches(self._loader, settings.epoch - 1)
 
     def batch(self) -> Batch:
         """Take the next batch out of the stream; return its input and target."""

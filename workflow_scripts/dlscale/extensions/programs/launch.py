@@ -41,6 +41,9 @@ TORCHRUN_VARIABLES = (
     + '; exec "$@"'
 )
 
+#: Environment variable with the files of extensions that dlscale's hook loads.
+HOOKS = "DLSCALE_HOOKS"
+
 #: Placeholder for the program's working folder, in the arguments that precede the program's command.
 FOLDER = "{folder}"
 
@@ -73,7 +76,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         if site.engine != "none":
             told = site.model_copy(update={"image": program.image or site.image})
             prefix = ("sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook")
-            guest = Guest(FOLDER, prefix, (*program.secret_variables(), STEPS))
+            guest = Guest(FOLDER, prefix, (*program.secret_variables(), STEPS, HOOKS))
             container = container_command(told, place, gpu=True, guest=guest)
     else:
         outer = [*container_command(site, place, gpu=True), *python_command(site)]

@@ -173,7 +173,7 @@ def _finding(way: str, pace: seen.Pace, rows: Sequence[telemetry.Sample], second
         avg_iter_throughput=pace.rates,
         mean=statistics.fmean(pace.rates),
         rank_throughput=pace.rank_rates,
-        usage=running._usage(rows, begin, rows[-1].time, ()),
+        usage=running.usage_between(rows, begin, rows[-1].time, ()),
     )
     outside = Outside(
         command=[],
@@ -188,7 +188,7 @@ def _finding(way: str, pace: seen.Pace, rows: Sequence[telemetry.Sample], second
         rank_waiting=pace.waits_of_ranks,
         rank_cores=pace.cores_of_ranks,
     )
-    device, ranks = running._device([rows]), pace.processes
+    device, ranks = running.device_of([rows]), pace.processes
     record = Throughput(nranks=ranks, batch_size=pace.batch_size, device=device, full=full, outside=outside)
     found = verdict(Evidence({}, record, None, telemetry.summary(rows))).findings
     return found[0].what if found else ""

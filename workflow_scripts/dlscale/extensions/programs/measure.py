@@ -23,7 +23,7 @@ from dlscale.core.paths import Results
 from dlscale.core.redact import redact
 from dlscale.core.settings import write_yaml
 from dlscale.core.text import duration, many, number, readable
-from dlscale.extensions.hangs.watch import HUNG, MAX_SECONDS, MIN_SECONDS, HangWatch
+from dlscale.extensions.hangs.supervisor import HUNG, MAX_SECONDS, MIN_SECONDS, HangSupervisor
 from dlscale.extensions.programs import live, logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.running import (
@@ -43,7 +43,7 @@ from dlscale.report.verdict import Verdict, format_findings, judge_run
 from dlscale.results import PlanResult, RunResult, read_alone
 
 #: Function from a program's process id to a context that is open while the program runs.
-Beside = Callable[[int], contextlib.AbstractContextManager[None]]
+ProgramContext = Callable[[int], contextlib.AbstractContextManager[None]]
 
 #: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
-    watch = registry.provided("LoaderWatch", _missing)() if args.loader else None
+    watch = registry.provided("LoaderWatch", refuse_loader_option)() if args.loader else None
     folder, profilers, hang = _reserved(args.name or _called(args.command), plan), None, None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
@@ -80,9 +80,9 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         # Without KINETO_LOG_LEVEL, a part of PyTorch's profiler (Kineto) prints messages into the program's output.
         more = {"KINETO_LOG_LEVEL": "99", PROFILED: str(os.getpid())} if profilers else {}
         more |= watch.environment if watch else {}
-        beside: list[Beside] = [profilers.sample_stacks] if profilers else []
+        beside: list[ProgramContext] = [profilers.sample_stacks] if profilers else []
         if args.hang_after is not None:
-            hang = HangWatch(steps, folder, args.hang_after, say, before_first_step=not (args.rate or args.steps))
+            hang = HangSupervisor(steps, folder, args.hang_after, say, before_first_step=not (args.rate or args.steps))
             more = {**more, **hang.environment}
             beside.append(hang.watch)
         if args.live:
@@ -153,7 +153,7 @@ def _replay(args: argparse.Namespace, folder: Path) -> None:
         say(f"dlscale measure: --replay: {found.text}")
 
 
-def _together(several: Sequence[Beside]) -> Beside:
+def _together(several: Sequence[ProgramContext]) -> ProgramContext:
     """Return a function that opens the contexts of all functions in `several`."""
 
     @contextlib.contextmanager
@@ -166,7 +166,8 @@ def _together(several: Sequence[Beside]) -> Beside:
     return opened
 
 
-def _missing() -> None:
+def refuse_loader_option() -> None:
+    """Raise a `UserError`, because the extension of `--loader` is missing."""
     raise UserError("--loader: the extension `loading` is not installed. Measure without --loader")
 
 

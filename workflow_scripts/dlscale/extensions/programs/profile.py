@@ -27,6 +27,7 @@ from typing import Any
 
 from dlscale.core.machine import command_output
 from dlscale.core.text import aligned, percent
+from dlscale.extensions.profile.machine import PARTS, of_tool
 from dlscale.extensions.profile.profile import first_rows, write
 from dlscale.extensions.profile.torch_profiler import REFUSED, read
 from dlscale.extensions.profile.trace import DEVICE, summarise
@@ -34,7 +35,6 @@ from dlscale.extensions.programs.steps import SETTLING, Process, Span
 from dlscale.extensions.programs.window import FIRST, STEPS
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, overhead
 from dlscale.measure.records import Throughput
-from dlscale.report.profiles import PARTS, of_tool
 
 #: Rate of py-spy, samples per second, and duration of its profile, seconds.
 RATE, SECONDS = 100, 10

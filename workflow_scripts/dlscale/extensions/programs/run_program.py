@@ -21,7 +21,7 @@ from dlscale.core.progress import StageStatus, write_status
 from dlscale.core.redact import put_back
 from dlscale.core.urls import VARIABLE
 from dlscale.extensions.hangs.record import FINDING
-from dlscale.extensions.hangs.watch import HangWatch
+from dlscale.extensions.hangs.supervisor import HangSupervisor
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.launch import FOLDER
@@ -108,13 +108,13 @@ class RunProgram:
             raise UserError(f"ended the program: {hang.finding}. Stacks of all processes: {hang.folder}")
         return ended
 
-    def _hang_watch(self) -> HangWatch | None:
+    def _hang_watch(self) -> HangSupervisor | None:
         """Return a watch with the site's limits; None without limits, and for programs in an image of their own."""
         remove(self.steps.with_name(FINDING.parts[0]))
         if not os.environ.get(WATCHDOG) or self.run.program.image or not (limits := Limits.from_environment()):
             return None
         seconds = max(limits.stuck, limits.between)  # a pause between epochs looks like a hang in a step
-        return HangWatch(self.steps, self.steps.parent, seconds, say, not (self.pattern or self.log))
+        return HangSupervisor(self.steps, self.steps.parent, seconds, say, not (self.pattern or self.log))
 
     def _reading(self) -> Reading:
         return Reading(self.batch_size, True, self.run.program.rate, self.log, self.log_start)

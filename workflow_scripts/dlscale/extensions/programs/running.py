@@ -32,6 +32,7 @@ from dlscale.core.text import duration, many
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram, adopt_orphans
+from dlscale.extensions.programs.launch import HOOKS
 from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
 from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
@@ -53,7 +54,10 @@ WAYS = {
 #: Name of the file with the numbers that a program printed, in the folder of its steps.
 PRINTED = "printed"
 
-HOOK = Path(__file__).with_name("hook")
+HOOK = Path(__file__).resolve().with_name("hook")
+
+#: Folder of this package's extensions; a container may have the folder elsewhere.
+EXTENSIONS = HOOK.parents[1]
 
 #: Seconds between checks of a running program.
 LOOK = 0.5
@@ -111,6 +115,11 @@ def watched(
     own = {**(environment or {}), FOLDER: str(steps.absolute())}
     own["PYTHONPATH"] = with_hook(own.get("PYTHONPATH", machine.given().get("PYTHONPATH")))
     own |= {EVERY: "0.1"} if quick else {}
+    own[HOOKS] = os.pathsep.join(
+        str(file.relative_to(EXTENSIONS) if file.is_relative_to(EXTENSIONS) else file)
+        for file, variable in registry.hooks().items()
+        if variable in own
+    )
     return {**machine.given(), **own, **{f"APPTAINERENV_{name}": value for name, value in own.items() if contained}}
 
 
@@ -503,12 +512,12 @@ def _measured(
         mean=mean,
         std=statistics.stdev(found.rates) if len(found.rates) > 1 else 0.0,
         rank_throughput=found.rank_rates,
-        usage=_usage(nodes[0], found.begin, found.end, apart) if nodes else None,
+        usage=usage_between(nodes[0], found.begin, found.end, apart) if nodes else None,
     )
     throughput = Throughput(
         nranks=found.processes,
         batch_size=found.batch_size,
-        device=_device(nodes),
+        device=device_of(nodes),
         full=full,
         outside=Outside(
             command=list(command),
@@ -643,7 +652,9 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     return f"no training step was seen in {duration(run.seconds)}: {why}{quick}. {options(run.frameworks)}"
 
 
-def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]) -> Usage | None:
+def usage_between(
+    samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]
+) -> Usage | None:
     """Return the use of cores and disks between two times, outside the spans `apart`."""
     inside = [
         each
@@ -670,7 +681,8 @@ def _usage(samples: Sequence[telemetry.Sample], begin: float, end: float, apart:
     )
 
 
-def _device(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
+def device_of(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
+    """Return the device that a program used: a GPU if any GPU was busy, or else the processor."""
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
         first = bus_ids(1)  # not an index: NVML's indices also count GPUs that CUDA_VISIBLE_DEVICES hides

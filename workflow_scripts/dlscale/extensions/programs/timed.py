@@ -69,15 +69,29 @@ class Log:
     """
 
     def __init__(self, way: str) -> None:
-        self._way, self._folder, self._host, self._rank = way, variable(FOLDER), os.uname().nodename, rank()
+        self._way, self._rank = way, rank()
+        self.folder, self._host = variable(FOLDER), os.uname().nodename
         self._file: Any = None
         self._notes: list[Any] = []
-        #: Functions that are called whenever notes are written; they must not raise.
-        self.beside: list[Callable[[], None]] = []
+        #: Functions of extensions that are called whenever notes are written; they must not raise.
+        self.on_write: list[Callable[[], None]] = []
         self._count, self._begin, self._since, self._due, self._until = 0, 0.0, 0.0, 0.0, math.inf
         self._forget()
-        if self._folder and hasattr(os, "register_at_fork"):
+        if self.folder and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return rank(self._rank)
+
+    def file(self, name: str) -> str:
+        """Return the path of this process's file `NAME.HOST.PID` in the folder of steps."""
+        return f"{self.folder}/{name}.{self._host}.{getpid()}"
+
+    def append(self, name: str, text: str) -> None:
+        """Append a text to this process's file `NAME.HOST.PID` in the folder of steps."""
+        append(self.file(name), text)
 
     @property
     def on(self) -> bool:
@@ -124,7 +138,7 @@ class Log:
         except Exception:  # the error has no text
             reason = type(error).__name__
         try:  # on a full disk the file stays empty
-            append(f"{self._folder}/stopped.{self._host}.{getpid()}", f"{self._way} {' '.join(reason.split())}\n")
+            self.append("stopped", f"{self._way} {' '.join(reason.split())}\n")
         except Exception:  # the folder is gone, or belongs to another user
             return
 
@@ -139,7 +153,7 @@ class Log:
         try:
             if self._file is None:
                 self._open(now)
-            self.look()
+            self.notify()
             notes, self._notes = self._notes, []
             self._count += len(notes)
             self._due = now + SECONDS
@@ -153,19 +167,19 @@ class Log:
         finally:
             self._lock.release()
 
-    def look(self) -> None:
-        """Call the functions `beside`, unless notes pause."""
-        if self.beside and clock() >= self._until:
-            for look in self.beside:
-                look()
+    def notify(self) -> None:
+        """Call the functions `on_write`, unless notes pause."""
+        if self.on_write and clock() >= self._until:
+            for function in self.on_write:
+                function()
 
     def _open(self, now: float) -> None:
-        self._file = f"{self._folder}/{self._way}.{self._host}.{getpid()}"
+        self._file = self.file(self._way)
         self._begin = self._since = now
-        self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {rank(self._rank)}\n")
+        self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {self.rank}\n")
         atexit.register(self.write)
-        if hang := sys.modules.get("dlscale_hang"):  # with `dlscale measure --hang-after`
-            hang.begin(self)
+        for begin in hooked("begin"):
+            begin(self)
         if util := sys.modules.get("multiprocessing.util", self._util):  # its forked children end without `atexit`
             util.Finalize(None, self.write, exitpriority=0)
 
@@ -180,7 +194,7 @@ class Log:
         self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 without one
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
-        self._until = 0.0 if self._folder else math.inf
+        self._until = 0.0 if self.folder else math.inf
 
 
 def _line(note: Any) -> str:
@@ -206,6 +220,12 @@ def rank(default: int = 0) -> int:
     """Return this process's rank, which torchrun, Slurm or MPI have set; otherwise `default`."""
     given = (variable(name) for name in RANKS)
     return int(next((each for each in given if each.isdecimal() and len(each) < 10), default))
+
+
+def hooked(name: str) -> list[Any]:
+    """Return the functions called `name` of the extensions that dlscale's hook has loaded in this process."""
+    loaded = getattr(sys.modules.get("sitecustomize"), "EXTENSIONS", ())
+    return [getattr(each, name) for each in loaded if hasattr(each, name)]
 
 
 #: Log of all loops that `timed`, or `begun` and `ended`, measure in this process.
@@ -309,8 +329,10 @@ class _Timed:
 
     def __iter__(self) -> Iterator[Any]:
         LOG.loop()
-        replay = sys.modules.get("dlscale_replay")  # loaded by the hook for `dlscale measure --replay`
-        batches, size = replay.loop(self._loader) if replay else iter(self._loader), size_of(self._loader)
+        batches, size = self._loader, size_of(self._loader)
+        for loop in hooked("loop"):
+            batches = loop(batches)
+        batches = iter(batches)
         while True:
             begin = clock()
             try:

@@ -25,7 +25,7 @@ WIDTH, HEIGHT, MARGIN = 210.0, 297.0, 12.0
 SIZES = (8.0, 7.6, 7.2, 6.8, 6.4, 6.0, 5.6, 5.2)
 MM = 72 / 25.4  #: Points per mm.
 #: Origin → colour of text and mark, colour of the ground, slant, mark. Without colours, the marks differ.
-LOOKS: dict[Basis, tuple[str, str, str, str]] = {
+STYLES: dict[Basis, tuple[str, str, str, str]] = {
     "measured": ("#111111", "#ffffff", "normal", "■"),
     "predicted": ("#1a4f9c", "#e8f0fb", "italic", "◇"),
     "setting": ("#444444", "#ffffff", "normal", "·"),
@@ -58,7 +58,7 @@ def html(title: str, pages: Sequence[Sequence[Part]], found: Mapping[Basis, int]
     )
     environment.filters["chart"] = lambda curves: Markup(_svg(curves))
     environment.filters["summary"] = summary
-    marks = {basis: look[3] for basis, look in LOOKS.items()}
+    marks = {basis: look[3] for basis, look in STYLES.items()}
     return environment.from_string(text).render(
         title=title, pages=pages, counts=found, answers=answers, marks=marks, legend=LEGEND
     )
@@ -198,7 +198,7 @@ class _Page:
 
     def write(self, x: float, text: str, basis: Basis = "measured", **font: Any) -> None:
         """Write one line at `x` mm; the line's top is `y`."""
-        look = {"color": LOOKS[basis][0], "style": LOOKS[basis][2], "size": self.points, **font}
+        look = {"color": STYLES[basis][0], "style": STYLES[basis][2], "size": self.points, **font}
         self.figure.text(
             x / WIDTH, 1 - (self.y + 0.78 * self.line) / HEIGHT, text, parse_math=False, va="baseline", **look
         )
@@ -215,8 +215,8 @@ class _Page:
         """Write cells (text, width in mm, font) next to each other, as high as the longest text needs."""
         split = [self.wrapped(text, width - 1.5, **font) for text, width, font in cells]
         high = max(map(len, split))
-        if LOOKS[basis][1] != "#ffffff":
-            self.box(high * self.line, LOOKS[basis][1])
+        if STYLES[basis][1] != "#ffffff":
+            self.box(high * self.line, STYLES[basis][1])
         top = self.y
         for lines, (_, width, font) in zip(split, cells, strict=True):
             for line in lines:
@@ -259,7 +259,7 @@ class _Page:
         bold: dict[str, Any] = {"weight": "bold"} if fact.basis == "open" else {}
         rest = WIDTH - 2 * MARGIN - 5 - 42 - 60
         texts: list[tuple[str, float, dict[str, Any]]] = [
-            (LOOKS[fact.basis][3], 5.0, {}),
+            (STYLES[fact.basis][3], 5.0, {}),
             (fact.label, 42.0, {}),
             (fact.text, 60.0, bold),
             (fact.note, rest, small),
@@ -271,7 +271,7 @@ class _Page:
         self.y += 0.2 * self.line
         self.cells([(grid.title, WIDTH - 2 * MARGIN, {"weight": "bold"})], "measured")
         heads = Row(grid.columns, "setting")
-        table = [("" if row is heads else LOOKS[row.basis][3], *row.cells) for row in (heads, *grid.rows)]
+        table = [("" if row is heads else STYLES[row.basis][3], *row.cells) for row in (heads, *grid.rows)]
         natural = [max(self.width(text, **small) for text in column) + 3 for column in zip(*table, strict=True)]
         scale = min(1.5, (WIDTH - 2 * MARGIN) / sum(natural))
         for row, texts in zip((heads, *grid.rows), table, strict=True):

@@ -135,7 +135,7 @@ class Evidence:
         return [Forecast.of([point.run for point in each.points], self.args.machine) for _, each in self.scaled]
 
     @cached_property
-    def ahead(self) -> tuple[Forecast, int | None]:
+    def production_forecast(self) -> tuple[Forecast, int | None]:
         """Predictions for production, and their global batch size (None: the same batch for each device).
 
         The predictions are fitted to the first series, or without a series to the run on the most devices.
@@ -148,8 +148,8 @@ class Evidence:
     @cached_property
     def predicted(self) -> predict.Row | None:
         """Prediction for the devices of production; None if it is impossible."""
-        ahead, batch = self.ahead
-        return next(iter(ahead.rows([self.production], batch, self.samples)), None)
+        forecast, batch = self.production_forecast
+        return next(iter(forecast.rows([self.production], batch, self.samples)), None)
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -159,7 +159,7 @@ class Evidence:
         except UserError:
             return None
 
-    def again(self, stage: str) -> str:
+    def remedy(self, stage: str) -> str:
         """Return the remedy for a stage that was not measured."""
         return f"needs the stage {stage} (`measure`); dlscale run {self.plans[0].name}{self.options}"
 

@@ -30,20 +30,20 @@ from dlscale.results import read_plan
 FIRST = "problem", "machine", "scaling", "efficiency"
 
 
-def parts(its: Evidence) -> list[Part]:
+def parts(evidence: Evidence) -> list[Part]:
     """Return the parts of the sheet, in order."""
-    grids, curves = tables.scaling(its)
+    grids, curves = tables.scaling(evidence)
     return [
-        Part("problem", "Problem and model", [*facts.problem(its)]),
-        Part("machine", "Machine and software", [*facts.machine(its)]),
-        Part("scaling", "Strong and weak scaling", [*tables.unscaled(its)], grids, curves),
-        Part("efficiency", "Efficiency on the devices", [*facts.efficiency(its)]),
-        Part("target", "Time and node-hours to the target", [*tables.goal(its)], [*tables.trainings(its)]),
-        Part("energy", "Energy", [*facts.energy(its)]),
-        Part("memory", "Memory", [*facts.memory(its)]),
-        Part("storage", "Storage, input and output", [*facts.storage(its)]),
-        Part("request", "Derivation of the requested hours", [*request(its)]),
-        Part("commands", "Exact commands", commands=facts.commands(its)),
+        Part("problem", "Problem and model", [*facts.problem(evidence)]),
+        Part("machine", "Machine and software", [*facts.machine(evidence)]),
+        Part("scaling", "Strong and weak scaling", [*tables.unscaled(evidence)], grids, curves),
+        Part("efficiency", "Efficiency on the devices", [*facts.efficiency(evidence)]),
+        Part("target", "Time and node-hours to the target", [*tables.goal(evidence)], [*tables.trainings(evidence)]),
+        Part("energy", "Energy", [*facts.energy(evidence)]),
+        Part("memory", "Memory", [*facts.memory(evidence)]),
+        Part("storage", "Storage, input and output", [*facts.storage(evidence)]),
+        Part("request", "Derivation of the requested hours", [*request(evidence)]),
+        Part("commands", "Exact commands", commands=facts.commands(evidence)),
     ]
 
 
@@ -98,8 +98,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     plans = [read_plan(paths.plan(name), lacking=lacking) for name in names]
     if not plans[0].runs:
         raise UserError(f"{names[0]} has no results yet. Run dlscale run {names[0]}")
-    its = Evidence(plans, configuration, args, lacking)
-    made = parts(its)
+    evidence = Evidence(plans, configuration, args, lacking)
+    made = parts(evidence)
     answers = {form.title: [answer(each, made) for each in form.questions] for form in forms().values()}
     folder = Path(paths.plan(names[0])).parent
     pages = [[part for part in made if (part.key in FIRST) is first] for first in (True, False)]

@@ -33,45 +33,54 @@ TRAINED = "training", "devices", "nodes", "samples", "time", "node-hours", "devi
 def grid(title: str, columns: Sequence[str], rows: Sequence[Row], note: str = "") -> Grid:
     """Return a table without the columns that are empty in all rows."""
     kept = [place for place in range(len(columns)) if any(row.cells[place] != NONE for row in rows)]
-    told = [Row(tuple(row.cells[place] for place in kept), row.basis) for row in rows]
-    return Grid(title, tuple(columns[place] for place in kept), told, note)
+    shown_rows = [Row(tuple(row.cells[place] for place in kept), row.basis) for row in rows]
+    return Grid(title, tuple(columns[place] for place in kept), shown_rows, note)
 
 
 # ---- scaling -----------------------------------------------------------------------------------------
 
 
-def unscaled(its: Evidence) -> Iterator[Fact]:
+def unscaled(evidence: Evidence) -> Iterator[Fact]:
     """Yield open facts for kinds of scaling that were not measured, and for runs without results."""
-    there, run = {plan.record.kind for plan, _ in its.scaled}, its.shown
+    there, run = {plan.record.kind for plan, _ in evidence.scaled}, evidence.shown
     for kind, title in KINDS.items():
         if kind not in there:
             name = kind.partition("_")[0]
             devices = f"devices: [1, 2, 4], batch_sizes: [{run.batch_size or 1}]"
             new = f"{{study: {run.study}, kind: {kind}, from: {named(run)}, scaling: {{{devices}}}}}"
-            told = f"add the plan `{name}: {new}` to a file; dlscale run {name} --configfile FILE; then name both here"
-            yield Fact(title, OPEN, "open", told)
-    for plan, each in its.scaled:
+            note = f"add the plan `{name}: {new}` to a file; dlscale run {name} --configfile FILE; then name both here"
+            yield Fact(title, OPEN, "open", note)
+    for plan, each in evidence.scaled:
         if plan.record.kind in KINDS and not is_known(each.points[-1]):
-            told = "other programs disturbed the runs, or their trials are few or noisy; measure on an idle machine"
-            yield Fact(f"Efficiency, plan {plan.name}", OPEN, "open", told)
-    if its.lacking:
-        yield Fact("Runs without results", OPEN, "open", f"{listed(its.lacking)}; dlscale run {its.names}{its.options}")
+            note = "other programs disturbed the runs, or their trials are few or noisy; measure on an idle machine"
+            yield Fact(f"Efficiency, plan {plan.name}", OPEN, "open", note)
+    if evidence.lacking:
+        yield Fact(
+            "Runs without results",
+            OPEN,
+            "open",
+            f"{listed(evidence.lacking)}; dlscale run {evidence.names}{evidence.options}",
+        )
 
 
-def scaling(its: Evidence) -> tuple[list[Grid], list[Curve]]:
+def scaling(evidence: Evidence) -> tuple[list[Grid], list[Curve]]:
     """Return a table and a chart for each measured series, strong scaling first, with predicted rows."""
     grids, curves = list[Grid](), list[Curve]()
     for kind, title in KINDS.items():
-        found = [(*both, ahead) for both, ahead in zip(its.scaled, its.forecasts, strict=True)]
-        for plan, each, ahead in [one for one in found if one[0].record.kind == kind][:SERIES]:
+        found = [(*both, forecast) for both, forecast in zip(evidence.scaled, evidence.forecasts, strict=True)]
+        for plan, each, forecast in [one for one in found if one[0].record.kind == kind][:SERIES]:
             base, there = each.points[0], [point.devices for point in each.points]
-            asked = its.args.devices or [factor * there[-1] for factor in MULTIPLES]
-            rows = ahead.rows(asked, None if kind == "weak_scaling" else each.batch)
+            asked = evidence.args.devices or [factor * there[-1] for factor in MULTIPLES]
+            rows = forecast.rows(asked, None if kind == "weak_scaling" else each.batch)
             rows = [row for row in rows if row.job.devices not in there]
-            told = f"Predictions: {predict.head(ahead.runs)[0]}." if ahead.runs else f"No prediction: {ahead.reason}"
-            told += " The fitted runs were disturbed by other programs: measure again." * ahead.disturbed
+            note = (
+                f"Predictions: {predict.head(forecast.runs)[0]}."
+                if forecast.runs
+                else f"No prediction: {forecast.reason}"
+            )
+            note += " The fitted runs were disturbed by other programs: measure again." * forecast.disturbed
             both = [*(_measured(point) for point in each.points[-ROWS:]), *(_predicted(row, base) for row in rows)]
-            grids.append(grid(f"{title}: plan {plan.name}, {each.label}", SCALING, both, told))
+            grids.append(grid(f"{title}: plan {plan.name}, {each.label}", SCALING, both, note))
             known = [(point.devices, *_span(point)) for point in each.points if is_known(point)]
             ahead_of = [(row.job.devices, *_relative(row, base)) for row in rows if is_known(base)]
             curves += [Curve(f"{title}, {each.label}", known, ahead_of)] if known else []
@@ -136,17 +145,17 @@ def _relative(row: predict.Row, base: Point) -> tuple[float, float, float]:
 # ---- target ------------------------------------------------------------------------------------------
 
 
-def goal(its: Evidence) -> Iterator[Fact]:
+def goal(evidence: Evidence) -> Iterator[Fact]:
     """Yield the target, and whether it was reached."""
-    found = reached(its.trained) if its.trained else None
+    found = reached(evidence.trained) if evidence.trained else None
     missed = f"not reached; nearest {number(found.nearest)}" if found and not found.epoch else ""
-    todo = f"set training.target in {its.plans[0].name} (docs/training.md); {its.again('train')}"
+    todo = f"set training.target in {evidence.plans[0].name} (docs/training.md); {evidence.remedy('train')}"
     yield fact("Target", found and found.aim, todo, note=missed, basis="setting")
 
 
-def trainings(its: Evidence) -> Iterator[Grid]:
+def trainings(evidence: Evidence) -> Iterator[Grid]:
     """Yield the table of trainings, with the predicted training in production."""
-    rows, runs = list[Row](), [run for run in its.runs if run.epochs]
+    rows, runs = list[Row](), [run for run in evidence.runs if run.epochs]
     for run in runs[:TRAININGS]:
         found, nodes = reached(run), nodes_of(run)
         last = found.epoch if found else run.last
@@ -158,10 +167,10 @@ def trainings(its: Evidence) -> Iterator[Grid]:
             f"measured{', busy machine' * bool(run.foreign_cpu_fraction)}",
         )
         rows.append(Row(cells, "measured"))
-    row, origin = its.predicted, "predicted, without validations"
-    if row and row.seconds and its.samples and its.production not in {run.devices for run in runs}:
+    row, origin = evidence.predicted, "predicted, without validations"
+    if row and row.seconds and evidence.samples and evidence.production not in {run.devices for run in runs}:
         hours = number(row.node_hours), number(row.seconds * row.job.devices / 3600)
-        size = count(row.job.devices), count(row.nodes), count(its.samples)
+        size = count(row.job.devices), count(row.nodes), count(evidence.samples)
         rows.append(Row(("production", *size, duration(row.seconds), *hours, NONE, origin), "predicted"))
     if rows:
         what = "to the target" if reached(runs[0]) else "without a target"

@@ -31,7 +31,6 @@ from dlscale.core.progress import Progress
 from dlscale.core.settings import nested, validate
 from dlscale.data.samples import samples_in
 from dlscale.extensions.tune.records import Duel, Tried, Tuning
-from dlscale.measure.steps import training_batches
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.around import is_exhaustion, run_context
 from dlscale.train.build import Session, open_session, own_threads
@@ -278,7 +277,7 @@ class _Trials:
         self._epoch += 1
         with (
             contextlib.closing(session.loader("train")) as loader,
-            contextlib.closing(training_batches(session, loader, self._epoch)) as batches,
+            contextlib.closing(session.training_batches(loader, self._epoch)) as batches,
         ):
             run_steps(session.step, batches, range(warm_up))
             synchronize(world.device)

@@ -32,6 +32,6 @@ CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """Yield the findings of all functions in `CAUSES`, including functions of extensions."""
-    for look in (*CAUSES, *map(registry.named, registry.causes())):
+    for look in (*CAUSES, *map(registry.named, registry.table("CAUSES").values())):
         if finding := look(evidence):
             yield finding

@@ -163,7 +163,7 @@ class InformedPairs(Samples):
         numbers = torch.from_numpy(self.numbers(epoch)[index : index + 1])
         return self.arrange(torch.from_numpy(x)[None], numbers)[0].numpy(), y
 
-    def computed(self, build: Callable[[Samples], Loader], share: Share, device: torch.device) -> Loader:
+    def open_computed_loader(self, build: Callable[[Samples], Loader], share: Share, device: torch.device) -> Loader:
         from dlscale.extensions.era5_vit.era5.informed import InformedLoader
 
         return InformedLoader(build(self.boxes), self, share, device)

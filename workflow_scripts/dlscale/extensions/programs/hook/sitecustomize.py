@@ -25,11 +25,12 @@ HERE = Path(__file__).resolve().parent
 #: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
-#: Seconds without a step after which `dlscale measure` ends the program; empty without a limit.
-HANG_AFTER = os.environ.get("DLSCALE_HANG_AFTER", "")
-
-#: Files of extensions, separated by colons. `AFTER` in a file: module → function that wraps functions of the module.
+#: Files of extensions, separated by colons, relative to the folder of extensions. A file has a function `start(log)`,
+#: which returns a table: module → function that wraps functions of the module after its import. `log` has the steps.
 HOOKS = os.environ.get("DLSCALE_HOOKS", "")
+
+#: Loaded files of extensions, in which `timed.py` looks for the functions `begin` and `loop`.
+EXTENSIONS: list[Any] = []
 
 
 def load(name: str, place: str | Path) -> Any:
@@ -47,9 +48,6 @@ class Watcher:
     def __init__(self) -> None:
         self._timed = load("dlscale_timed", HERE.parent / "timed.py")
         self._log = self._timed.Log("seen")
-        if HANG_AFTER:
-            hang = sys.modules["dlscale_hang"] = load("dlscale_hang", HERE.parent.parent / "hangs/inside.py")
-            hang.prepare(STEPS, float(HANG_AFTER), self._timed.rank)
         with contextlib.suppress(OSError):  # the program may have removed the folder
             Path(STEPS, "hook").touch()
         self._window: Any = None
@@ -58,10 +56,10 @@ class Watcher:
         self._after = {"torch.optim.optimizer": [self._optimizers], "torch.utils.data.dataloader": [self._loaders]}
         for file in filter(None, HOOKS.split(os.pathsep)):
             with contextlib.suppress(Exception):  # the steps are noted without the extension
-                module = load(f"dlscale_{Path(file).stem}", file)
-                sys.modules[module.__name__] = module
-                for name, then in module.AFTER.items():
+                module = load(f"dlscale_{Path(file).parent.name}", HERE.parents[1] / file)
+                for name, then in module.start(self._log).items():
                     self._after.setdefault(name, []).append(then)
+                EXTENSIONS.append(module)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as Python would, and wrap its functions after it is executed."""
@@ -88,10 +86,6 @@ class Watcher:
     def _optimizers(self, module: Any) -> None:
         with contextlib.suppress(OSError):
             Path(STEPS, "pytorch").touch()
-        if hang := sys.modules.get("dlscale_hang"):
-            hang.begin()
-        with contextlib.suppress(Exception):  # steps are noted even without other notes
-            self._log.beside = self._log.beside or self._notes()
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
@@ -114,12 +108,6 @@ class Watcher:
             )
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
-
-    def _notes(self) -> list[Any]:
-        """Return the functions with which other extensions write notes next to the steps."""
-        modules = [load(f"dlscale_{file.parent.name}", file) for file in sorted(HERE.parents[1].glob("*/noted.py"))]
-        folder, host = self._timed.variable(self._timed.FOLDER), os.uname().nodename
-        return [module.Notes(folder, host, self._timed.append).look for module in modules]
 
     def _number(self, optimizer: Any) -> int:
         """Return an optimiser's number.
@@ -183,7 +171,7 @@ class Watcher:
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
             loader.__dict__.pop("_dlscale_samples", None)  # drop sizes of batches that the last epoch did not use
             if "_dlscale_number" in loader.__dict__:  # an iterator that is used again begins another loop
-                log.look()
+                log.notify()
             return reset(loader, *args, **kwargs)
 
         def following(loader: Any) -> Any:
@@ -202,7 +190,7 @@ class Watcher:
                 wait, own = clock() - begin, loader.__dict__
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
-                    log.look()
+                    log.notify()
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
                     samples = drawn.pop(0)

@@ -40,7 +40,7 @@ ANALYSIS, GRACE = 60.0, 10.0
 UNSEEN = 10 * TICK
 
 
-class HangWatch:
+class HangSupervisor:
     """Watch over one run of a program."""
 
     def __init__(

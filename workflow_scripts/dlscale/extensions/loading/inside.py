@@ -540,13 +540,14 @@ def _layout(array: Any, chunks: Any, compression: str, cache: int, stored: float
     }
 
 
-WATCH = Watch()
-
-#: Functions that wrap a module's functions after the module is imported.
-AFTER = {
-    "torch.optim.optimizer": WATCH.guarded(WATCH.optimizers),
-    "torch.utils.data._utils.fetch": WATCH.guarded(WATCH.fetchers),
-    "torch.utils.data.dataloader": WATCH.guarded(WATCH.loaders),
-    "h5py": WATCH.guarded(WATCH.h5py),
-    "zarr": WATCH.guarded(WATCH.zarr),
-}
+def start(log: Any) -> dict[str, Callable[[Any], None]]:
+    """Return the functions that dlscale's hook calls after the imports of modules."""
+    watch = Watch()
+    wraps = {
+        "torch.optim.optimizer": watch.optimizers,
+        "torch.utils.data._utils.fetch": watch.fetchers,
+        "torch.utils.data.dataloader": watch.loaders,
+        "h5py": watch.h5py,
+        "zarr": watch.zarr,
+    }
+    return {name: watch.guarded(wrap) for name, wrap in wraps.items()}

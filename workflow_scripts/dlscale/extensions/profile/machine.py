@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlscale.core import text
@@ -12,6 +12,7 @@ from dlscale.measure.profilers import ProfiledTool
 from dlscale.report import published
 from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, View, lines, time_unit
 from dlscale.report.figures import Section, cell, heading, table
+from dlscale.report.sections import Page
 from dlscale.results import PlanResult, RunResult
 
 #: Part of a step → (name, colour), in the order of execution. `other` is the time outside of the profiler's ranges,
@@ -26,18 +27,6 @@ PARTS = {
     "other": ("the rest", COLOURS[7]),
     "unexplained": ("unexplained", MUTED),
 }
-
-
-# ---- the devices -----------------------------------------------------------------------------------
-
-
-def devices(runs: Iterable[RunResult]) -> list[str]:
-    """Return the devices that runs were measured on, each once."""
-    names = []
-    for device in (run.device for run in runs if run.device.name):
-        threads = device.threads if device.kind == "cpu" else None
-        names.append(f"{device.name}, {text.many(threads, 'thread')}" if threads else device.name)
-    return list(dict.fromkeys(names))
 
 
 # ---- the parts of a step -----------------------------------------------------------------------------
@@ -141,7 +130,7 @@ def job(run: RunResult) -> JobUse | None:
     )
 
 
-def efficiency(plan: PlanResult) -> Section | None:
+def efficiency(plan: PlanResult, page: Page) -> Section | None:
     """Return the job efficiency of a plan's runs, with published figures; None without telemetry."""
     jobs = {run: found for run in plan.runs if (found := job(run))}
     if not jobs:
@@ -176,7 +165,7 @@ def efficiency(plan: PlanResult) -> Section | None:
     )
 
 
-def watched(plan: PlanResult) -> Section | None:
+def telemetry(plan: PlanResult, page: Page) -> Section | None:
     """Return the chart of the machine's telemetry while runs trained or were timed; None without telemetry."""
     rows = list[View]()
     for run in plan.runs:
