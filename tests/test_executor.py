@@ -50,7 +50,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def executor() -> Executor:
     """Return an executor whose scheduler records the jobs that finished and failed."""
     made = Executor.__new__(Executor)
-    made._checked, made._seen, made._refused, made._timers, made._submitted = [], {}, {}, [], set()
+    made._checked, made._seen, made._refused, made._submitted, made.wait = [], {}, {}, set(), True
     made.run_uuid, made.logger, made.ended = "uuid", logging.getLogger("test"), []
     made._submitted_job_clusters = set()
     scheduler = SimpleNamespace(
@@ -228,6 +228,13 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_adopted(
     assert submitting.ended == [(number, Path(f"rule_train/plan_run/{number}.log"))]
     assert len((tmp_path / "calls").read_text().split()) == calls
     assert len((tmp_path / "accepted").read_text().splitlines()) == 1, "Slurm must have one job"
+
+
+def test_no_job_is_submitted_after_ctrl_c(submitting: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlurmExecutor, "cancel_jobs", lambda self, jobs: None)
+    submitting.cancel_jobs([])
+    submitting._try_again(to_submit())
+    assert submitting.ended == [] and not Path("calls").exists()
 
 
 def test_the_job_of_an_earlier_try_is_not_adopted(submitting: Executor, tmp_path: Path) -> None:

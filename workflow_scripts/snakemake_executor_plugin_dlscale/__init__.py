@@ -15,9 +15,7 @@ authors:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import subprocess
 import threading
 import time
 from collections.abc import AsyncGenerator
@@ -50,7 +48,6 @@ class Executor(SlurmExecutor):
         self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's job ID.
         self._submitted: set[str] = set()  #: Slurm's IDs of all submitted jobs, for array jobs the ID of the array.
         self._refused: dict[int, tuple[float, float]] = {}  #: Start of attempts and next pause, s, by `id` of the job.
-        self._timers: list[threading.Timer] = []  #: Timers of repeated submissions.
         super().__post_init__(test_mode)
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo]:
@@ -77,12 +74,10 @@ class Executor(SlurmExecutor):
             if state:
                 self._seen[number] = now
             if state == "PREEMPTED" and not self.workflow.executor_settings.requeue:
-                message = f"Slurm preempted job {number}, and does not requeue it."
+                self.report_job_error(job, msg=f"Slurm preempted job {number}, and does not requeue it.")
             elif not state and now - self._seen.setdefault(number, now) > FORGOTTEN_SECONDS:
-                message = f"Slurm has not listed job {number} for {FORGOTTEN_SECONDS / 60:.0f} minutes."
-            else:
-                continue
-            self.report_job_error(job, msg=message)
+                minutes = FORGOTTEN_SECONDS / 60
+                self.report_job_error(job, msg=f"Slurm has not listed job {number} for {minutes:.0f} minutes.")
 
     def report_job_submission(self, job_info: SubmittedJobInfo) -> None:
         """Report a job as submitted, and forget its earlier refusals."""
@@ -111,7 +106,6 @@ class Executor(SlurmExecutor):
                 )
                 timer = threading.Timer(pause, self._try_again, [job_info.job])
                 timer.daemon = True
-                self._timers.append(timer)
                 timer.start()
                 return
         super().report_job_error(job_info, msg=msg, **kwargs)
@@ -120,41 +114,31 @@ class Executor(SlurmExecutor):
         """Submit a job again, unless Slurm accepted an earlier submission; then adopt the accepted job.
 
         An accepted job has the comment that the plugin gives to submissions of this job, and an ID that no submission
-        has reported.
+        has reported. Groups of jobs with the same name have the same comment, so their jobs are not adopted.
         """
         wildcards = get_job_wildcards(job)
         comment = f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else "")
         command = f"squeue --me --noheader --states=all --name={self.run_uuid} --format='%i|%k'"
-        comments, _ = asyncio.run(query_job_status(command, self.logger))
-        if comments is None:
-            failure = "Unable to contact slurm controller (squeue fails)"
-            return self._report_job_error_threadsafe(SubmittedJobInfo(job), failure)
-        listed = {number.partition("_")[0] for number, found in comments.items() if found == comment}
-        accepted = sorted(listed - self._submitted)
-        if not accepted:
-            return self.run_job(job)
-        if job.is_group():  # groups of the same name have the same comment
-            failure = f"Slurm may have accepted this group of jobs as job {', '.join(accepted)}, without an answer."
-            return self._report_job_error_threadsafe(SubmittedJobInfo(job), failure)
-        self.logger.info(f"Slurm accepted the job of rule {job.name} as job {accepted[0]}. No other job is submitted.")
-        log = self.slurm_logdir / f"rule_{job.name}" / wildcards / f"{accepted[0]}.log"
-        self._submitted.add(accepted[0])
-        self._report_job_submission_threadsafe(SubmittedJobInfo(job, accepted[0], aux={"slurm_logfile": log}))
+        found, _ = asyncio.run(query_job_status(command, self.logger))
+        listed = {number.partition("_")[0] for number, each in (found or {}).items() if each == comment}
+        accepted = min(listed - self._submitted, default="")
+        if not self.wait:
+            return  # the call ends
+        if found is None or (accepted and job.is_group()):
+            group = accepted and f"Slurm may have accepted this group of jobs as job {accepted}."
+            failure = group or "Unable to contact slurm controller"
+            self._report_job_error_threadsafe(SubmittedJobInfo(job), failure)
+        elif accepted:
+            self.logger.info(f"Slurm accepted the job of rule {job.name} as job {accepted}: no other is submitted.")
+            log = self.slurm_logdir / f"rule_{job.name}" / wildcards / f"{accepted}.log"
+            self._report_job_submission_threadsafe(SubmittedJobInfo(job, accepted, aux={"slurm_logfile": log}))
+        else:
+            self.run_job(job)
 
     def _end(self, job_info: SubmittedJobInfo) -> None:
         self._checked = [job for job in self._checked if job is not job_info]
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
-        """Cancel all jobs, including jobs whose status is being queried, and all repeated submissions."""
-        for timer in self._timers:
-            timer.cancel()
-        if self._refused:  # Slurm may have accepted a job without an answer
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(["scancel", f"--name={self.run_uuid}"], timeout=60, check=False, capture_output=True)
+        """Cancel all jobs, including jobs whose status is being queried, and end repeated submissions."""
+        self.wait = False
         super().cancel_jobs([*active_jobs, *(job for job in self._checked if job not in active_jobs)])
-
-    def shutdown(self) -> None:
-        """End without further submissions."""
-        for timer in self._timers:
-            timer.cancel()
-        super().shutdown()
