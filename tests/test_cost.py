@@ -332,7 +332,12 @@ def test_nodes(tmp_path: Path, nodes: int, gpus: int, queue: str, charged: float
 
 def test_a_dry_run_prints_the_cost_of_all_jobs(tmp_path: Path) -> None:
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
-    table = cost.price([known, unknown], scheduler(minutes={"train": 720, "data": 120}), tmp_path)
+    site = scheduler(minutes={"train": 720, "data": 120})
+    table = cost.price([known, unknown, Work("data", "cosmo_demo", "data", jobs=10)], site, tmp_path)
+    runs = "GPU nodes: ≤3.02 node-hours (charged ≤3.02)"
+    assert cost.outlook(table, 9, None) == f"9 jobs; CPU nodes: ≤2.50 node-hours (charged ≤2.50); {runs}"
+    site = scheduler(minutes={"train": 720}, gpu_nodes={"account_suffix": ""})  # one account
+    table = cost.price([known, unknown], site, tmp_path)
     assert cost.outlook(table, 9, None) == "9 jobs; ≤3.02 node-hours (charged ≤3.02)"
 
 
@@ -526,7 +531,8 @@ def test_lines(tmp_path: Path) -> None:
         ["cosmo_demo", "data", "10 jobs x 32 CPUs", "shared", "limit", "≤2.50", "0.00", "≤2.50"],
         ["cosmo_ladder.baseline", "train", shown, "shared", "published", "0.02", "0.09", "0.02"],
         ["cosmo_ladder.compile", "train", shown, "shared", "limit", "≤3.00", "≤12.00", "≤3.00"],
-        ["total", "≤5.52", "≤12.09", "≤5.52"],
+        ["total CPU nodes", "≤2.50", "0.00", "≤2.50"],
+        ["total GPU nodes", "≤3.02", "≤12.09", "≤3.02"],
     ]
     assert len({len(line) for line in table}) == 1  # all lines end in the same column
     assert {line.index("shared") for line in table[1:4]} == {table[0].index("queue")}
@@ -540,12 +546,25 @@ def test_a_cost_above_the_budget_gives_one_message(tmp_path: Path) -> None:
     assert cost.budget_message(table, Budget()) is None
     assert cost.budget_message(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
     message = cost.budget_message(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
-    assert "0.36 GPU-hours, but budget.gpu_hours is" in message and "\n" not in message
+    assert "0.36 GPU-hours on GPU nodes, but budget.gpu_hours is" in message and "\n" not in message
     assert "Raise the budget, drop runs" in message and "samples.train" in message
     assert "charged" not in message and "≤" not in message
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
     message = cost.budget_message(table, Budget(gpu_hours=10)) or ""
     assert "≤12.00 GPU-hours" in message and "at their time limit, site.scheduler.minutes" in message
+
+
+def test_the_budget_applies_to_each_account(tmp_path: Path) -> None:
+    """CPU nodes and GPU nodes with different accounts are compared with the budget separately, else together."""
+    works = [Work("data", "cosmo_demo", "data", jobs=10), work(load(tmp_path), "cosmo_ladder.compile")]  # 2.5 h, 3 h
+    limits = {"minutes": {"train": 720, "data": 120}}
+    apart = cost.price(works, scheduler(**limits), tmp_path)
+    assert cost.budget_message(apart, Budget(charged_hours=3)) is None
+    message = cost.budget_message(apart, Budget(charged_hours=2)) or ""
+    both = ("2.50 charged hours on CPU nodes, but", "3.00 charged hours on GPU nodes, but")
+    assert all(each in message for each in both)
+    together = cost.price(works, scheduler(**limits, gpu_nodes={"account_suffix": ""}), tmp_path)
+    assert "≤5.50 charged hours, but" in (cost.budget_message(together, Budget(charged_hours=3)) or "")
 
 
 @pytest.mark.slow

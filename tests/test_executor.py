@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
-from snakemake_executor_plugin_dlscale import FORGOTTEN_SECONDS, REFUSED, Executor
+from snakemake_executor_plugin_dlscale import FORGOTTEN_SECONDS, TEMPORARY, Executor, ExecutorSettings
 
 
 class Slurm:
@@ -48,7 +50,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def executor() -> Executor:
     """Return an executor whose scheduler records the jobs that finished and failed."""
     made = Executor.__new__(Executor)
-    made._checked, made._seen, made._refused, made._timers = [], {}, {}, []
+    made._checked, made._seen, made._refused, made._submitted, made.wait = [], {}, {}, set(), True
     made.run_uuid, made.logger, made.ended = "uuid", logging.getLogger("test"), []
     made._submitted_job_clusters = set()
     scheduler = SimpleNamespace(
@@ -121,12 +123,14 @@ def test_jobs_under_query_are_cancelled_too(executor: Executor, slurm: Slurm, mo
         ("sbatch: error: AssocGrpSubmitJobsLimit\\nBatch job submission failed", True),
         ("sbatch: error: QOSMaxWallDurationPerJobLimit", False),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
-        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", False),  # or submitted
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True),
+        ("sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received", True),
+        ("sbatch: error: Batch job submission failed: Message receive failure", True),
         ("sbatch: error: invalid account", False),
     ],
 )
-def test_only_temporary_refusals_repeat_a_submission(message: str, again: bool) -> None:
-    assert bool(REFUSED.search(message)) is again
+def test_only_temporary_failures_repeat_a_submission(message: str, again: bool) -> None:
+    assert bool(TEMPORARY.search(message)) is again
 
 
 def test_a_refused_submission_is_repeated_for_an_hour(
@@ -149,3 +153,103 @@ def test_a_refused_submission_is_repeated_for_an_hour(
         slurm.clock += pauses[-1]
     assert pauses[:5] == [60, 120, 240, 480, 600] and 3600 <= sum(pauses) < 4200
     assert executor.ended == [("failed", "job None")]
+
+
+#: sbatch that registers a job and prints its ID. The first call times out, after (file `first`: accepted) or before the
+#: registration.
+SBATCH = """
+accept() { echo "$(($(cat accepted | wc -l) + 7))|$comment" >>accepted; tail -n 1 accepted | cut -d '|' -f 1; }
+for word; do [ "$last" = --comment ] && comment=$word; last=$word; done
+echo call >>calls
+[ "$(wc -l <calls)" = 1 ] && { [ "$(cat first)" = accepted ] && accept >/dev/null
+    echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1; }
+accept
+"""
+#: squeue that lists the registered jobs; as many first calls fail as the file `silent` says.
+SQUEUE = """[ "$(cat silent)" -gt 0 ] && { echo "$(($(cat silent) - 1))" >silent; exit 1; }
+cat accepted"""
+
+
+@pytest.fixture
+def submitting(executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executor:
+    """Return an executor that submits to stand-ins of Slurm's commands in `tmp_path`, without pauses."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, script in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    for name, text in (("accepted", ""), ("silent", "0"), ("first", "accepted")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(
+        "snakemake_executor_plugin_dlscale.threading.Timer",
+        lambda pause, function, arguments: SimpleNamespace(start=lambda: function(*arguments)),
+    )
+    monkeypatch.setattr(
+        SlurmExecutor,
+        "report_job_submission",
+        lambda self, job: self.ended.append((job.external_jobid, job.aux["slurm_logfile"].relative_to(tmp_path))),
+    )
+    executor.workflow.executor_settings = ExecutorSettings(status_command="squeue")
+    executor.workflow.workdir_init = tmp_path
+    executor.slurm_logdir, executor._failed_nodes, executor._main_event_loop = tmp_path, set(), None
+    executor.get_account_arg = lambda job: iter([""])
+    executor.get_partition_arg = lambda job: ""
+    executor.format_job_exec = lambda job: "true"
+    return executor
+
+
+class Resources(dict[str, Any]):
+    """Resources of a job. As in Snakemake, `get` and attributes read them."""
+
+    __getattr__ = dict.__getitem__
+
+
+def to_submit(group: bool = False) -> SimpleNamespace:
+    resources = Resources(nodes=1, runtime=5, mem_mb=100, cpus_per_task=1, slurm_extra="")
+    more = {} if group else {"wildcards": ["plan", "run"]}
+    rule = SimpleNamespace(name="train")
+    return SimpleNamespace(
+        name="train", rule=rule, is_group=lambda: group, resources=resources, threads=1, jobid=3, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "silent", "calls", "number"),
+    [("accepted", 0, 1, "7"), ("accepted", 2, 1, "7"), ("lost", 0, 2, "7")],
+    ids=["accepted", "squeue fails twice", "lost"],
+)
+def test_a_job_that_slurm_accepted_without_an_answer_is_adopted(
+    submitting: Executor, tmp_path: Path, first: str, silent: int, calls: int, number: str
+) -> None:
+    """After a timeout of sbatch, the executor submits a second job only if Slurm lists no job of the first call."""
+    (tmp_path / "first").write_text(first)
+    (tmp_path / "silent").write_text(str(silent))
+    submitting.run_job(to_submit())
+    assert submitting.ended == [(number, Path(f"rule_train/plan_run/{number}.log"))]
+    assert len((tmp_path / "calls").read_text().split()) == calls
+    assert len((tmp_path / "accepted").read_text().splitlines()) == 1, "Slurm must have one job"
+
+
+def test_no_job_is_submitted_after_ctrl_c(submitting: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlurmExecutor, "cancel_jobs", lambda self, jobs: None)
+    submitting.cancel_jobs([])
+    submitting._try_again(to_submit())
+    assert submitting.ended == [] and not Path("calls").exists()
+
+
+def test_the_job_of_an_earlier_try_is_not_adopted(submitting: Executor, tmp_path: Path) -> None:
+    """A repeated job has the same comment as its failed first try, which Slurm still lists."""
+    (tmp_path / "accepted").write_text("7_[2-3]|rule_train_wildcards_plan_run\n8|rule_train_wildcards_plan_other\n")
+    (tmp_path / "first").write_text("lost")
+    submitting._submitted = {"7"}
+    submitting.run_job(to_submit())
+    assert [number for number, _ in submitting.ended] == ["9"]
+
+
+def test_a_group_that_slurm_may_have_accepted_has_failed(submitting: Executor, tmp_path: Path) -> None:
+    """Groups of jobs have equal comments, so the executor cannot tell which group Slurm accepted."""
+    messages = list[str]()
+    submitting.print_job_error = lambda job, msg=None, **_: messages.append(msg)
+    submitting.run_job(to_submit(group=True))
+    assert submitting.ended == [("failed", "train")] and (tmp_path / "calls").read_text() == "call\n"
+    assert "may have accepted this group of jobs as job 7" in str(messages)

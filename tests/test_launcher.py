@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -689,6 +690,31 @@ def test_requests_of_profiles_that_were_never_tried(name: str, gpu: str, two_nod
     inside = " ".join(launch(place, HERE, EIGHT))
     assert inside.startswith("srun --nodes=2 --ntasks-per-node=4 --cpu-bind=cores ")
     assert f"{FABRIC}=infiniband" in inside and (f"{HOST_SUFFIX}=i" in inside) == (name == "juwels")
+
+
+def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page, which the documentation generates from the code, shows every profile's requests and commands."""
+    for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files"):  # not installed with the tests
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(File=None, Files=None))
+    hooks = runpy.run_path(str(ROOT / "docs/hooks.py"))
+    described = {path.parent.name for path in ROOT.glob("profiles/*/site.yaml")}
+    assert {profile for _, profile, _ in hooks["SITES"]} == described
+    sections = dict(part.split("\n", 1) for part in hooks["command_lines"]().split("\n## ")[1:])
+    starts = {
+        "perlmutter": "shifter --image=ghcr.io/dlscale/dlscale:gpu-0.1.0 --module=gpu,nccl-plugin",
+        "perlmutter with podman.yaml": "podman-hpc run --rm",
+        "slurm with apptainer": "apptainer exec --cleanenv",
+        "juwels": "srun --nodes=2 --ntasks-per-node=4 --cpu-bind=cores",
+        "docker": "docker run --rm",
+    }
+    texts = {title: " ".join(text.replace("\\\n", "").split()) for title, text in sections.items()}
+    assert [title for title, start in starts.items() if start not in texts[title]] == []
+    assert "sbatch --account=m1234_g --qos=regular --constraint=gpu&hbm40g --nodes=2" in texts["perlmutter"].replace(
+        "'", ""
+    )
+    assert "**Train on 2 nodes**: refused. geometry.nodes" in texts["perlmutter with podman.yaml"]
+    native = texts["perlmutter with native.yaml"]  # the caller's LD_LIBRARY_PATH must not be replaced
+    assert "NCCL_NET_PLUGIN=/global/common/software/nersc9/nccl/" in native and "LD_LIBRARY_PATH" not in native
 
 
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:

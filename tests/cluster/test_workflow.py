@@ -257,7 +257,24 @@ def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cl
     finally:
         cluster.limit_jobs("shared", -1)
     assert [row[0] for row in flow.jobs("state")] == ["COMPLETED", "COMPLETED"]
-    assert ("Slurm refuses a job of rule train (QOSGrpSubmit" in flow.output) is not known, flow.output[-8000:]
+    assert ("or does not answer (QOSGrpSubmit" in flow.output) is not known, flow.output[-8000:]
+
+
+@pytest.mark.slow
+def test_a_submission_that_slurm_accepts_without_an_answer(
+    make: Callable[..., Flow], cluster: Cluster, tmp_path: Path
+) -> None:
+    """If sbatch times out after Slurm accepted the job, the call waits for this job, and submits no other job."""
+    flow = make()
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    failure = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    sbatch.write_text(f"#!/bin/sh\n{shutil.which('sbatch')} \"$@\" && echo '{failure}' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    flow.environment["PATH"] = f"{sbatch.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    assert flow.run("--retries=0", "results/plans/shapes/one/metrics.jsonl") == 0, flow.output[-8000:]
+    assert "Slurm accepted the job of rule train as job" in flow.output
+    assert [row[0] for row in flow.jobs("state")] == ["COMPLETED"]
 
 
 @pytest.mark.slow

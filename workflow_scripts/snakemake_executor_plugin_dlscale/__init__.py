@@ -7,12 +7,14 @@ authors:
 - If Slurm does not answer a status query, jobs stay active. The plugin forgets these jobs, and Snakemake waits forever.
 - A preempted job that Slurm does not requeue counts as failed. The plugin waits for such a job forever.
 - A job that Slurm has not listed for `FORGOTTEN_SECONDS` counts as failed. The plugin waits for such a job forever.
-- A submission that Slurm refuses because of a limit on the number of jobs is repeated for an hour. The plugin counts
-  the job as failed.
+- A submission that Slurm refuses because of a limit on the number of jobs, or does not answer, is repeated for an hour.
+  If Slurm has accepted an unanswered submission, the executor adopts the accepted job instead. The plugin counts the
+  job as failed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -22,6 +24,7 @@ from typing import Any
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings
 from snakemake_executor_plugin_slurm.job_status_query import query_job_status
+from snakemake_executor_plugin_slurm.utils import get_job_wildcards
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 __all__ = ["Executor", "ExecutorSettings", "common_settings"]
@@ -30,8 +33,11 @@ __all__ = ["Executor", "ExecutorSettings", "common_settings"]
 FORGOTTEN_SECONDS = 900.0
 #: Seconds for which a refused submission is repeated; first pause between two attempts; longest pause.
 REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.0
-#: Pattern of Slurm's reasons for a temporary refusal: a limit on submitted jobs, or a controller that does not run.
-REFUSED = re.compile(r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*|Unable to contact slurm controller")
+#: Pattern of Slurm's reasons for a temporary failure: a limit on submitted jobs, or a controller that does not answer.
+TEMPORARY = re.compile(
+    r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*|Unable to contact slurm controller|Socket timed out"
+    r"|Zero Bytes were transmitted|(?:Message (?:send|receive)|Communication (?:connection|shutdown)) failure"
+)
 
 
 class Executor(SlurmExecutor):
@@ -40,8 +46,8 @@ class Executor(SlurmExecutor):
     def __post_init__(self, test_mode: bool = False) -> None:
         self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
         self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's job ID.
+        self._submitted: set[str] = set()  #: Slurm's IDs of all submitted jobs, for array jobs the ID of the array.
         self._refused: dict[int, tuple[float, float]] = {}  #: Start of attempts and next pause, s, by `id` of the job.
-        self._timers: list[threading.Timer] = []  #: Timers of repeated submissions.
         super().__post_init__(test_mode)
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncGenerator[SubmittedJobInfo]:
@@ -68,16 +74,15 @@ class Executor(SlurmExecutor):
             if state:
                 self._seen[number] = now
             if state == "PREEMPTED" and not self.workflow.executor_settings.requeue:
-                message = f"Slurm preempted job {number}, and does not requeue it."
+                self.report_job_error(job, msg=f"Slurm preempted job {number}, and does not requeue it.")
             elif not state and now - self._seen.setdefault(number, now) > FORGOTTEN_SECONDS:
-                message = f"Slurm has not listed job {number} for {FORGOTTEN_SECONDS / 60:.0f} minutes."
-            else:
-                continue
-            self.report_job_error(job, msg=message)
+                minutes = FORGOTTEN_SECONDS / 60
+                self.report_job_error(job, msg=f"Slurm has not listed job {number} for {minutes:.0f} minutes.")
 
     def report_job_submission(self, job_info: SubmittedJobInfo) -> None:
         """Report a job as submitted, and forget its earlier refusals."""
         self._refused.pop(id(job_info.job), None)
+        self._submitted.add(str(job_info.external_jobid).partition("_")[0])
         super().report_job_submission(job_info)
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
@@ -86,37 +91,54 @@ class Executor(SlurmExecutor):
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **kwargs: Any) -> None:
-        """Report a job as failed, or submit it again if Slurm refused it.
+        """Report a job as failed, or try its submission again.
 
-        Only temporary refusals (`REFUSED`) lead to another submission, for `REFUSED_SECONDS`.
+        Only temporary failures (`TEMPORARY`) lead to another try, for `REFUSED_SECONDS`.
         """
         self._end(job_info)
-        if job_info.external_jobid is None and (reason := REFUSED.search(msg or "")):
+        if job_info.external_jobid is None and (reason := TEMPORARY.search(msg or "")):
             start, pause = self._refused.get(id(job_info.job), (time.monotonic(), FIRST_PAUSE_SECONDS))
             if time.monotonic() - start < REFUSED_SECONDS:
                 self._refused[id(job_info.job)] = start, min(2 * pause, LONGEST_PAUSE_SECONDS)
                 self.logger.warning(
-                    f"Slurm refuses a job of rule {job_info.job.name} ({reason[0]}). The next attempt follows in "
-                    f"{pause:.0f} s."
+                    f"Slurm refuses a job of rule {job_info.job.name}, or does not answer ({reason[0]}). The next "
+                    f"attempt follows in {pause:.0f} s."
                 )
-                timer = threading.Timer(pause, self.run_job, [job_info.job])
+                timer = threading.Timer(pause, self._try_again, [job_info.job])
                 timer.daemon = True
-                self._timers.append(timer)
                 timer.start()
                 return
         super().report_job_error(job_info, msg=msg, **kwargs)
+
+    def _try_again(self, job: Any) -> None:
+        """Submit a job again, unless Slurm accepted an earlier submission; then adopt the accepted job.
+
+        An accepted job has the comment that the plugin gives to submissions of this job, and an ID that no submission
+        has reported. Groups of jobs with the same name have the same comment, so their jobs are not adopted.
+        """
+        wildcards = get_job_wildcards(job)
+        comment = f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else "")
+        command = f"squeue --me --noheader --states=all --name={self.run_uuid} --format='%i|%k'"
+        found, _ = asyncio.run(query_job_status(command, self.logger))
+        listed = {number.partition("_")[0] for number, each in (found or {}).items() if each == comment}
+        accepted = min(listed - self._submitted, default="")
+        if not self.wait:
+            return  # the call ends
+        if found is None or (accepted and job.is_group()):
+            group = accepted and f"Slurm may have accepted this group of jobs as job {accepted}."
+            failure = group or "Unable to contact slurm controller"
+            self._report_job_error_threadsafe(SubmittedJobInfo(job), failure)
+        elif accepted:
+            self.logger.info(f"Slurm accepted the job of rule {job.name} as job {accepted}: no other is submitted.")
+            log = self.slurm_logdir / f"rule_{job.name}" / wildcards / f"{accepted}.log"
+            self._report_job_submission_threadsafe(SubmittedJobInfo(job, accepted, aux={"slurm_logfile": log}))
+        else:
+            self.run_job(job)
 
     def _end(self, job_info: SubmittedJobInfo) -> None:
         self._checked = [job for job in self._checked if job is not job_info]
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
-        """Cancel all jobs, including jobs whose status is being queried, and all repeated submissions."""
-        for timer in self._timers:
-            timer.cancel()
+        """Cancel all jobs, including jobs whose status is being queried, and end repeated submissions."""
+        self.wait = False
         super().cancel_jobs([*active_jobs, *(job for job in self._checked if job not in active_jobs)])
-
-    def shutdown(self) -> None:
-        """End without further submissions."""
-        for timer in self._timers:
-            timer.cancel()
-        super().shutdown()

@@ -266,7 +266,9 @@ class Budget(Strict):
         None, description="Maximum number of GPU-hours (GPUs x hours). Absent: no limit."
     )
     charged_hours: NonNegativeFloat | None = Field(
-        None, description="Maximum sum of node-hours, each multiplied by the charge of its queue. Absent: no limit."
+        None,
+        description="Maximum sum of node-hours, each multiplied by the charge of its queue. If CPU nodes and GPU nodes "
+        "have different accounts (`account_suffix`), the maximum applies to each account. Absent: no limit.",
     )
 
 

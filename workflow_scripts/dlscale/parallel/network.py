@@ -71,5 +71,5 @@ def check_network(network: str | None, logged: bool = True) -> None:
         raise UserError(
             f"site.fabric: the site's network is {fabric}, but NCCL exchanges data between nodes over TCP (network "
             f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: by site.modules in "
-            "containers, otherwise by LD_LIBRARY_PATH in site.environment. To measure over TCP, set fabric: ethernet"
+            "containers, otherwise by NCCL_NET_PLUGIN in site.environment. To measure over TCP, set fabric: ethernet"
         )

@@ -435,16 +435,19 @@ class Row:
     geometry: str  #: Geometry in words.
     hours: dict[Hours, float]
     queue: str | None  #: Name of the queue; None without queues.
+    nodes: str = ""  #: Kind of nodes in words, if the site charges CPU nodes and GPU nodes to different accounts.
 
     @property
     def plain(self) -> dict[str, Any]:
         """The row for JSON."""
-        name = self.work.run_name if self.work.run else None
-        place = {"plan": self.work.plan, "run": name, "stage": self.work.stage, "jobs": self.work.jobs}
         return {
-            **place,
+            "plan": self.work.plan,
+            "run": self.work.run_name if self.work.run else None,
+            "stage": self.work.stage,
+            "jobs": self.work.jobs,
             "geometry": self.geometry,
             "queue": self.queue,
+            "nodes": self.nodes or None,
             "basis": self.basis,
             **dict(self.hours.items()),
         }
@@ -467,19 +470,25 @@ def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Ro
         hours = work.jobs * (asked["runtime"] / 60 if time.seconds is None else time.seconds / 3600)
         name, queue = slurm.choose_queue(scheduler, geometry)
         full = min(queue.full_charge_minutes / 60 * work.jobs / hours, 1.0) if hours else 0.0
-        of_node = (scheduler.gpu_nodes if geometry else scheduler.cpu_nodes).gpus
-        gpus = of_node * asked["nodes"] if queue.whole_nodes else geometry.world_size if geometry else 1
+        nodes = scheduler.gpu_nodes if geometry else scheduler.cpu_nodes
+        gpus = nodes.gpus * asked["nodes"] if queue.whole_nodes else geometry.world_size if geometry else 1
         node_hours = hours * asked["nodes"] * slurm.part(scheduler, geometry, queue, asked)
         priced: dict[Hours, float] = {
             "node_hours": node_hours,
-            "gpu_hours": hours * gpus if of_node else 0.0,
+            "gpu_hours": hours * gpus if nodes.gpus else 0.0,
             "charged_hours": node_hours * (full + (1 - full) * queue.charge),
         }
-        shown = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
-        if geometry:
-            shown = slurm.shown(geometry, processes, device_kind(scheduler) == "cuda")
-        rows.append(Row(work, time.basis, shown, priced, name or None))
+        jobs = f"{many(work.jobs, 'job')} x {asked['cpus_per_task']} CPUs"
+        shown = slurm.shown(geometry, processes, device_kind(scheduler) == "cuda") if geometry else jobs
+        apart = scheduler.cpu_nodes.account_suffix != scheduler.gpu_nodes.account_suffix
+        kind = ("GPU nodes" if geometry else "CPU nodes") if apart else ""
+        rows.append(Row(work, time.basis, shown, priced, name or None, kind))
     return rows
+
+
+def by_account(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return rows by their kind of nodes; all rows together if the site charges all nodes to one account."""
+    return {name: [row for row in rows if row.nodes == name] for name in sorted({row.nodes for row in rows} or {""})}
 
 
 def total(rows: Iterable[Row], kind: Hours) -> float:
@@ -499,11 +508,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
     cells = [["run", "stage", "geometry", "queue", "basis", *WORDS.values()]]
     for row in rows:
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan
-        hours = [_hours(row.hours[kind], bound_mark([row])) for kind in WORDS]
+        hours = [_hours([row], kind) for kind in WORDS]
         cells.append([name, row.work.stage, row.geometry, row.queue or "-", row.basis, *hours])
-    mark = bound_mark(rows)
-    cells.append(["total", *[""] * 4, *(_hours(total(rows, kind), mark) for kind in WORDS)])
-    note = ["≤: upper bound; without an estimate, the full time limit is counted"] if mark else []
+    for nodes, charged in by_account(rows).items():
+        cells.append([f"total {nodes}".strip(), *[""] * 4, *(_hours(charged, kind) for kind in WORDS)])
+    note = ["≤: upper bound; without an estimate, the full time limit is counted"] if bound_mark(rows) else []
     return aligned(cells, right=range(5, len(cells[0]))) + note
 
 
@@ -513,27 +522,38 @@ def outlook(rows: Sequence[Row], jobs: int, here: Expected | None) -> str:
         if here.untimed >= jobs:
             return f"{many(jobs, 'job')}, never timed here: the time is not known"
         return "; ".join(filter(None, [many(jobs, "job"), f"{here} until the end", here.note]))
-    node_hours, charged = (_hours(total(rows, kind), bound_mark(rows)) for kind in ("node_hours", "charged_hours"))
-    return f"{many(jobs, 'job')}; {node_hours} node-hours (charged {charged})"
+    costs = [
+        f"{nodes}{': ' * bool(nodes)}{_hours(charged, 'node_hours')} node-hours "
+        f"(charged {_hours(charged, 'charged_hours')})"
+        for nodes, charged in by_account(rows).items()
+    ]
+    return "; ".join([many(jobs, "job"), *costs])
 
 
-def _hours(value: float, mark: str) -> str:
-    return f"{mark if value else ''}{value:,.2f}"
+def _hours(rows: Sequence[Row], kind: Hours) -> str:
+    value = total(rows, kind)
+    return f"{bound_mark(rows) if value else ''}{value:,.2f}"
 
 
 def budget_message(rows: Sequence[Row], budget: Budget) -> str | None:
-    """Return a message if the estimate exceeds a cap of the budget, else None."""
+    """Return a message if the estimate exceeds a cap of the budget, else None.
+
+    A cap applies to CPU nodes and to GPU nodes separately if the site charges them to different accounts.
+    """
     caps = budget.model_dump(exclude_none=True)
-    exceeded = {kind: hours for kind in WORDS if (hours := total(rows, kind)) > caps.get(kind, math.inf)}
+    exceeded = [
+        f"{_hours(charged, kind)} {WORDS[kind]}{' on ' * bool(nodes)}{nodes}, but budget.{kind} is {caps[kind]:,g}"
+        for kind in WORDS
+        for nodes, charged in by_account(rows).items()
+        if total(charged, kind) > caps.get(kind, math.inf)
+    ]
     if not exceeded:
         return None
-    mark = bound_mark(rows)
-    what = [
-        f"{_hours(hours, mark)} {WORDS[kind]}, but budget.{kind} is {caps[kind]:,g}" for kind, hours in exceeded.items()
-    ]
-    limits = " (≤: jobs without an estimate count at their time limit, site.scheduler.minutes)" if mark else ""
+    limits = (
+        " (≤: jobs without an estimate count at their time limit, site.scheduler.minutes)" if bound_mark(rows) else ""
+    )
     return (
-        f"budget: the jobs need an estimated {' and '.join(what)}{limits}. Raise the budget, drop runs or "
+        f"budget: the jobs need an estimated {' and '.join(exceeded)}{limits}. Raise the budget, drop runs or "
         "plans, or shorten the runs (training.epochs or steps, samples.train, throughput.trials)"
     )
 

@@ -109,15 +109,21 @@ def _nodes(evidence: Evidence) -> int | None:
 
 
 def _remaining(evidence: Evidence) -> tuple[float | None, str, str]:
-    """Return the node-hours of jobs without results (None if unknown), their explanation, and «≤» for a bound."""
+    """Return the node-hours of jobs without results (None if unknown), their explanation, and «≤» for a bound.
+
+    Hours on CPU nodes of another account are only in the explanation.
+    """
     works = cost.works(evidence.configuration, [plan.name for plan in evidence.plans])
     scheduler = evidence.configuration.workflow.site.scheduler
     if not works:
         return 0.0, "all runs of these plans have results", ""
     if scheduler is None:
         return None, f"{many(len(works), 'job')} left; name the site (--profile), or dlscale run {evidence.names}", ""
-    rows = cost.price(works, scheduler, evidence.results)
-    return cost.total(rows, "node_hours"), f"{many(len(works), 'job')} left, dlscale cost", cost.bound_mark(rows)
+    apart = cost.by_account(cost.price(works, scheduler, evidence.results))
+    data = cost.total(apart.get("CPU nodes", []), "node_hours")
+    more = f"; in addition {number(data)} node-hours on CPU nodes" if data else ""
+    rows = apart.get("GPU nodes", apart.get("", []))
+    return cost.total(rows, "node_hours"), f"{many(len(works), 'job')} left, dlscale cost{more}", cost.bound_mark(rows)
 
 
 def _spent(evidence: Evidence) -> float | None:
