@@ -38,6 +38,7 @@ from tests.conftest import ROOT, variables
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
 SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
 HERE = ContainerMounts("/scratch/my work", "/scratch/my work/workflow_scripts", uid=1000, gid=100, data=("/cfs/a b",))
+WRITING = replace(HERE, results="/scratch/my work/results")
 ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus_per_node=4)
 
 
@@ -231,11 +232,25 @@ def test_engines_that_run(engine: str) -> None:
     assert {"--rm", "--init", "--interactive", "--cap-drop=ALL", "--security-opt=no-new-privileges"} < set(found)
     assert words(found, "--workdir") == ["/scratch/my work"]
     assert words(found, "--volume") == [
-        *("/scratch/my work:/scratch/my work", "/cfs/x:/data", "/cfs/y:/cfs/y", "/cfs/a b:/cfs/a b:ro")
+        *("/scratch/my work:/scratch/my work:ro", "/cfs/x:/data", "/cfs/y:/cfs/y", "/cfs/a b:/cfs/a b:ro")
     ]
     given = words(found, "--env")
     assert {"A=b c", "PYTHONPATH=/scratch/my work/workflow_scripts", "DLSCALE_LIFELINE=1"} < set(given)
     assert {"WANDB_API_KEY", "WANDB_MODE", *PASSED_ON} < set(given), "variables must be passed by name, without values"
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc", "apptainer"])
+def test_a_stage_can_change_only_the_results(engine: str) -> None:
+    """A container of dlscale's stages mounts the working folder read-only. External programs may write there."""
+    option = "--bind" if engine == "apptainer" else "--volume"
+    found = launch(site(engine=engine), WRITING, ONE)
+    binds = words(found, option) or [word for flag, word in itertools.pairwise(found) if flag == option]
+    assert [bind for bind in binds if not bind.endswith(":ro")] == [":".join([f"{HERE.folder}/results"] * 2)]
+    assert binds.index(f"{HERE.folder}:{HERE.folder}:ro") < binds.index(":".join([f"{HERE.folder}/results"] * 2)), (
+        "a later mount would hide the results"
+    )
+    program = launcher.container_command(site(engine=engine), WRITING, gpu=False)
+    assert any(word.endswith(f"{HERE.folder}:{HERE.folder}") for word in program)
 
 
 def test_files_belong_to_the_caller() -> None:
@@ -305,7 +320,7 @@ def test_apptainer() -> None:
     pairs = list(itertools.pairwise(found))
     # a mount hides earlier mounts below the same path
     binds = [word for option, word in pairs if option == "--bind"]
-    assert binds.index("/cfs/a b:/cfs/a b:ro") < binds.index("/scratch/my work:/scratch/my work")
+    assert binds.index("/cfs/a b:/cfs/a b:ro") < binds.index("/scratch/my work:/scratch/my work:ro")
     assert ("--pwd", "/scratch/my work") in pairs
     with pytest.raises(UserError, match="/cfs/a,b: apptainer cannot be given a path with ','"):
         launch(site(engine="apptainer"), ContainerMounts("/w", "/w", uid=1, gid=1, data=("/cfs/a b", "/cfs/a,b")), ONE)

@@ -167,8 +167,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{constant} is not a valid JSON number")
 
     try:
-        no_pipe(path)
-        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
+        return json.loads(no_pipe(path).read_text(encoding="utf-8"), parse_constant=refuse)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -211,10 +210,11 @@ def irregular(path: str | os.PathLike[str], expected: str = "a file") -> UserErr
     return UserError(f"{path}: a link, pipe or device; expected {expected}. Remove it or use another path")
 
 
-def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> None:
-    """Raise a `UserError` for a pipe or device, because reading it may never end."""
+def no_pipe(path: str | os.PathLike[str], expected: str = "a file") -> Path:
+    """Return the path; raise a `UserError` for a pipe or device, because reading it may never end."""
     if (place := Path(path)).exists() and not (place.is_file() or place.is_dir()):
         raise UserError(f"{path}: a pipe or a device; expected {expected}")
+    return place
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception, advice: str = TORN) -> UserError:

@@ -98,8 +98,7 @@ def read(path: str | Path) -> list[Sample]:
     Return an empty list for a missing or empty file. Ignore an incomplete last line.
     """
     try:
-        no_pipe(path)
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = no_pipe(path).read_text(encoding="utf-8").splitlines(keepends=True)
         return [parse_row(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
     except FileNotFoundError:
         return []

@@ -50,12 +50,12 @@ class Guest:
 class ContainerMounts:
     """Folders that a container mounts at the same absolute paths, and the owner of written files."""
 
-    folder: str  #: Working folder.
+    folder: str  #: Working folder, which only external programs may write to.
     sources: str  #: Folder that contains the package `dlscale`; this code runs instead of the image's code.
     uid: int  #: User ID of written files.
     gid: int  #: Group ID of written files.
     data: tuple[str, ...] = ()  #: Further folders or files that the stage reads.
-    results: str | None = None  #: Folder that the stage writes to, if it is outside of `folder`.
+    results: str | None = None  #: Folder that the stage writes to.
 
 
 def sources(site: Site) -> Path:
@@ -83,7 +83,7 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
     ordered = whole and bool(site.gpu)
     site = with_stage_environment(site, geometry, ordered)
-    container = container_command(site, place, gpu=geometry is not None)
+    container = container_command(site, place, gpu=geometry is not None, writes=False)
     python = python_command(site)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *python]
@@ -180,10 +180,13 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
         slurm.check(site.scheduler, geometry, where)
 
 
-def container_command(site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None) -> list[str]:
+def container_command(
+    site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None, writes: bool = True
+) -> list[str]:
     """Return the arguments before a command: they run it in a container, or, without an engine, set its environment.
 
-    `guest` is the command that the container runs, if it is not dlscale.
+    `guest` is the command that the container runs, if it is not dlscale. Unless the command `writes` to the working
+    folder, the container can change only the results.
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":
@@ -196,7 +199,11 @@ def container_command(site: Site, place: ContainerMounts, gpu: bool, guest: Gues
     }
     environment = {name: value for name, value in given.items() if value is not None}
     unset = _env({name: None for name, value in given.items() if value is None})
-    folders = {path: path for path in (place.folder, place.results) if path}
+    folders = {
+        path: path if writes or path == place.results else f"{path}:ro"
+        for path in (place.folder, place.results)
+        if path
+    }
     here = guest.folder if guest else place.folder
     prefix = guest.prefix if guest else ()
     if site.engine == "shifter":

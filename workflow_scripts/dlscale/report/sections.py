@@ -23,6 +23,7 @@ from dlscale.config.records import SweepRecord
 from dlscale.core import registry, text
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
+from dlscale.core.files import no_pipe
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
@@ -750,7 +751,7 @@ def thumbnail(plan: PlanResult) -> str | None:
 
 def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
-    content = path.read_bytes()
+    content = no_pipe(path).read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
         raise UserError(f"{path}: the PNG file is incomplete; delete the file and run its stage again")
     width, height = struct.unpack(">II", content[16:24])

@@ -40,7 +40,7 @@ class Commands:
             uid=os.getuid(),
             gid=os.getgid(),
             data=launcher.outside([*paths, sources / ROOT.name, *registry.roots()], folder, results),
-            results=None if results.is_relative_to(folder) else str(results),
+            results=str(results),
         )
 
     def start(self, paths: Iterable[str], geometry: Geometry | None = None, secrets: bool = False) -> list[str]:

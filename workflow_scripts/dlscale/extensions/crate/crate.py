@@ -6,6 +6,7 @@ import argparse
 import base64
 import datetime as dt
 import hashlib
+import html
 import json
 import re
 import tempfile
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dlscale.config.places import check_plans, results_of
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
-from dlscale.core.files import atomic_write, sha256
+from dlscale.core.files import atomic_write, irregular, sha256
 from dlscale.core.fingerprint import WORKFLOW
 from dlscale.core.paths import Results
 from dlscale.core.record import Record
@@ -153,8 +154,10 @@ class Crate:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rocrate warns about entities without a file
             self.crate.write(folder)
-        preview = folder / "ro-crate-preview.html"  # rocrate does not escape titles and names
-        preview.write_text(preview.read_text(encoding="utf-8").replace("<head>", PREVIEW, 1), encoding="utf-8")
+        root = self.crate.root_dataset  # rocrate's preview does not escape texts
+        root["name"], root["description"] = (html.escape(root[key]) for key in ("name", "description"))
+        preview = self.crate.preview.generate_html().replace("<head>", PREVIEW, 1)
+        (folder / "ro-crate-preview.html").write_text(preview, encoding="utf-8")
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix in (".png", ".pt"):
                 continue
@@ -178,8 +181,11 @@ class Crate:
     def file(self, path: Path) -> Any:
         """Add a file of the results.
 
-        A file larger than `COPIED` is not copied: its identifier is made from its digest (RFC 6920).
+        A file larger than `COPIED` is not copied: its identifier is made from its digest (RFC 6920). A link is refused,
+        because another user of the results folder may have linked a private file, which the crate would publish.
         """
+        if path.is_symlink():
+            raise irregular(path)
         place, digest = path.relative_to(self.results).as_posix(), sha256(path)
         known = {
             "name": place,
