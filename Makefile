@@ -194,9 +194,9 @@ test-long: $(VENV)/.installed-dev  ## run the tests that take minutes each: guid
 	$(say) 'Running the long tests'
 	@$(PYTEST) -m long $(ARGS)
 
-.PHONY: test-mutations
-test-mutations: $(VENV)/.installed-dev  ## damage each kind of file that dlscale reads 250 times: reading must succeed or end in a message
-	@$(PYTEST) -m long tests/test_mutations.py $(ARGS)
+.PHONY: test-fuzz
+test-fuzz: $(VENV)/.installed-dev  ## damage small files of every reader, and settings: each case must succeed or end in a message; 25 cases each, ARGS="--count 10000" for more
+	@python -m tests.fuzz $(ARGS)
 
 .PHONY: test-code-mutations
 test-code-mutations: $(VENV)/.installed-dev  ## make a hundred known mistakes in the code, one at a time: a test must fail for each

@@ -20,7 +20,7 @@ import pytest
 from dlscale import cli
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_json
-from dlscale.core.settings import read_yaml
+from dlscale.core.settings import read_settings, read_yaml
 from dlscale.data import source as data_source
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import map_chunks
@@ -350,12 +350,18 @@ def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
         Manifest.read(manifest)
 
 
-@pytest.mark.parametrize("content", [b'{"a": NaN}', b"[-Infinity]", b'{"a": "\xff"}', b"[" * 100_000, b"{"])
+@pytest.mark.parametrize("content", [b'{"a": NaN}', b"[-Infinity]", b"[1e999]", b'{"a": "\xff"}', b"[" * 100_000, b"{"])
 def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
     """Text that is not valid JSON is refused, even if Python's reader would accept the text."""
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file and run its stage again"):
         read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "[" * 100_000, f'{{"a": {"9" * 5000}}}', "{"])
+def test_settings_that_are_not_valid_json(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--config: not valid JSON \(.*\); pass valid JSON or a YAML file"):
+        read_settings(text)
 
 
 def test_missing_or_truncated_data_files_are_detected(era5_data: Path, tmp_path: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from bench.blind.__main__ import HERE, configurations, model_of, predict, table
+from dlscale.core.errors import UserError
 from dlscale.extensions.predict import analytic
 from dlscale.extensions.predict.model import Job
 from tests.conftest import ROOT, error_line, stage
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "name": "small",
     "machine": "dgx_h100",
     "device": {"source": "by hand", "flops": {"bf16": 1e15, "fp8": 2e15}, "bandwidth": 1e12},
@@ -36,6 +38,25 @@ def test_the_time_of_a_sample_by_hand() -> None:
     update = 28e9 / 0.9e12 / 4  # the optimiser, per sample
     assert one.value == pytest.approx(1 / (model.sample_seconds + update), rel=0.01)
     assert one.low < one.value / 1.4 and one.high > one.value * 1.4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"flops": {"fp4": 1e12}}, "flops: fp4: no such key in device.flops; add"),
+        ({"flops": {}}, "flops: got {}; expected at least 1 value"),
+        ({"tokens": [1000, 1000, 0]}, "tokens.2: got 0; expected greater than 0"),
+        ({"tokens": [1000, 1000, 10**9]}, "tokens.2: got 1000000000; expected at most 1,000"),
+        ({"parameters": 10**20}, "parameters: got 100000000000000000000; expected less than or equal to"),
+        ({"device": {**MODEL["device"], "flops": {"bf16": 0}}}, "device.flops.bf16: got 0; expected greater than 0"),
+    ],
+    ids=["format", "formats", "blocks", "many blocks", "parameters", "flops"],
+)
+def test_impossible_models_are_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(MODEL | change))
+    with pytest.raises(UserError) as error:
+        analytic.read(tmp_path / "a.yaml")
+    assert words in str(error.value)
 
 
 def test_a_file_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

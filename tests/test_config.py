@@ -307,6 +307,12 @@ def test_two_mistakes_are_two_lines() -> None:
         one(line, f"plans.p.settings.{path}")
 
 
+def test_a_long_message_keeps_its_begin_and_end() -> None:
+    said = message(datasets={f"d{number}": {"kind": "x" * 300} for number in range(8)})
+    assert len(said) <= 1000 and said.startswith("configuration: datasets.d0: kind: no such kind 'xxx")
+    assert said.endswith("mnist, starter") and " … " in said
+
+
 def test_an_error_of_a_later_rung_is_reported_at_the_rung_that_set_the_key() -> None:
     """A crop that fits the box of rung `a`, but not the smaller box of rung `b`, is reported at rung `a`."""
     small = {**COSMO, "source": {**COSMO["source"], "grid": 16}}

@@ -11,8 +11,11 @@ class UserError(Exception):
     """A user's mistake in configuration, arguments or data; exit status 2.
 
     The message is printed without a traceback. It states the problem, the file or key with the problem, the expected
-    value, and the remedy.
+    value, and the remedy. The middle of a message of more than 1,000 characters is left out.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message, 1_000))
 
 
 class Refused(ValueError):
@@ -37,7 +40,7 @@ def cut(text: str, most: int = 200) -> str:
 
     The end stays, because a message ends with the remedy.
     """
-    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {text[-most // 3 :]}"
+    return text if len(text) <= most else f"{text[: most * 2 // 3 - 3]} … {text[-most // 3 :]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -61,5 +64,5 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """Return the message for a name that does not exist."""
     known, name = sorted(known), cut(str(name))
     close = nearest(name, known)
-    listed = f"; there are: {cut(', '.join(known), 2_000)}" if not close or len(known) <= 20 else ""
+    listed = f"; there are: {cut(', '.join(known), 600) or 'none'}" if not close or len(known) <= 20 else ""
     return f"no {what} is called '{name}'{close}{listed}"

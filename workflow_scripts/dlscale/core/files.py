@@ -8,6 +8,7 @@ import glob
 import hashlib
 import io
 import json
+import math
 import os
 import secrets
 import shutil
@@ -163,11 +164,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Raise a `UserError` if it is missing or invalid, or has NaN or infinities.
     """
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a valid JSON number")
+    def finite(number: str) -> float:
+        if not math.isfinite(found := float(number)):
+            raise ValueError(f"{number} is not a valid JSON number")
+        return found
 
     try:
-        return json.loads(no_pipe(path).read_text(encoding="utf-8"), parse_constant=refuse)
+        return json.loads(no_pipe(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from dlscale.core.files import read_json, write_json
 #: Number; NaN and infinities are null in JSON.
 Number = Annotated[
     float,
+    Field(allow_inf_nan=True),
     BeforeValidator(lambda value: math.nan if value is None else value),
     PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
 ]
@@ -40,7 +41,7 @@ Time = Annotated[str, AfterValidator(_time)]
 class Record(BaseModel):
     """Frozen record; unknown keys are ignored, because a later version may have written the file."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, allow_inf_nan=False)
 
     def text(self) -> str:
         return self.model_dump_json(by_alias=True, exclude_none=False)

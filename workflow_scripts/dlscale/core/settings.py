@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import re
@@ -34,8 +35,8 @@ def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, st
         return read_yaml(config), str(config)
     try:
         return json.loads(str(config)), option
-    except json.JSONDecodeError as error:
-        raise UserError(f"{option}: not valid JSON ({error}); pass valid JSON or a YAML file") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{option}: not valid JSON ({brief(error)}); pass valid JSON or a YAML file") from None
 
 
 def write_yaml(path: str | Path, settings: Raw) -> None:
@@ -198,7 +199,7 @@ def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: 
         path = ".".join(map(str, [*prefix, *keys]))
         reason = _elsewhere(kind, keys, item, prefix) if item["type"] == "unknown_key" else _reason(item)
         # One line per value, because each member of a union has an error of its own for the same value.
-        reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 1_500))
+        reasons.setdefault(f"{where}: {cut(path) + ': ' if path else ''}", []).append(cut(reason, 600))
     return "\n".join(place + "; or: ".join(dict.fromkeys(each)) for place, each in reasons.items())
 
 
@@ -245,7 +246,7 @@ def _reason(item: Any) -> str:
         case "union_tag_not_found":
             return "the key 'kind' is missing"
         case "union_tag_invalid":
-            tag, tags = context["tag"], _choices(context["expected_tags"])
+            tag, tags = cut(str(context["tag"])), _choices(context["expected_tags"])
             return f"kind: no such kind '{tag}'{nearest(tag, tags)}; expected one of: {', '.join(tags)}"
         case "literal_error":
             choices = _choices(context["expected"])
@@ -294,10 +295,13 @@ def _path(raw: Any, location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 def flat(settings: Raw, prefix: str = "") -> Raw:
     """Return nested settings as one mapping with dotted keys, in the same order."""
-    values: Raw = {}
-    for key, value in settings.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return values
+    return {
+        path: inner
+        for key, value in settings.items()
+        for path, inner in (
+            flat(value, f"{prefix}{key}.").items() if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+        )
+    }
 
 
 def nested(values: Raw) -> Raw:
@@ -305,10 +309,7 @@ def nested(values: Raw) -> Raw:
     settings: Raw = {}
     for key, value in values.items():
         *path, last = key.split(".")
-        here = settings
-        for word in path:
-            here = here.setdefault(word, {})
-        here[last] = value
+        functools.reduce(lambda inner, word: inner.setdefault(word, {}), path, settings)[last] = value
     return settings
 
 

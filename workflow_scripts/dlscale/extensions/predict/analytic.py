@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dlscale.core.schema import Strict
+from dlscale.core.schema import Few, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 from dlscale.core.settings import read_yaml, validate
 from dlscale.extensions.predict.fit import NAMES, PRIORS, Fit
 from dlscale.extensions.predict.model import Costs, Memory, Tokens, Workload, buckets, named
@@ -36,8 +36,8 @@ class Device(Strict):
     """Peak rates of a device, from its data sheet."""
 
     source: str
-    flops: dict[str, float] = Field(description="FLOP/s by number format, such as bf16.")
-    bandwidth: float = Field(gt=0, description="Bytes/s of the device's memory.")
+    flops: dict[str, PositiveFloat] = Field(description="FLOP/s by number format, such as bf16.")
+    bandwidth: PositiveFloat = Field(description="Bytes/s of the device's memory.")
 
 
 class Model(Strict):
@@ -46,22 +46,33 @@ class Model(Strict):
     name: str
     machine: str = Field(description="Machine in machines.yaml, or a YAML file.")
     device: Device
-    parameters: int = Field(ge=1)
-    flops: dict[str, float] = Field(
-        description="FLOPs of a sample's forward and backward pass, by number format, with repeated forward passes."
+    parameters: int = Field(ge=1, le=10**13)
+    flops: dict[str, PositiveFloat] = Field(
+        min_length=1,
+        description="FLOPs of a sample's forward and backward pass, by number format, with repeated forward passes.",
     )
-    tokens: tuple[int, int, int] = Field(description="Tokens of a sample, width of a token, number of blocks.")
-    vocabulary: int = Field(0, ge=0, description="Entries of the vocabulary; 0: the model returns no logits.")
-    batch: float = Field(gt=0, description="Samples per micro-batch of each device or group that shares a model.")
+    tokens: tuple[PositiveInt, PositiveInt, Few] = Field(
+        description="Tokens of a sample, width of a token, number of blocks."
+    )
+    vocabulary: NonNegativeInt = Field(0, description="Entries of the vocabulary; 0: the model returns no logits.")
+    batch: PositiveFloat = Field(description="Samples per micro-batch of each device or group that shares a model.")
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
     fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
-    gradient_bytes: float = Field(4, gt=0, description="Bytes per parameter of averaged gradients.")
-    gathered_bytes: tuple[float, float] | None = Field(
+    gradient_bytes: float = Field(4, gt=0, le=1_000, description="Bytes per parameter of averaged gradients.")
+    gathered_bytes: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."
     )
-    shards: int = Field(1, ge=1, description="Devices over which the state of the optimiser is sharded.")
-    steps: int = Field(1, ge=1, description="Micro-batches per optimiser step (gradient accumulation).")
-    state_bytes: float = Field(16, gt=0, description="Bytes per parameter of weights, gradients and optimiser state.")
+    shards: PositiveInt = Field(1, description="Devices over which the state of the optimiser is sharded.")
+    steps: PositiveInt = Field(1, description="Micro-batches per optimiser step (gradient accumulation).")
+    state_bytes: PositiveFloat = Field(16, description="Bytes per parameter of weights, gradients and optimiser state.")
+
+    @model_validator(mode="after")
+    def _formats_of_the_device(self) -> Model:
+        if missing := [kind for kind in self.flops if kind not in self.device.flops]:
+            raise ValueError(
+                f"flops: {missing[0]}: no such key in device.flops; add the device's FLOP/s in this format"
+            )
+        return self
 
     @property
     def bytes(self) -> float:

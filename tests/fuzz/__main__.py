@@ -1,0 +1,201 @@
+"""A campaign of damaged files and wrong settings: `python -m tests.fuzz --count 10000`.
+
+Case K of a seed damages one of a reader's small files, or makes mistakes in a configuration, and reads it in a process
+with limits on time and memory. A reader must accept the file, or refuse it with one message of at most 1,000
+characters. `--log` gets a line for each batch of cases; a campaign continues after the last batch of the same commit
+and seed. The exit status is 1 if a case has another outcome. `--only K` repeats case K of one reader and keeps its
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import io
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+import torch
+
+from dlscale.core.errors import UserError
+from tests.conftest import ROOT
+from tests.fuzz.readers import READERS
+
+#: Outcomes of a case.
+ACCEPTED, DEFECTS = ("ok", "message"), ("long message", "unclear", "traceback", "memory", "hang", "crash")
+#: Largest message, characters.
+MAX_MESSAGE = 1000
+#: Limit of a case, seconds of CPU time; factor for its duration; address space that a process may add, bytes.
+LIMIT_S, PATIENCE, MEMORY = 10.0, 6.0, 2 * 2**30
+#: Cases of a process.
+BATCH = 100
+FORK = multiprocessing.get_context("fork")
+
+#: Number, outcome, and message or traceback of a case.
+Row = tuple[int, str, str]
+
+
+class Server:
+    """Server that runs the cases of a reader in forked processes, with all modules imported."""
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        self.name, self.seed, self.reader = name, seed, READERS[name]
+        self.original, self.copy = folder / "original/files", folder / "copy/files"
+        shutil.rmtree(folder, ignore_errors=True)
+        self.original.parent.mkdir(parents=True)
+        torch.set_num_threads(1)  # OpenMP threads do not survive a fork
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            self.reader.make(self.original)
+            shutil.copytree(self.original, self.copy)
+            self.reader.read(self.copy)  # undamaged; imports the modules that the processes need
+        self.candidates = sorted(path for path in self.original.glob(self.reader.which) if path.is_file())
+        assert self.candidates, f"{name}: there is no file {self.reader.which}"
+        gc.collect()
+        gc.freeze()
+
+    def run(self, numbers: Sequence[int]) -> list[Row]:
+        """Run cases, in one process unless it ends; return their outcomes."""
+        rows = list[Row]()
+        while left := numbers[len(rows) :]:
+            ends, words = FORK.Pipe(duplex=False)
+            child = FORK.Process(target=self._serve, args=(left, words))
+            child.start()
+            words.close()
+            assert child.pid
+            for number in left:
+                try:
+                    rows.append(ends.recv() if _answers(ends, child.pid) else (number, "hang", ""))
+                except EOFError:
+                    child.join()
+                    how = "memory" if child.exitcode == -signal.SIGKILL else "crash"
+                    rows.append((number, how, f"exit status {child.exitcode}"))
+                if rows[-1][1] in ("hang", "crash", "memory"):
+                    break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # also processes that the reader started
+            child.join()
+        return rows
+
+    def _serve(self, numbers: Sequence[int], words: Any) -> None:
+        os.setsid()
+        faulthandler.disable()
+        size = psutil.Process().memory_info().vms + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        warnings.simplefilter("ignore")
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        for number in numbers:
+            words.send((number, *self._case(number)))
+        os._exit(0)
+
+    def _case(self, number: int) -> tuple[str, str]:
+        shutil.rmtree(self.copy, ignore_errors=True)
+        shutil.copytree(self.original, self.copy)
+        random = Random(f"{self.seed}/{self.name}/{number}")
+        file, other = random.choice(self.candidates), random.choice(self.candidates)
+        self.reader.damage(self.copy / file.relative_to(self.original), other.read_bytes(), random)
+        try:
+            self.reader.read(self.copy)
+        except UserError as error:
+            return "long message" if len(str(error)) > MAX_MESSAGE else "message", str(error)
+        except BaseException as error:
+            kinds = {AssertionError: "unclear", MemoryError: "memory"}
+            return kinds.get(type(error), "traceback"), traceback.format_exc()
+        return "ok", ""
+
+
+def _answers(ends: Any, process: int) -> bool:
+    """Wait for a case; return False if it takes `LIMIT_S` of CPU time, or `PATIENCE` times as long."""
+    used, begin = psutil.Process(process).cpu_times, time.monotonic()
+    before = sum(used())
+    while not ends.poll(0.5):
+        if sum(used()) - before > LIMIT_S or time.monotonic() - begin > PATIENCE * LIMIT_S:
+            return False
+    return True
+
+
+def main() -> int:
+    """Run the campaign; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=25, help="cases of each reader (default: 25)")
+    parser.add_argument(
+        "--readers", nargs="+", choices=READERS, default=[*READERS], metavar="NAME", help="default: all"
+    )
+    parser.add_argument("--only", type=int, metavar="K", help="repeat case K of the named reader, and keep its files")
+    parser.add_argument("--log", type=Path, help="file for one JSON line per batch (default: in --work)")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), f"dlscale-fuzz-{os.getuid()}"))
+    args = parser.parse_args()
+    if args.only is not None:
+        server = Server(args.readers[0], args.seed, args.work / f"only-{args.only}")
+        ((_, outcome, text),) = server.run([args.only])
+        print(f"{outcome}\n{text}\nkept: {server.copy}")
+        return int(outcome in DEFECTS)
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    log, folder, failed = args.log or args.work / "log.jsonl", args.work / str(os.getpid()), list[str]()
+    columns = [*ACCEPTED, *DEFECTS]
+    table = [
+        f"commit {commit}, seed {args.seed}",
+        f"{'reader':24}{'cases':>8}{''.join(map('{:>14}'.format, columns))}{'s':>8}",
+    ]
+    for name in args.readers:
+        rows = list(batches(name, args.count, log, {"commit": commit, "seed": args.seed, "reader": name}, folder))
+        counts = sum((Counter(row["outcomes"]) for row in rows), Counter[str]())
+        cells = "".join(f"{counts[each] or '':>14}" for each in columns)
+        table.append(f"{name:24}{counts.total():8}{cells}{sum(row['seconds'] for row in rows):8.0f}")
+        print(table[-1], flush=True)
+        again = f"python -m tests.fuzz --readers '{name}' --seed {args.seed} --only"
+        failed += [f"{outcome}: {again} {number}" for row in rows for number, outcome, _ in row["defects"]]
+    print("\n".join(["", *table, *failed]))
+    return int(bool(failed))
+
+
+def batches(name: str, count: int, log: Path, key: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the batches of a reader: first the batches in the log, then new ones, which are added to the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
+    done = 0
+    for line in log.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a killed campaign
+            if (row := json.loads(line)).items() >= key.items():
+                done = row["end"]
+                yield row
+    server = Server(name, key["seed"], folder) if done < count else None
+    while server and done < count:
+        begin, numbers = time.monotonic(), range(done, done := min(done + BATCH, count))
+        found = server.run(numbers)
+        row = {**key, "begin": numbers.start, "end": done, "seconds": round(time.monotonic() - begin, 2)}
+        row["outcomes"] = Counter(outcome for _, outcome, _ in found)
+        row["defects"] = [(k, outcome, text[-3000:]) for k, outcome, text in found if outcome in DEFECTS]
+        with log.open("a") as file:
+            file.write(f"\n{json.dumps(row)}\n")  # the last line may be incomplete
+        yield row
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

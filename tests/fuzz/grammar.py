@@ -1,0 +1,208 @@
+"""Values and configurations that a JSON schema describes, with mistakes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+from dlscale.config import resolve
+from dlscale.core.errors import UserError
+from dlscale.extensions.schema.reference import schema
+from tests.conftest import TINY
+from tests.fuzz.damage import DEEP, TRAPS
+
+Node = dict[str, Any]
+Place = tuple[str | int, ...]
+
+#: Texts that YAML's readers treat differently, or refuse.
+YAML_TRAPS = (
+    *(
+        "yes",
+        "on",
+        "010",
+        "0x1F",
+        "1e3",
+        "1_000",
+        "12:30:00",
+        ".inf",
+        ".NaN",
+        "2001-01-01",
+        "=",
+        "- 1",
+        "? a",
+        "!!int 3",
+    ),
+    *("!!python/object:os.system x", "&a [*a]", "*nobody", "{a: 1, a: 2}", "<<: 3", "{<<: [1, 2]}", "'", '"\\ud800"'),
+    *(
+        "|\n  x\n y",
+        "@x",
+        "`x`",
+        "%x",
+        "\t1",
+        "[1, 2",
+        "a: b: c",
+        "---\n1",
+        "\0",
+        "\ufeff1",
+        "'''",
+        '"\\x00"',
+        "!!binary 4",
+    ),
+    *(
+        "&a {x: &b [1, 1, 1]}",
+        "[" * 5_000,
+        "9" * 5_000,
+        "x" * 100_000,
+        "\u2028",
+        "é" * 3_000,
+        "{? [1]: 2}",
+        "null",
+        "~",
+        "",
+    ),
+)
+#: Words with which a message states what was expected, or what to do.
+EXPECTATION = re.compile(
+    r"expected|did you mean|valid keys|there (are|is)|need|must|remove|rename|choose|change|set |give|write|either|only"
+    r"|missing|greater|less|at (most|least)|cannot|not (valid|supported|allowed)|valid YAML|exclude|use |larger"
+)
+
+
+def sample(node: Node, models: Node, random: Random, depth: int = 0) -> Any:
+    """Return a random value that fits a node of a JSON schema, as far as the node tells."""
+    if "$ref" in node:
+        return sample(models[node["$ref"].rpartition("/")[2]], models, random, depth)
+    if "anyOf" in node:
+        return sample(random.choice(node["anyOf"]), models, random, depth)
+    if "enum" in node or "const" in node:
+        return random.choice(node.get("enum", [node.get("const")]))
+    again = functools.partial(sample, models=models, random=random, depth=depth + 1)
+    low = max(node.get("minimum", 0), node.get("exclusiveMinimum", -1) + 1e-3)
+    high = max(low, min(node.get("maximum", 8), node.get("exclusiveMaximum", 8)))
+    match node.get("type"):
+        case "integer":
+            return random.randint(int(-(-low // 1)), max(int(-(-low // 1)), int(high)))
+        case "number":
+            return random.uniform(low, high)
+        case "boolean":
+            return random.random() < 0.5
+        case "null":
+            return None
+        case "array" if "prefixItems" in node:
+            return [again(each) for each in node["prefixItems"]]
+        case "array":
+            least = node.get("minItems", 0)
+            return [again(node.get("items", {})) for _ in range(least + random.randrange(2 if depth < 3 else 1))]
+        case "object" if "properties" in node:
+            there, needed = node["properties"], node.get("required", ())
+            chosen = [key for key in there if key in needed or random.random() < (0.3 if depth < 3 else 0)]
+            return {key: again(there[key]) for key in chosen}
+        case "object":
+            return {"train": again(_named(node))} if depth < 3 and _named(node) else {}
+    return random.choice(["a1", "train", "2001-01-02T00:00:00+00:00", "data", "p.a"])
+
+
+def _named(node: Node) -> Node:
+    held = node.get("additionalProperties") or next(iter(node.get("patternProperties", {}).values()), {})
+    return held if isinstance(held, dict) else {}
+
+
+@functools.cache
+def _schema() -> Node:
+    return schema()
+
+
+@functools.cache
+def _studies() -> dict[str, resolve.StudyFile]:
+    """Return the studies without their plans and datasets, which would take most of the time of a case."""
+    return {name: each.model_copy(update={"plans": {}, "datasets": {}}) for name, each in SHIPPED().items()}
+
+
+SHIPPED = resolve.study_files
+
+
+def bases(folder: Path) -> None:
+    """Write a valid configuration for each study."""
+    folder.mkdir(parents=True)
+    for study, tiny in TINY.items():
+        plan = {"study": study, "settings": {"dataset": "data", **tiny["run"]}, "runs": {"a": {}, "b": {"seed": 1}}}
+        raw = {"targets": ["p"], "datasets": {"data": tiny["dataset"]}, "plans": {"p": plan}}
+        (folder / f"{study}.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
+
+
+def mistake(file: Path, other: bytes, random: Random) -> None:
+    """Change a configuration in up to three places; note the changed keys in the file `changed` of its folder."""
+    raw = yaml.safe_load(file.read_text())
+    places = [_change(raw, random) for _ in range(random.choice([1, 1, 1, 2, 3]))]
+    text = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True).replace(DEEP, "[" * 5_000)
+    if random.random() < 0.25:
+        found = [*re.finditer(r"(?<=: )[^\n|>]+$", text, re.MULTILINE)]
+        start, end = random.choice(found).span()
+        text, places = text[:start] + random.choice(YAML_TRAPS) + text[end:], []
+    file.write_bytes(text.encode("latin-1" if text.isascii() or random.random() < 0.02 else "utf-8", "surrogatepass"))
+    (file.parent / "changed").write_text(json.dumps([places, file.name]))
+
+
+def _change(raw: Node, random: Random) -> list[str]:
+    """Change a value or key, which the schema chooses; return the names of the changed keys."""
+    models, node, holder, key, keys = _schema()["$defs"], _schema(), raw, "", list[str]()
+    while True:
+        while "$ref" in node or "anyOf" in node:
+            node = models[node["$ref"].rpartition("/")[2]] if "$ref" in node else random.choice(node["anyOf"])
+        inner, named = node.get("properties"), _named(node)
+        if not (inner or named) or (keys and random.random() < 0.1):
+            break
+        if keys:
+            if not isinstance(holder.get(key), dict):
+                holder[key] = {}
+            holder = holder[key]
+        if inner and "const" in inner.get("kind", {}):
+            holder["kind"] = inner["kind"]["const"]
+        likely = [each for each in inner or () if each in holder or each in ("plans", "settings", "runs")]
+        key = random.choice(likely if likely and random.random() < 0.7 else [*(inner or [*holder, "b"])])
+        node = inner[key] if inner else named
+        keys.append(key)
+    match random.randrange(10):
+        case 0 | 1 | 2:
+            holder[key] = sample(node, models, random)
+        case 3 | 4:
+            at = random.randrange(len(key))
+            wrong = random.choice(
+                [key[:at] + key[at + 1 :], key[:at] + "e" + key[at:], key.replace("_", ""), key + "s"]
+            )
+            holder[wrong] = holder.pop(key, sample(node, models, random))
+            return [*keys[:-1], wrong]
+        case 5:
+            holder.pop(key, None)
+        case 6:
+            holder[key] = copy.deepcopy(random.choice([raw, holder, [holder.get(key)], str(holder.get(key))]))
+        case _:
+            holder[key] = random.choice(TRAPS)
+    return keys
+
+
+def load(folder: Path) -> None:
+    """Resolve a configuration; an error must name one of the changed keys (or a line), and what was expected."""
+    places, name = (
+        json.loads((folder / "changed").read_text()) if (folder / "changed").exists() else ([], "mnist_cnn.yaml")
+    )
+    try:
+        resolved(folder / name)
+    except UserError as error:
+        text = str(error)
+        known = [key for keys in places for key in keys[-3:]] or ["p", "line", "data"]
+        if not any(key in text for key in known) or not EXPECTATION.search(text):
+            raise AssertionError(f"changed {places}; unclear: {text[:1500]}") from None
+        raise
+
+
+def resolved(path: Path) -> None:
+    resolve.study_files = _studies
+    resolve.load_files(path)

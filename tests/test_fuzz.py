@@ -1,0 +1,80 @@
+"""Each function that reads a file accepts a damaged file, or refuses it with one message (`make test-fuzz`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlscale.core.errors import UserError
+from tests.fuzz import __main__ as campaign
+from tests.fuzz.readers import READERS, Reader
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_ends_in_a_message(tmp_path: Path, name: str) -> None:
+    rows = campaign.Server(name, 0, tmp_path / "files").run(range(5))
+    assert not [row for row in rows if row[1] in campaign.DEFECTS]
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+#: Outcome → reader with this outcome.
+TOYS: dict[str, Callable[[], object]] = {
+    "ok": lambda: None,
+    "message": lambda: _raise(UserError("a.txt: not a number; write one")),
+    "unclear": lambda: _raise(AssertionError()),
+    "traceback": lambda: _raise(KeyError("a")),
+    "memory": lambda: bytearray(2**36),
+    "hang": lambda: time.sleep(60),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+}
+
+
+@pytest.mark.parametrize("outcome", TOYS)
+def test_each_outcome_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
+    """The case after a crash or a hang is run, too."""
+
+    def read(folder: Path) -> None:
+        if (folder / "a.txt").read_bytes() == b"damaged":
+            TOYS[outcome]()
+
+    def damage(file: Path, other: bytes, random: Any) -> None:
+        file.write_bytes(b"damaged")
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "a.txt").touch()
+
+    monkeypatch.setitem(READERS, "toy", Reader(make, read, "*", damage))
+    monkeypatch.setattr(campaign, "LIMIT_S", 0.05 if outcome == "hang" else 10.0)
+    rows = campaign.Server("toy", 1, tmp_path / "files").run([3, 4])
+    assert [row[:2] for row in rows] == [(3, outcome), (4, outcome)]
+
+
+def test_a_campaign_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A logged batch is not repeated, a torn last line is ignored, and a defect fails the campaign."""
+    words = ["fuzz", "--readers", "JSON lines", "--work", str(tmp_path), "--count"]
+    monkeypatch.setattr(sys, "argv", [*words, "3"])
+    assert campaign.main() == 0
+    log = tmp_path / "log.jsonl"
+    row = json.loads(log.read_text())
+    assert (row["begin"], row["end"], sum(row["outcomes"].values())) == (0, 3, 3)
+    log.write_text(json.dumps(row | {"outcomes": {"hang": 3}, "defects": [[2, "hang", ""]]}) + '\n{"torn')
+    monkeypatch.setattr(sys, "argv", [*words, "4"])
+    assert campaign.main() == 1
+    assert json.loads(log.read_text().splitlines()[-1])["begin"] == 3
+    assert "hang: python -m tests.fuzz --readers 'JSON lines' --seed 1 --only 2" in capsys.readouterr().out
