@@ -33,7 +33,7 @@ from dlscale.core.record import Record
 from dlscale.core.registry import study
 from dlscale.data import describe, parts
 from dlscale.data.manifest import Manifest
-from dlscale.data.parts import load_dataset
+from dlscale.data.reads import load_dataset
 from dlscale.data.store import Reader as StoreReader
 from dlscale.extensions.compare.compare import read_rows
 from dlscale.extensions.crate.crate import _read_citation

@@ -253,11 +253,6 @@ class Ratio:
     noise: float
 
     @property
-    def vague(self) -> bool:
-        """Whether the trials differ too much to tell a speed-up from a slow-down."""
-        return self.noise and MAX_LOG_ERROR < self.error < math.inf
-
-    @property
     def interval_text(self) -> str:
         return f"± {percent(self.noise)}" if math.isfinite(self.noise) else "(single trials, no interval)"
 
