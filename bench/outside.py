@@ -48,7 +48,8 @@ def outside(options: Options) -> list[Row]:
     rates: dict[bool, list[float]] = {True: [], False: []}
     extensions = mock.patch.object(sitecustomize, "HOOKS", watched(options.folder)["DLSCALE_HOOKS"])
     environment = mock.patch.dict(os.environ, {FOLDER: str(options.folder)})
-    with one_thread(), environment, extensions, sampled(file, os.getpid(), 1, 0):
+    folder = mock.patch.object(sitecustomize, "STEPS", str(options.folder))
+    with one_thread(), environment, folder, extensions, sampled(file, os.getpid(), 1, 0):
         program, process = Program(), sampling(file)
         before, start = cpu_seconds(process.pid), time.monotonic()
         for _ in range(repetitions):
