@@ -244,7 +244,7 @@ def _rows(steps: Path) -> list[list[str]]:
     """Return the turns of all processes: the words of `replay.py`'s lines."""
     found = list[list[str]]()
     for file in steps.glob("turns.*"):
-        if file.suffix != ".now":
+        if file.suffix not in (".now", ".new"):
             lines = file.read_text().split("\n")
             found += [line.split() for line in lines[:-1]]
     return found

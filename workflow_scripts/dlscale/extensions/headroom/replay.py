@@ -189,8 +189,9 @@ class Replay:
             if text.endswith("\n"):
                 self._read = len(text)
                 self._schedule = [tuple(map(int, line.split())) for line in text.splitlines()]  # type: ignore[misc]
-        with contextlib.suppress(OSError), open(f"{self._file}.now", "w") as file:
-            file.write(f"{self._number} {len(self._kept)}\n")
+        with contextlib.suppress(OSError):  # `measure` reads the file at any time, so it is never empty
+            Path(f"{self._file}.new").write_text(f"{self._number} {len(self._kept)}\n")
+            os.replace(f"{self._file}.new", f"{self._file}.now")
 
     def _keep(self, batch: Any) -> None:
         if self._full or len(self._kept) == self._count:
