@@ -295,7 +295,28 @@ class Gradients:
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         return norm
 
-    def scaler(self, enabled: bool) -> torch.amp.GradScaler:
+    def badness(self, loss: torch.Tensor, updated: Sequence[torch.Tensor], agreed: bool) -> torch.Tensor:
+        """Return 2 if the loss (its first number) is NaN or infinite, 1 if only a gradient of `updated` is, else 0.
+
+        The result, float32 [], is on the device, and the host does not wait. With `agreed`, it is the greatest of all
+        ranks.
+        """
+        bad = loss.reshape(-1)[0].isfinite().logical_not().float() * 2
+        gradients = [
+            torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
+            for p in updated
+            if (each := p.grad) is not None and each.layout == torch.strided
+        ]
+        if gradients:
+            # GradScaler's check is a single pass over all gradients; it multiplies them by 1.
+            found = torch.zeros((), device=gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
+            bad = torch.maximum(bad, found.to(bad.device))
+        if agreed and self._world.size > 1:
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return bad
+
+    def scaler(self, enabled: bool) -> _Scaler:
         """Return the loss scaler; after an overflow on one device, all devices that share the model skip the update."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
@@ -310,6 +331,7 @@ class _Scaler(torch.amp.GradScaler):
     def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
         self._groups = groups
+        self.left_out: torch.Tensor | None = None  #: 1 if the update is left out whatever its gradients, float32 []
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         # PyTorch's ShardedGradScaler overrides this private method, too.
@@ -317,6 +339,8 @@ class _Scaler(torch.amp.GradScaler):
         for group in self._groups:
             for overflow in found.values():
                 dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
+        for overflow in found.values() if self.left_out is not None else ():
+            overflow.copy_(torch.maximum(overflow, self.left_out.to(overflow.device)))
         return found
 
 

@@ -38,6 +38,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def update_unless(left_out: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update the weights, or leave them and the optimiser's state if `left_out` is 1 instead of 0, float32 [].
+
+    A fused optimiser decides this on the device, with the attributes that `GradScaler` sets; else the host waits.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, left_out  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif not left_out.item():
+        optimizer.step()
+
+
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimiser's state before the first step, unless the state exists; a weight of -0 may become 0."""
     if optimizer.state:

@@ -23,7 +23,7 @@ from dlscale.parallel.shards import Shard
 from dlscale.parallel.strategy import Gradients, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
-from dlscale.train.optimizer import make_state
+from dlscale.train.optimizer import make_state, update_unless
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
 
 #: Memory format → number of axes of the tensors that can have this format.
@@ -86,11 +86,11 @@ class Network(nn.Module):
 class Step:
     """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
-    The host waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
-    synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the batch.
-    Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it holds:
-    all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision and
-    accumulation steps.
+    The host waits for the device in two cases: with a scaled loss or after `skip_bad`, if the optimiser is not `fused`,
+    and with synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the
+    batch. Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it
+    holds: all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision
+    and accumulation steps.
     """
 
     def __init__(
@@ -109,6 +109,11 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
+        #: State of the last step, float32 [] on the device: 2 if its loss was NaN or infinite, 1 if only a gradient
+        #: was, else 0. After `skip_bad`, the greatest of all ranks. Gradients of a scaled loss do not count, because
+        #: loss scaling expects overflows.
+        self.bad = torch.zeros((), device=self.device)
+        self.skips = False  #: whether bad steps are left out
         self._overwritten = False  #: whether the next step overwrites the loss's memory
         self._known = set[object]()  #: keys of earlier calls: the batch's shape, with `predict` for predictions
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
@@ -119,6 +124,11 @@ class Step:
     def joint(self) -> bool:
         """Whether several ranks make a prediction together."""
         return self.divided is not None or self.strategy.gathers
+
+    def skip_bad(self) -> None:
+        """From now on, leave out each step that is bad on any rank: weights, buffers and optimiser keep their bits."""
+        self.skips = True
+        make_state(self.optimizer)  # a fused SGD would not set the momentum of a first step that is left out
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass with the loss, and the forward pass of predictions, in the run's `compile.mode`."""
@@ -147,16 +157,26 @@ class Step:
         return patience()
 
     def _train_eagerly(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips else []
         loss = self.gradients(x, y, weight)
         with mark("optimizer"):
             self._gradients.complete()
             self.weights.collect_gradients()
+            scaled = self.scaler.is_enabled()
+            self.bad.copy_(self._gradients.badness(loss, () if scaled else self.weights.updated, self.skips))
+            left_out = (self.bad > 0).float() if self.skips else None
             if self._gradients.clips:
                 self.scaler.unscale_(self.optimizer)
                 self._gradients.clip(self.weights.updated)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            if left_out is None or scaled:
+                self.scaler.left_out = left_out
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                update_unless(left_out, self.optimizer)
             self.weights.distribute()
+            for buffer, value in kept:
+                buffer.copy_(torch.where(self.bad > 0, value, buffer))
         return loss
 
     def gradients(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
