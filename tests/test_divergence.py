@@ -10,7 +10,6 @@ import copy
 import faulthandler
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from dlscale.cli import STOPPED
 from dlscale.config import resolve as config
 from dlscale.config.run import Geometry, load_run
 from dlscale.core.errors import UserError
+from dlscale.core.files import sha256
 from dlscale.data.loaders.base import open_samples, read_batch
 from dlscale.data.manifest import Manifest
 from dlscale.extensions.batch import replicas
@@ -40,7 +40,7 @@ from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.train import Interruption
 from dlscale.train.trainer import Request
-from tests.conftest import ERA5, ERA5_RUN, error_line, make_dataset, make_run, records, stage, timeless, train
+from tests.conftest import TINY, error_line, make_dataset, make_run, records, stage, timeless, train
 from tests.ranks import spawn
 from tests.test_ddp import as_rank
 from tests.test_mesh import FSDP, VIT, Case, batches, whole
@@ -67,7 +67,7 @@ class Faulty(nn.Module):
         return self.last(y.relu())
 
 
-#: What is planted in a batch → value of one input, and the expected `Step.bad`.
+#: Name of a planted fault → value of one input, and the expected code.
 PLANTED = {"data": (torch.nan, 2), "activation": (1000.0, 2), "gradient": (2000.0, 1)}
 
 
@@ -94,6 +94,11 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def code_of(step: Step) -> int:
+    lost, overflowed = step.bad.tolist()
+    return 2 if lost else int(overflowed)
+
+
 ADAM = {"kind": "adamw", "lr": 0.01}
 MOMENTUM = {"kind": "sgd", "lr": 0.1, "momentum": 0.9}
 
@@ -118,14 +123,15 @@ def test_a_skipped_step_changes_no_bit(over: dict[str, Any]) -> None:
     """Weights, buffers and optimiser equal those of a loop that omits the bad steps, also at the first step."""
     scaled = over.get("precision") in ("fp16", "fp16_master")
     for planted, bad in PLANTED.values():
+        if scaled and bad == 1:  # an overflow, as the loss scaler expects
+            continue
         step, omitting = faulty_step(**over), faulty_step(**over)
         step.skip_bad()
         for number in range(7):
             wrong = number in (0, 3, 4)
             before = state(step)
             step(*numbered(number, planted if wrong else None))
-            expected = 0 if not wrong or (scaled and bad == 1) else bad
-            assert float(step.bad) == expected, (planted, number)
+            assert code_of(step) == bad * wrong, (planted, number)
             if wrong:
                 assert equal(state(step), before), (planted, number)
                 omitting.scaler.load_state_dict(step.scaler.state_dict())  # its scale may be halved
@@ -169,7 +175,7 @@ def test_only_a_skipping_step_without_fused_optimiser_waits(fused: bool) -> None
 
 
 def test_complex_and_missing_gradients_are_checked() -> None:
-    """A complex parameter's gradient is checked; a parameter without a gradient is no obstacle."""
+    """The check includes complex gradients, and ignores parameters without a gradient."""
 
     class Spectral(nn.Module):
         def __init__(self) -> None:
@@ -182,31 +188,35 @@ def test_complex_and_missing_gradients_are_checked() -> None:
     step = build_step(settings("era5_vit", batch_size=5, optimizer=ADAM), Spectral, square)
     step.skip_bad()
     step(*numbered(0))
-    assert float(step.bad) == 0
+    assert code_of(step) == 0
     before = state(step)
     step(*numbered(1, torch.inf))
-    assert float(step.bad) == 2 and equal(before, state(step))
+    assert code_of(step) == 2 and equal(before, state(step))
 
 
 # --- a training ---------------------------------------------------------------------------------------------------
 
-WEATHER = {**ERA5, "channels": ["t2m"]}
-EPOCHS = 3
+IMAGES = {"kind": "starter", "source": {"kind": "simulated", "size": 16, "train": 38, "valid": 8, "seed": 3}}
+EPOCHS, ROW = 3, 17
 
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a dataset with NaN in one value of one time of the second training file; it is in one or two samples."""
-    folder = make_dataset(tmp_path_factory.mktemp("data") / "weather", WEATHER)
-    files = Manifest.read(folder / "manifest.json").files("train")
-    with h5py.File(folder / files[1].path, "r+") as file:
-        file["fields"][0, 0, 3, 5] = np.nan  # as the first time, it is the input of one pair, and the target of none
+    """Return a dataset of 38 training samples with NaN in one input."""
+    folder = make_dataset(tmp_path_factory.mktemp("data") / "images", IMAGES)
+    manifest = folder / "manifest.json"
+    (info,) = Manifest.read(manifest).files("train")
+    with h5py.File(folder / info.path, "r+") as file:
+        file["input"][ROW, 0, 3, 5] = np.nan
+    # As if the data had come with NaN.
+    manifest.write_text(manifest.read_text().replace(info.digest, sha256(folder / info.path)))
+    Manifest.checked(json.loads(manifest.read_text()), "").write(manifest)
     return folder
 
 
 def configured(folder: Path, **over: Any) -> Path:
-    base = {"samples": {"train": 38}, "batch_size": 4, "training": {"epochs": EPOCHS}}
-    make_run(folder, "era5_vit", config.merge(copy.deepcopy(ERA5_RUN), config.merge(base, over)), WEATHER)
+    base = {**TINY["starter_cnn"]["run"], "batch_size": 4, "training": {"epochs": EPOCHS}}
+    make_run(folder, "starter_cnn", config.merge(copy.deepcopy(base), over), IMAGES)
     return folder
 
 
@@ -244,8 +254,7 @@ def test_a_failed_training_names_step_and_batch(
     shown = json.loads(capfd.readouterr().out)
     assert [each["index"] for each in shown["samples"]] == list(range(first, min(first + 4, 38)))
     (bad,) = [each for each in shown["samples"] if each["bad"]]
-    file = Manifest.read(spoilt / "manifest.json").files("train")[1].path
-    assert (bad["index"], bad["source"], bad["bad"]) == (index, f"{file}, row 0", 1)
+    assert (bad["index"], bad["source"], bad["bad"]) == (index, f"train/train.h5, row {ROW}", 1)
     assert [(each["name"], each["nan"], each["infinite"]) for each in shown["tensors"]] == [
         ("input", 1, 0),
         ("target", 0, 0),
@@ -297,14 +306,6 @@ def test_a_training_that_skips_most_steps_fails(
     folder = configured(tmp_path / "run", training={"on_divergence": "skip"})
     assert train(folder, spoilt / "manifest.json") == 2
     assert "the loss of step 1 is NaN or infinite, the first of 10 such steps of 10" in error_line(capfd)
-
-
-@pytest.mark.slow
-def test_fail_does_not_continue_a_training_that_skipped(spoilt: Path, skipped: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(skipped, folder)
-    configured(folder)
-    assert train(folder, spoilt / "manifest.json") == 2
 
 
 def finished_like(folder: Path, skipped: Path) -> None:
@@ -397,7 +398,7 @@ def _one_bad(rank: int, port: int) -> None:
                     continue
                 with plant(step, rank == 1):
                     batches(case, step, world, range(1, 2))
-                assert float(step.bad) == code, (name, code, rank, float(step.bad))
+                assert code_of(step) == code, (name, code, rank, code_of(step))
                 assert equal(before, state(step)), (name, code, rank)
             batches(case, step, world, range(2, 3))
             batches(case, omitting, world, range(2, 3))
@@ -406,12 +407,12 @@ def _one_bad(rank: int, port: int) -> None:
             # Replicas are equal; a single changed bit is found, if both ranks hold the parameter.
             check_replicas(step, world, 3)
             with torch.no_grad():
-                parameter = dict(step.model.named_parameters())["head.bias"]
+                parameter = [*step.model.named_parameters()][-1][1]
                 local = parameter.to_local() if name == "fsdp" else parameter
                 if rank == 1 and local.numel():
                     local.view(-1)[-1] += 1e-3
             if name in ("ddp", "cp"):
-                with pytest.raises(UserError, match=r"epoch 3: parameter head.bias differs between the ranks 0 \| 1 "):
+                with pytest.raises(UserError, match=r"epoch 3: parameter .* differs between the ranks 0 \| 1 "):
                     check_replicas(step, world, 3)
             elif name == "fsdp":
                 check_replicas(step, world, 3)

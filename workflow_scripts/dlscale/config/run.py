@@ -184,15 +184,13 @@ class Training(Lawful):
     )
     on_divergence: Literal["fail", "stop", "skip", "roll_back"] = Field(
         "fail",
-        description="Reaction to a loss or gradient of NaN or infinity. fail: the stage fails after the epoch. stop: "
-        "the training ends and the run ranks last; this is the default in plans of kind sweep or convergence. skip: "
-        "leave out these steps (with optimizer.fused without waiting for the device); fail if they are more than half "
-        "of an epoch. roll_back: return to the newest checkpoint once, and skip from there on.",
+        description="Reaction to a loss or gradient of NaN or infinity. fail: the stage fails. stop: the training ends "
+        "and the run ranks last; this is the default in plans of kind sweep or convergence. skip: leave out such "
+        "steps; fail if they are more than half of an epoch. roll_back: repeat the epoch from a checkpoint, and skip.",
     )
     check_replicas: bool = Field(
         False,
-        description="Compare, after each epoch, hashes of the weights that several processes hold; the training fails "
-        "if they differ.",
+        description="After each epoch, compare hashes of the weights of all processes; fail if copies differ.",
     )
     keep_best: str | None = Field(
         VALID_LOSS.name,

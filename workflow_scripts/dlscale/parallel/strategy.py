@@ -260,6 +260,9 @@ class Gradients:
     ) -> None:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
+        #: Whether the last step was bad: its loss, and a gradient or the update; float32 [2] on the device.
+        self.bad = torch.zeros(2, device=world.device)
+        self._flags, self._one = self.bad.split(1), torch.ones(1, device=world.device)
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
         #: Process groups of devices with different shards, by kind: `tp` for tensor-parallel layers, `fsdp` for all
         #: weights.
@@ -295,26 +298,21 @@ class Gradients:
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         return norm
 
-    def badness(self, loss: torch.Tensor, updated: Sequence[torch.Tensor], agreed: bool) -> torch.Tensor:
-        """Return 2 if the loss (its first number) is NaN or infinite, 1 if only a gradient of `updated` is, else 0.
+    def check(self, loss: torch.Tensor, values: Sequence[torch.Tensor], agreed: bool) -> None:
+        """Set `bad` to 1 if the loss (its first number), or a tensor of `values`, is NaN or infinite.
 
-        The result, float32 [], is on the device, and the host does not wait. With `agreed`, it is the greatest of all
-        ranks.
+        The host does not wait. With `agreed`, the result is about this step on all ranks; else a 1 stays.
         """
-        bad = loss.reshape(-1)[0].isfinite().logical_not().float() * 2
-        gradients = [
-            torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
-            for p in updated
-            if (each := p.grad) is not None and each.layout == torch.strided
-        ]
-        if gradients:
-            # GradScaler's check is a single pass over all gradients; it multiplies them by 1.
-            found = torch.zeros((), device=gradients[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
-            bad = torch.maximum(bad, found.to(bad.device))
+        if agreed:
+            self.bad.zero_()
+        for found, each in zip(self._flags, ([loss[:1] if loss.dim() else loss], values), strict=True):
+            if each:
+                here = found.to(each[0].device)  # tensors are elsewhere with `cpu_offload`
+                # GradScaler's check reads all tensors in one call, the fastest on CPUs, too. It multiplies them by 1.
+                torch._amp_foreach_non_finite_check_and_unscale_(each, here, self._one.to(here.device))
+                found.copy_(here)
         if agreed and self._world.size > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        return bad
+            dist.all_reduce(self.bad, dist.ReduceOp.MAX)
 
     def scaler(self, enabled: bool) -> _Scaler:
         """Return the loss scaler; after an overflow on one device, all devices that share the model skip the update."""

@@ -59,7 +59,8 @@ class CheckpointRecord(Record):
     history: list[Epoch] = []  #: completed epochs
     #: Sums over the current epoch for each data-parallel rank: the loss, then the training metrics.
     sums: list[list[Number]] = []
-    bad: dict[int, int] = {}  #: bad steps of the current epoch, which were left out → `Step.bad` (the first step is 0)
+    #: Steps of the current epoch (the first is 0) that were left out → 2: because of the loss, 1: of a gradient.
+    bad: dict[int, int] = {}
     seconds: float = 0.0  #: time spent on the current epoch's steps in all tries, seconds
     wall_time: float = 0.0  #: end of the current epoch's steps, seconds since 1970-01-01 UTC; 0 until then
     #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in the epoch.
@@ -71,10 +72,6 @@ class CheckpointRecord(Record):
     files: dict[str, str] = {}  #: name of each safetensors file of the checkpoint → SHA-256
     run: str = ""  #: name of the folder of the checkpoints: the training's fingerprint
     own: str = ""  #: SHA-256 of this record without this key
-
-    @property
-    def left_out(self) -> bool:
-        return bool(self.bad) or any(epoch.skipped for epoch in self.history)
 
     def rank_sums(self, rank: int, ranks: int) -> list[float]:
         """Return the sums from which a resumed rank continues the epoch; an empty list stands for zeros.

@@ -43,11 +43,9 @@ def update_unless(left_out: torch.Tensor, optimizer: torch.optim.Optimizer) -> N
 
     A fused optimiser decides this on the device, with the attributes that `GradScaler` sets; else the host waits.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale, optimizer.found_inf = None, left_out  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    elif not left_out.item():
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer.grad_scale, optimizer.found_inf = None, left_out if fused else None  # type: ignore[attr-defined]
+    if fused or not left_out.item():
         optimizer.step()
 
 

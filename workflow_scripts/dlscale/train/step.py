@@ -109,10 +109,14 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
-        #: State of the last step, float32 [] on the device: 2 if its loss was NaN or infinite, 1 if only a gradient
-        #: was, else 0. After `skip_bad`, the greatest of all ranks. Gradients of a scaled loss do not count, because
-        #: loss scaling expects overflows.
-        self.bad = torch.zeros((), device=self.device)
+        #: Whether the last step's loss, and its update, was NaN or infinite: 0 or 1, float32 [2] on the device. Before
+        #: `skip_bad` for this rank, where a 1 stays; then for all ranks. Gradients of a scaled loss do not count,
+        #: because loss scaling expects overflows.
+        self.bad = gradients.bad
+        #: Weights to check; none with a scaled loss.
+        self._trained = numbers(
+            [p.detach() for p in weights.updated if p.requires_grad and run.precision not in SCALED]
+        )
         self.skips = False  #: whether bad steps are left out
         self._overwritten = False  #: whether the next step overwrites the loss's memory
         self._known = set[object]()  #: keys of earlier calls: the batch's shape, with `predict` for predictions
@@ -162,21 +166,23 @@ class Step:
         with mark("optimizer"):
             self._gradients.complete()
             self.weights.collect_gradients()
-            scaled = self.scaler.is_enabled()
-            self.bad.copy_(self._gradients.badness(loss, () if scaled else self.weights.updated, self.skips))
-            left_out = (self.bad > 0).float() if self.skips else None
+            if self.skips:
+                gradients = [p.grad for p in self.weights.updated if p.grad is not None and self._trained]
+                self._gradients.check(loss, numbers(gradients), True)
+                self.scaler.left_out = self.bad.max()
             if self._gradients.clips:
                 self.scaler.unscale_(self.optimizer)
                 self._gradients.clip(self.weights.updated)
-            if left_out is None or scaled:
-                self.scaler.left_out = left_out
+            if self.scaler.is_enabled() or self.scaler.left_out is None:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:
-                update_unless(left_out, self.optimizer)
+                update_unless(self.scaler.left_out, self.optimizer)
+            if not self.skips:  # NaN gradients make weights NaN; tensors that exist already are checked in less time
+                self._gradients.check(loss, self._trained, False)
             self.weights.distribute()
             for buffer, value in kept:
-                buffer.copy_(torch.where(self.bad > 0, value, buffer))
+                buffer.copy_(torch.where(self.bad.any(), value, buffer))
         return loss
 
     def gradients(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
@@ -273,6 +279,12 @@ class Step:
 # must not depend on values of a single rank.
 
 Body = Callable[..., torch.Tensor]
+
+
+def numbers(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return dense tensors of real numbers, in the same memory if possible."""
+    real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
+    return [each for each in real if each.layout == torch.strided]
 
 
 def shapes(tree: Any) -> tuple[torch.Size, ...]:

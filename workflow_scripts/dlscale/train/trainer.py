@@ -164,7 +164,8 @@ class Trainer:
                     if self._untrained:
                         on_begin(self._untrained)
                 policy, first = self.run.training.on_divergence, len(self.history) + 1
-                if policy == "skip" or (policy == "roll_back" and self._resumed.left_out):
+                left_out = self._resumed.bad or any(record.skipped for record in self.history)
+                if policy == "skip" or (policy == "roll_back" and left_out):
                     self.step.skip_bad()
                 elif policy == "roll_back" and self.resumed_from is None:
                     self._save(0, untrained=self._untrained)
@@ -173,8 +174,6 @@ class Trainer:
                     if (record := self._epoch(epoch, poll, hooks)) is None:
                         self.checkpoints.wait()
                         self.resume()
-                        if not self._resumed.places:
-                            raise UserError(f"{self.checkpoints.folder}: no usable checkpoint. Start the run again")
                         self.step.skip_bad()
                         continue
                     if record.epoch == first:  # files are open and code is compiled: shorter watchdog timeout
@@ -243,16 +242,15 @@ class Trainer:
         batches = self.train_loader.epoch(epoch, first)
         weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # weight of this rank's loss
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
-        numbers = range(done + first, done + steps)
-        run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
+        run_steps(self.step, weighted, sums.numbers, [requests, *hooks, Hook(after_step=sums.add)])
         totals = sums.total()  # waits for the device, so that the time of the epoch includes all work
         sums.finish()
         if bad := sums.bad():
             self._judge_steps(bad, steps)
             if not self.step.skips and self.run.training.on_divergence == "roll_back":
                 return None
-        left_out = [self.share.count(number - done, self.train_loader.samples) for number in bad if self.step.skips]
-        train_loss, *scores = (total / (samples - sum(left_out)) for total in totals)
+        known = samples - sum(self.share.count(n - done, self.train_loader.samples) for n in bad if self.step.skips)
+        train_loss, *scores = (total / known for total in totals)
         requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
         self._naive_answers([requests])  # before `start`: the time of validation excludes baselines
@@ -277,7 +275,7 @@ class Trainer:
             wall_time=sums.wall_time,
             metrics=metrics,
             train_metrics=dict(zip(scored, scores, strict=True)),
-            skipped=len(left_out),
+            skipped=len(bad) * self.step.skips,
             made_with=made_with,
             untrained=None if self.history else self._with_first_loss(sums),
         )
@@ -287,8 +285,8 @@ class Trainer:
         epoch, batch = divmod(first := min(bad), len(self.train_loader))
         start = batch * self.run.batch_size
         text = (
-            f"epoch {epoch + 1}: the {('gradient', 'loss')[bad[first] - 1]} of step {first + 1} is NaN or infinite"
-            f"{f', the first of {len(bad)} such steps of {steps}' * (len(bad) > 1)} (seed {self.run.seed}, epoch "
+            f"epoch {epoch + 1}: the {('update', 'loss')[bad[first] - 1]} of step {first + 1} is NaN or infinite"
+            f"{f', the first of {len(bad)} such steps of {steps}' * self.step.skips} (seed {self.run.seed}, epoch "
             f"{epoch + 1}, samples {start} to {start + self.share.count(batch, self.train_loader.samples) - 1}); "
             f"`dlscale batch {self.name} --step {first + 1}` shows this batch"
         )
@@ -342,8 +340,6 @@ class Trainer:
 
     def _again(self, record: CheckpointRecord) -> str | None:
         """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
-        if (policy := self.run.training.on_divergence) in ("fail", "stop") and record.left_out:
-            return f"the checkpoint left out steps, which training.on_divergence: {policy} does not: training again"
         end = self._end(record.history)
         if end and record.step > end.step:
             return f"the checkpoint is later than epoch {end.epoch}, which reached the target: training up to it again"
@@ -437,8 +433,8 @@ class _EpochSums:
     """
 
     def __init__(self, before: CheckpointRecord, numbers: range, world: World, step: Step, count: int) -> None:
-        self.step, self._world, self._numbers, self._model_step = numbers.start, world, numbers, step
-        self._before, self._bad = before.bad, torch.zeros(len(numbers), device=step.device)  # `Step.bad` of each step
+        self.step, self._world, self.numbers, self._model_step = numbers.start, world, numbers, step
+        self._before, self._bad = before.bad, torch.zeros(len(numbers), 2, device=step.device)
         sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
         self._sums = torch.tensor(sums, dtype=torch.float64, device=step.device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
@@ -447,8 +443,8 @@ class _EpochSums:
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
         sums = means * samples_in(batch[0])  # stays on the device, so that the host does not wait
-        self._sums += torch.where(self._model_step.bad > 0, 0.0, sums) if self._model_step.skips else sums
-        self._bad[number - self._numbers.start] = self._model_step.bad
+        self._sums += torch.where(self._model_step.bad.any(), 0.0, sums) if self._model_step.skips else sums
+        self._bad[number - self.numbers.start] = self._model_step.bad
         if number == 0:
             self.first_loss = sums.reshape(-1)[0]
         self.step = number + 1
@@ -469,8 +465,15 @@ class _EpochSums:
         return sums
 
     def bad(self) -> dict[int, int]:
-        """Return the epoch's bad steps so far, with the greatest `Step.bad` of all ranks; call this on all ranks."""
-        found = {number: int(bad) for number, bad in zip(self._numbers, self._bad.tolist(), strict=True) if bad}
+        """Return the epoch's bad steps so far: 2 if the loss of any rank is not finite, 1 if only an update is not.
+
+        All ranks call this.
+        """
+        found = {
+            number: 2 if lost else 1
+            for number, (lost, spoilt) in zip(self.numbers, self._bad.tolist(), strict=True)
+            if lost or spoilt
+        }
         every = [self._before, *self._world.gather(found)]
         return {number: max(each.get(number, 0) for each in every) for number in sorted({n for e in every for n in e})}
 
