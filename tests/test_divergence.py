@@ -34,12 +34,12 @@ from dlscale.extensions.era5_vit.scores import relative_l2
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import Mesh, World
 from dlscale.train.build import build_step, open_session
-from dlscale.train.checkpoint import read
+from dlscale.train.checkpoint import CheckpointRecord, read
 from dlscale.train.optimizer import build_optimizer, set_learning_rate
 from dlscale.train.schedule import learning_rate, peak_rate
 from dlscale.train.step import Step
 from dlscale.train.train import Interruption
-from dlscale.train.trainer import Request
+from dlscale.train.trainer import Request, _EpochSums
 from tests.conftest import TINY, error_line, make_dataset, make_run, records, stage, timeless, train
 from tests.ranks import spawn
 from tests.test_ddp import as_rank
@@ -94,11 +94,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def code_of(step: Step) -> int:
-    lost, overflowed = step.bad.tolist()
-    return 2 if lost else int(overflowed)
-
-
 ADAM = {"kind": "adamw", "lr": 0.01}
 MOMENTUM = {"kind": "sgd", "lr": 0.1, "momentum": 0.9}
 
@@ -131,7 +126,7 @@ def test_a_skipped_step_changes_no_bit(over: dict[str, Any]) -> None:
             wrong = number in (0, 3, 4)
             before = state(step)
             step(*numbered(number, planted if wrong else None))
-            assert code_of(step) == bad * wrong, (planted, number)
+            assert float(step.bad) == wrong, (planted, number)
             if wrong:
                 assert equal(state(step), before), (planted, number)
                 omitting.scaler.load_state_dict(step.scaler.state_dict())  # its scale may be halved
@@ -156,6 +151,23 @@ def test_a_skipping_step_equals_a_plain_loop() -> None:
             square(model(x), y).mean().backward()
             adam.step()
     assert equal(dict(model.state_dict()), dict(step.model.state_dict()))
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_the_first_bad_step_and_its_cause_are_known(planted: str) -> None:
+    """The epoch's record distinguishes a bad loss (2) from a bad gradient alone (1)."""
+    value, code = PLANTED[planted]
+    for skips in (False, True):
+        step = faulty_step(optimizer=ADAM)
+        if skips:
+            step.skip_bad()
+        sums = _EpochSums(CheckpointRecord(bad={2: 2}), range(3, 8), World(), step, 1)
+        for number in range(3, 8):
+            batch = numbered(number, value if number == 4 else None)
+            sums.add(number, batch, step(*batch))
+        later = {} if skips else {5: 2, 6: 2, 7: 2}  # the weights are NaN then
+        assert sums.bad() == {2: 2, 4: code, **later}
+        assert np.isfinite(sums.total()).all() == skips
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -188,10 +200,10 @@ def test_complex_and_missing_gradients_are_checked() -> None:
     step = build_step(settings("era5_vit", batch_size=5, optimizer=ADAM), Spectral, square)
     step.skip_bad()
     step(*numbered(0))
-    assert code_of(step) == 0
+    assert float(step.bad) == 0
     before = state(step)
     step(*numbered(1, torch.inf))
-    assert code_of(step) == 2 and equal(before, state(step))
+    assert float(step.bad) == 1 and equal(before, state(step))
 
 
 # --- a training ---------------------------------------------------------------------------------------------------
@@ -398,7 +410,7 @@ def _one_bad(rank: int, port: int) -> None:
                     continue
                 with plant(step, rank == 1):
                     batches(case, step, world, range(1, 2))
-                assert code_of(step) == code, (name, code, rank, code_of(step))
+                assert float(step.bad) == 1, (name, code, rank)
                 assert equal(before, state(step)), (name, code, rank)
             batches(case, step, world, range(2, 3))
             batches(case, omitting, world, range(2, 3))

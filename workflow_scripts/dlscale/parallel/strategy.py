@@ -260,9 +260,8 @@ class Gradients:
     ) -> None:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
-        #: Whether the last step was bad: its loss, and a gradient or the update; float32 [2] on the device.
-        self.bad = torch.zeros(2, device=world.device)
-        self._flags, self._one = self.bad.split(1), torch.ones(1, device=world.device)
+        #: Result of `check`, 0 or 1, float32 [] on the device.
+        self.bad, self._one = torch.zeros((), device=world.device), torch.ones((), device=world.device)
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
         #: Process groups of devices with different shards, by kind: `tp` for tensor-parallel layers, `fsdp` for all
         #: weights.
@@ -305,12 +304,12 @@ class Gradients:
         """
         if agreed:
             self.bad.zero_()
-        for found, each in zip(self._flags, ([loss[:1] if loss.dim() else loss], values), strict=True):
-            if each:
-                here = found.to(each[0].device)  # tensors are elsewhere with `cpu_offload`
-                # GradScaler's check reads all tensors in one call, the fastest on CPUs, too. It multiplies them by 1.
-                torch._amp_foreach_non_finite_check_and_unscale_(each, here, self._one.to(here.device))
-                found.copy_(here)
+        device = values[0].device if values else loss.device  # weights are elsewhere with `cpu_offload`
+        here, alone = self.bad.to(device), loss[:1] if loss.dim() else loss
+        # GradScaler's check reads all tensors in one call, the fastest on CPUs, too. It multiplies them by 1.
+        torch._amp_foreach_non_finite_check_and_unscale_([*values, alone.to(device)], here, self._one.to(device))
+        if here is not self.bad:
+            self.bad.copy_(here)
         if agreed and self._world.size > 1:
             dist.all_reduce(self.bad, dist.ReduceOp.MAX)
 
@@ -338,7 +337,7 @@ class _Scaler(torch.amp.GradScaler):
             for overflow in found.values():
                 dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
         for overflow in found.values() if self.left_out is not None else ():
-            overflow.copy_(torch.maximum(overflow, self.left_out.to(overflow.device)))
+            overflow.copy_(torch.maximum(overflow, self.left_out.to(overflow.device)))  # type: ignore[union-attr]
         return found
 
 

@@ -109,15 +109,14 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
-        #: Whether the last step's loss, and its update, was NaN or infinite: 0 or 1, float32 [2] on the device. Before
+        #: Whether the last step's loss or update was NaN or infinite: 0 or 1, float32 [] on the device. Before
         #: `skip_bad` for this rank, where a 1 stays; then for all ranks. Gradients of a scaled loss do not count,
         #: because loss scaling expects overflows.
-        self.bad = gradients.bad
+        self.bad, self.skips = gradients.bad, False  #: `skips`: whether bad steps are left out
         #: Weights to check; none with a scaled loss.
         self._trained = numbers(
             [p.detach() for p in weights.updated if p.requires_grad and run.precision not in SCALED]
         )
-        self.skips = False  #: whether bad steps are left out
         self._overwritten = False  #: whether the next step overwrites the loss's memory
         self._known = set[object]()  #: keys of earlier calls: the batch's shape, with `predict` for predictions
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
@@ -169,7 +168,7 @@ class Step:
             if self.skips:
                 gradients = [p.grad for p in self.weights.updated if p.grad is not None and self._trained]
                 self._gradients.check(loss, numbers(gradients), True)
-                self.scaler.left_out = self.bad.max()
+                self.scaler.left_out = self.bad
             if self._gradients.clips:
                 self.scaler.unscale_(self.optimizer)
                 self._gradients.clip(self.weights.updated)
@@ -182,7 +181,7 @@ class Step:
                 self._gradients.check(loss, self._trained, False)
             self.weights.distribute()
             for buffer, value in kept:
-                buffer.copy_(torch.where(self.bad.any(), value, buffer))
+                buffer.copy_(torch.where(self.bad > 0, value, buffer))
         return loss
 
     def gradients(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
@@ -283,8 +282,8 @@ Body = Callable[..., torch.Tensor]
 
 def numbers(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return dense tensors of real numbers, in the same memory if possible."""
-    real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
-    return [each for each in real if each.layout == torch.strided]
+    dense = (each for each in tensors if each.layout == torch.strided)
+    return [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in dense]
 
 
 def shapes(tree: Any) -> tuple[torch.Size, ...]:

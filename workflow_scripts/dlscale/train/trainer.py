@@ -434,7 +434,7 @@ class _EpochSums:
 
     def __init__(self, before: CheckpointRecord, numbers: range, world: World, step: Step, count: int) -> None:
         self.step, self._world, self.numbers, self._model_step = numbers.start, world, numbers, step
-        self._before, self._bad = before.bad, torch.zeros(len(numbers), 2, device=step.device)
+        self._before, self._seen = before.bad, torch.zeros(len(numbers), 2, device=step.device)
         sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
         self._sums = torch.tensor(sums, dtype=torch.float64, device=step.device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
@@ -442,11 +442,13 @@ class _EpochSums:
         self.first_loss: torch.Tensor | None = None  #: sum of this rank's losses in the training's first step
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
-        sums = means * samples_in(batch[0])  # stays on the device, so that the host does not wait
-        self._sums += torch.where(self._model_step.bad.any(), 0.0, sums) if self._model_step.skips else sums
-        self._bad[number - self.numbers.start] = self._model_step.bad
+        # All sums stay on the device, so that the host does not wait.
+        known = torch.where(self._model_step.bad > 0, 0.0, means) if self._model_step.skips else means
+        self._sums.add_(known, alpha=samples_in(batch[0]))
+        alone = means[0] if means.dim() else means
+        torch.stack((self._model_step.bad, alone), out=self._seen[number - self.numbers.start])
         if number == 0:
-            self.first_loss = sums.reshape(-1)[0]
+            self.first_loss = alone * samples_in(batch[0])
         self.step = number + 1
 
     @property
@@ -470,9 +472,9 @@ class _EpochSums:
         All ranks call this.
         """
         found = {
-            number: 2 if lost else 1
-            for number, (lost, spoilt) in zip(self.numbers, self._bad.tolist(), strict=True)
-            if lost or spoilt
+            number: 1 if math.isfinite(loss) else 2
+            for number, (bad, loss) in zip(self.numbers, self._seen.tolist(), strict=True)
+            if bad
         }
         every = [self._before, *self._world.gather(found)]
         return {number: max(each.get(number, 0) for each in every) for number in sorted({n for e in every for n in e})}

@@ -84,7 +84,7 @@ def find_batch(run: Run, manifest: str | Path, step: int) -> tuple[BatchInfo, di
     epoch, batch_number = divmod(step - 1, steps)
     indices = share.indices(batch_number, samples.size)
     x, y = read_batch(samples, epoch, indices)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for root, tree in (("input", x), ("target", y)):
         tensors |= {root + keystr(path): tensor for path, tensor in tree_flatten_with_path(tree)[0]}
     bad = _bad(tensors.values(), len(indices))
@@ -129,15 +129,16 @@ def _tensor_info(name: str, tensor: torch.Tensor) -> TensorInfo:
 
 def sources(samples: Samples, epoch: int, indices: range, files: Sequence[str]) -> list[str]:
     """Return file and position of each sample; empty texts if the class of the samples does not tell them."""
-    inner: Any = samples.boxes if isinstance(getattr(samples, "boxes", None), GridSamples) else samples
+    boxes: Any = getattr(samples, "boxes", None)
+    inner: Any = boxes if isinstance(boxes, GridSamples) else samples
     if rows := getattr(inner, "places", None) or getattr(getattr(inner, "visits", None), "rows", None):
         file, row = rows(epoch)
         return [f"{files[file[index]]}, row {row[index]}" for index in indices]
     if isinstance(inner, GridSamples):
-        boxes = inner.boxes(epoch).take(indices)
+        found = inner.boxes(epoch).take(indices)
         return [
             f"{files[file]}, box at {', '.join(map(str, start.tolist()))}"
-            for file, start in zip(boxes.file, boxes.input, strict=True)
+            for file, start in zip(found.file, found.input, strict=True)
         ]
     return [""] * len(indices)
 
