@@ -1049,13 +1049,13 @@ def test_the_provenance_of_a_run(finished: Path) -> None:
 # --- invalid input -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("steps", "which"), [(8, "training"), (1, "validation")])
+@pytest.mark.parametrize(("steps", "which"), [(8, "loss of step 2"), (1, "validation loss")])
 def test_a_loss_that_explodes_ends_in_one_message(
     era5: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str], steps: int, which: str
 ) -> None:
     era5(status=2, training={"steps": steps}, optimizer={"lr": 1e30})
     line = error_line(capfd)
-    assert f"epoch 1: the {which} loss is nan" in line and "lower optimizer.lr" in line
+    assert f"epoch 1: the {which} is " in line and "lower optimizer.lr" in line
     expected = {"config.yaml", "checkpoints", "tensorboard", "health.json"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == expected
     assert not list(checkpoint_folder(tmp_path / "run").glob("step-*")), "a checkpoint must not contain a loss of NaN"

@@ -88,6 +88,16 @@ OF_RUNS: tuple[Law, ...] = (
         "optimizer.fused, or use precision bf16 or bf16_master",
     ),
     (
+        # The settings of a measurement have no `training`.
+        lambda run: (
+            run.cuda_graph
+            and not run.optimizer.fused
+            and getattr(getattr(run, "training", None), "on_divergence", "") in ("skip", "roll_back")
+        ),
+        "cuda_graph and training.on_divergence {its.training.on_divergence} need optimizer.fused (adam, adamw, sgd), "
+        "because only a fused update can be left out on the device; set optimizer.fused",
+    ),
+    (
         lambda run: run.cuda_graph and run.optimizer.kind == "sgd" and not run.optimizer.fused,
         "cuda_graph and optimizer.kind sgd need the learning rate on the device; set optimizer.fused",
     ),

@@ -182,10 +182,15 @@ class Training(Lawful):
         "the training can continue later as if there had been no pause. On a CPU, the result has identical bits; on a "
         "GPU, libraries choose kernels again, so bits may differ.",
     )
-    on_divergence: Literal["fail", "stop"] = Field(
+    on_divergence: Literal["fail", "stop", "skip", "roll_back"] = Field(
         "fail",
-        description="Reaction to a loss of NaN or infinity. fail: the stage fails. stop: the training ends and the run "
-        "ranks last; this is the default in plans of kind sweep or convergence.",
+        description="Reaction to a loss or gradient of NaN or infinity. fail: the stage fails. stop: the training ends "
+        "and the run ranks last; this is the default in plans of kind sweep or convergence. skip: leave out such "
+        "steps; fail if they are more than half of an epoch. roll_back: repeat the epoch from a checkpoint, and skip.",
+    )
+    check_replicas: bool = Field(
+        False,
+        description="After each epoch, compare hashes of the weights of all processes; fail if copies differ.",
     )
     keep_best: str | None = Field(
         VALID_LOSS.name,

@@ -122,6 +122,8 @@ class Epoch(Record):
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
     #: Training metrics by name: means over the epoch of values that are computed before each update.
     train_metrics: dict[str, Number] = {}
+    #: Steps that were left out, because their loss or gradient was not finite; `train_loss` excludes their samples.
+    skipped: int = 0
     #: Geometry and loader of the run, which decide the times; None if geometry or loader changed within the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: Scores before training, in the record of the first epoch; None if unmeasured.

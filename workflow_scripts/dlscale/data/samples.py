@@ -438,13 +438,13 @@ class Rows(TableSamples):
         self._fields = tree_leaves(fields)
         self._counts = [file.rows for file in manifest.files(split)]
         training = split == "train"
-        self._visits = Visits(self._counts, settings.train if training else settings.valid, seed, training)
-        self.size = self._visits.size
+        self.visits = Visits(self._counts, settings.train if training else settings.valid, seed, training)
+        self.size = self.visits.size
         row = sum(math.prod(field.spec.shape) * np.dtype(field.spec.dtype).itemsize for field in self._fields)
         self.bytes = sum(self._counts) * row
 
     def writers(self, epoch: int, indices: range, x: Any, y: Any) -> list[Callable[[], None]]:
-        files, rows = (each[indices.start : indices.stop] for each in self._visits.rows(epoch))
+        files, rows = (each[indices.start : indices.stop] for each in self.visits.rows(epoch))
         batch = [*tree_leaves(x), *tree_leaves(y)]
         return [functools.partial(self._fill, file, files, rows, batch) for file in np.unique(files).tolist()]
 
@@ -469,7 +469,7 @@ class Rows(TableSamples):
         return x, y
 
     def order(self, epoch: int) -> np.ndarray:
-        return self._visits.order(epoch)
+        return self.visits.order(epoch)
 
 
 open_samples = Rows

@@ -260,6 +260,8 @@ class Gradients:
     ) -> None:
         self._parameters, self._world, self._model, self._clip_norm = parameters, world, model, clip_norm
         self.clips = clip_norm is not None
+        #: Result of `check`, 0 or 1, float32 [] on the device.
+        self.bad, self._one = torch.zeros((), device=world.device), torch.ones((), device=world.device)
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
         #: Process groups of devices with different shards, by kind: `tp` for tensor-parallel layers, `fsdp` for all
         #: weights.
@@ -295,7 +297,23 @@ class Gradients:
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         return norm
 
-    def scaler(self, enabled: bool) -> torch.amp.GradScaler:
+    def check(self, loss: torch.Tensor, values: Sequence[torch.Tensor], agreed: bool) -> None:
+        """Set `bad` to 1 if the loss (its first number), or a tensor of `values`, is NaN or infinite.
+
+        The host does not wait. With `agreed`, the result is about this step on all ranks; else a 1 stays.
+        """
+        if agreed:
+            self.bad.zero_()
+        device = values[0].device if values else loss.device  # weights are elsewhere with `cpu_offload`
+        here, alone = self.bad.to(device), loss[:1] if loss.dim() else loss
+        # GradScaler's check reads all tensors in one call, the fastest on CPUs, too. It multiplies them by 1.
+        torch._amp_foreach_non_finite_check_and_unscale_([*values, alone.to(device)], here, self._one.to(device))
+        if here is not self.bad:
+            self.bad.copy_(here)
+        if agreed and self._world.size > 1:
+            dist.all_reduce(self.bad, dist.ReduceOp.MAX)
+
+    def scaler(self, enabled: bool) -> _Scaler:
         """Return the loss scaler; after an overflow on one device, all devices that share the model skip the update."""
         return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
 
@@ -310,6 +328,7 @@ class _Scaler(torch.amp.GradScaler):
     def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
         self._groups = groups
+        self.left_out: torch.Tensor | None = None  #: 1 if the update is left out whatever its gradients, float32 []
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         # PyTorch's ShardedGradScaler overrides this private method, too.
@@ -317,6 +336,8 @@ class _Scaler(torch.amp.GradScaler):
         for group in self._groups:
             for overflow in found.values():
                 dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
+        for overflow in found.values() if self.left_out is not None else ():
+            overflow.copy_(torch.maximum(overflow, self.left_out.to(overflow.device)))  # type: ignore[union-attr]
         return found
 
 

@@ -59,6 +59,8 @@ class CheckpointRecord(Record):
     history: list[Epoch] = []  #: completed epochs
     #: Sums over the current epoch for each data-parallel rank: the loss, then the training metrics.
     sums: list[list[Number]] = []
+    #: Steps of the current epoch (the first is 0) that were left out → 2: because of the loss, 1: of a gradient.
+    bad: dict[int, int] = {}
     seconds: float = 0.0  #: time spent on the current epoch's steps in all tries, seconds
     wall_time: float = 0.0  #: end of the current epoch's steps, seconds since 1970-01-01 UTC; 0 until then
     #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in the epoch.

@@ -85,11 +85,11 @@ class Network(nn.Module):
 class Step:
     """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
-    The host waits for the device in two cases: with a scaled loss and an optimiser that is not `fused`, and with
-    synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the batch.
-    Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it holds:
-    all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision and
-    accumulation steps.
+    The host waits for the device in two cases: with a scaled loss or after `skip_bad`, if the optimiser is not `fused`,
+    and with synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the
+    batch. Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it
+    holds: all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision
+    and accumulation steps.
     """
 
     def __init__(
@@ -108,6 +108,14 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
+        #: Whether the last step's loss or update was NaN or infinite: 0 or 1, float32 [] on the device. Before
+        #: `skip_bad` for this rank, where a 1 stays; then for all ranks. Gradients of a scaled loss do not count,
+        #: because loss scaling expects overflows.
+        self.bad, self.skips = gradients.bad, False  #: `skips`: whether bad steps are left out
+        #: Weights to check; none with a scaled loss.
+        self._trained = numbers(
+            [p.detach() for p in weights.updated if p.requires_grad and run.precision not in SCALED]
+        )
         self._overwritten = False  #: whether the next step overwrites the loss's memory
         self._known = set[object]()  #: keys of earlier calls: the batch's shape, with `predict` for predictions
         self._train: Callable[..., torch.Tensor] = self._train_eagerly
@@ -118,6 +126,11 @@ class Step:
     def joint(self) -> bool:
         """Whether several ranks make a prediction together."""
         return self.divided is not None or self.strategy.gathers
+
+    def skip_bad(self) -> None:
+        """From now on, leave out each step that is bad on any rank: weights, buffers and optimiser keep their bits."""
+        self.skips = True
+        make_state(self.optimizer)  # a fused SGD would not set the momentum of a first step that is left out
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass with the loss, and the forward pass of predictions, in the run's `compile.mode`."""
@@ -146,16 +159,28 @@ class Step:
         return patience()
 
     def _train_eagerly(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()] if self.skips else []
         loss = self.gradients(x, y, weight)
         with mark("optimizer"):
             self._gradients.complete()
             self.weights.collect_gradients()
+            if self.skips:
+                gradients = [p.grad for p in self.weights.updated if p.grad is not None and self._trained]
+                self._gradients.check(loss, numbers(gradients), True)
+                self.scaler.left_out = self.bad
             if self._gradients.clips:
                 self.scaler.unscale_(self.optimizer)
                 self._gradients.clip(self.weights.updated)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            if self.scaler.is_enabled() or self.scaler.left_out is None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                update_unless(self.scaler.left_out, self.optimizer)
+            if not self.skips:  # NaN gradients make weights NaN; tensors that exist already are checked in less time
+                self._gradients.check(loss, self._trained, False)
             self.weights.distribute()
+            for buffer, value in kept:
+                buffer.copy_(torch.where(self.bad > 0, value, buffer))
         return loss
 
     def gradients(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
@@ -252,6 +277,12 @@ class Step:
 # must not depend on values of a single rank.
 
 Body = Callable[..., torch.Tensor]
+
+
+def numbers(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return dense tensors of real numbers, in the same memory if possible."""
+    dense = (each for each in tensors if each.layout == torch.strided)
+    return [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in dense]
 
 
 def shapes(tree: Any) -> tuple[torch.Size, ...]:
@@ -376,6 +407,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def update_unless(left_out: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update the weights, or leave them and the optimiser's state if `left_out` is 1 instead of 0, float32 [].
+
+    A fused optimiser decides this on the device, with the attributes that `GradScaler` sets; else the host waits.
+    """
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    optimizer.grad_scale, optimizer.found_inf = None, left_out if fused else None  # type: ignore[attr-defined]
+    if fused or not left_out.item():
+        optimizer.step()
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

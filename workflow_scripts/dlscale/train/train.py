@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
         if world.main:
             checkpoints.tidy()
         world.barrier()
-        trainer = stack.enter_context(training(run, session, checkpoints))
+        trainer = stack.enter_context(training(run, session, checkpoints, args.out))
         keep_log(folder / f"rank{world.rank}.log", resumed=trainer.resumed_from is not None)
         cores = set().union(*world.gather(os.sched_getaffinity(0)))
         if world.main:

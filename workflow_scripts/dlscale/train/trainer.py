@@ -30,6 +30,12 @@ from dlscale.train.step import Step, make_state, set_learning_rate
 from dlscale.train.validation import metric_called, naive_means, validate
 from dlscale.train.weight_files import load_weights
 
+#: Remedies for a loss or gradient that is not finite.
+ADVICE = (
+    "lower optimizer.lr, add schedule.warmup_steps, set optimizer.clip_norm, or use precision bf16 or fp32; "
+    "training.on_divergence: skip leaves such steps out. Checkpoints of earlier epochs are kept"
+)
+
 
 class Request(IntEnum):
     """Request to a running training; a larger value is more urgent."""
@@ -40,14 +46,17 @@ class Request(IntEnum):
 
 
 @contextlib.contextmanager
-def training(run: Run, session: Session, checkpoints: Checkpoints) -> Iterator[Trainer]:
-    """Yield the trainer of a run, resumed from the run's newest checkpoint, or with the initial weights."""
+def training(run: Run, session: Session, checkpoints: Checkpoints, name: str = "RUN") -> Iterator[Trainer]:
+    """Yield the trainer of a run, resumed from the run's newest checkpoint, or with the initial weights.
+
+    `name` is the run's folder, for commands in messages.
+    """
     with (
         contextlib.closing(session.loader("train")) as train,
         contextlib.closing(session.loader("valid")) as valid,
     ):
         metrics = session.study.metrics(run, session.manifest, session.world.device)
-        trainer = Trainer(run, session.step, session.share(), (train, valid), metrics, checkpoints, session.world)
+        trainer = Trainer(run, session.step, session.share(), (train, valid), metrics, checkpoints, session.world, name)
         trainer.resume()
         if run.training.weights and trainer.resumed_from is None:
             load_weights(session.step.weights, run.training.weights)
@@ -70,7 +79,9 @@ class Trainer:
         metrics: Metrics,
         checkpoints: Checkpoints,
         world: World,
+        name: str = "RUN",
     ) -> None:
+        self.name = name  #: the run's folder, for commands in messages
         self.run, self.step, self.share, self.metrics, self.world = run, step, share, metrics, world
         self.checkpoints, (self.train_loader, self.valid_loader) = checkpoints, loaders
         self.total_steps = run.training.steps or len(self.train_loader) * (run.training.epochs or 0)
@@ -136,10 +147,10 @@ class Trainer:
     ) -> list[Epoch]:
         """Train, and return the records of all epochs.
 
-        Training ends after the last epoch, or earlier if a loss is not finite, or if an epoch reaches the target and
-        `training.target.stop` is set. `on_begin` is called with the scores before the first step, and `on_epoch` after
-        each epoch, with the epoch's record. `poll` is called before each batch, and returns the same request (to save
-        or to end) on all ranks.
+        Training ends after the last epoch, or earlier if a loss or gradient is not finite, or if an epoch reaches the
+        target and `training.target.stop` is set. `on_begin` is called with the scores before the first step, and
+        `on_epoch` after each epoch, with the epoch's record. `poll` is called before each batch, and returns the same
+        request (to save or to end) on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:
@@ -151,10 +162,19 @@ class Trainer:
                     self._begin()
                     if self._untrained:
                         on_begin(self._untrained)
-                first = len(self.history) + 1
+                policy, first = self.run.training.on_divergence, len(self.history) + 1
+                left_out = self._resumed.bad or any(record.skipped for record in self.history)
+                if policy == "skip" or (policy == "roll_back" and left_out):
+                    self.step.skip_bad()
+                elif policy == "roll_back" and self.resumed_from is None:
+                    self._save(0, untrained=self._untrained)
                 while not self._done:
                     epoch = len(self.history)
-                    record = self._epoch(epoch, poll, hooks)
+                    if (record := self._epoch(epoch, poll, hooks)) is None:
+                        self.checkpoints.wait()
+                        self.resume()
+                        self.step.skip_bad()
+                        continue
                     if record.epoch == first:  # files are open and code is compiled: shorter watchdog timeout
                         later.enter_context(ranges.part("epoch", ranges.BETWEEN))
                     with ranges.part("writing"):
@@ -163,10 +183,12 @@ class Trainer:
                     if not (math.isfinite(record.train_loss) and math.isfinite(record.valid_loss)):
                         logging.warning("diverged in epoch %d: stopped (training.on_divergence: stop)", record.epoch)
                         break  # unsaved: the newest checkpoint has weights of an earlier epoch
+                    if self.run.training.check_replicas:
+                        registry.provided("check_replicas", lambda *_: None)(self.step, self.world, record.epoch)
                     if self._improves(record):
                         shards = self.step.weights.shards()
                         self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
-                    if self._done or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
+                    if self._done or policy == "roll_back" or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:
             # After other kinds of errors, other ranks may be gone, and waiting for their parts of the save could hang.
@@ -205,33 +227,38 @@ class Trainer:
             self._untrained = self._untrained.model_copy(update={"train_loss": loss})
         return self._untrained
 
-    def _epoch(self, epoch: int, poll: Callable[[], Request], hooks: Sequence[Hook]) -> Epoch:
+    def _epoch(self, epoch: int, poll: Callable[[], Request], hooks: Sequence[Hook]) -> Epoch | None:
+        """Train and validate an epoch; return its record, or None after bad steps if the training must roll back."""
         done, seen = (self.history[-1].step, self.history[-1].samples or 0) if self.history else (0, 0)
         steps = min(len(self.train_loader), self.total_steps - done)
         samples = min(steps * self.run.batch_size, self.train_loader.samples)
         before, self._resumed = self._resumed, CheckpointRecord()  # only a resumed epoch may begin in its middle
         first = max(before.step - done, 0)  # above 0 if training resumed in the middle of this epoch
         scored = registry.study(self.run.study).train_metrics
-        sums = _EpochSums(before, done + first, self.world, self.step.device, 1 + len(scored))
+        sums = _EpochSums(before, range(done + first, done + steps), self.world, self.step, 1 + len(scored))
         made_with = self._made_with if not before.seconds or before.made_with == self._made_with else None
         requests = Hook(before_step=lambda number: self._obey(poll(), sums, made_with))
         batches = self.train_loader.epoch(epoch, first)
         weight = functools.partial(self.share.weight, samples=self.train_loader.samples)  # weight of this rank's loss
         weighted = ((x, y, weight(number)) for number, (x, y) in enumerate(batches, first))
-        numbers = range(done + first, done + steps)
-        run_steps(self.step, weighted, numbers, [requests, *hooks, Hook(after_step=sums.add)])
-        # `total` waits for the device, so that the time of the epoch includes all work.
-        train_loss, *scores = (total / samples for total in sums.total())
+        run_steps(self.step, weighted, sums.numbers, [requests, *hooks, Hook(after_step=sums.add)])
+        totals = sums.total()  # waits for the device, so that the time of the epoch includes all work
         sums.finish()
+        if bad := sums.bad():
+            self._judge_steps(bad, steps)
+            if not self.step.skips and self.run.training.on_divergence == "roll_back":
+                return None
+        known = samples - sum(self.share.count(n - done, self.train_loader.samples) for n in bad if self.step.skips)
+        train_loss, *scores = (total / known for total in totals)
         requests.before_step(done + steps)  # obeys a request that arrived during the last step
         batches.close()
         self._naive_answers([requests])  # before `start`: the time of validation excludes baselines
         start = time.perf_counter()
         valid_loss, metrics = math.nan, dict[str, float]()
-        if self._finite(epoch, "training", train_loss):
+        if not bad or self.step.skips:
             valid_loss, metrics = self.validate([requests])
-            # Checked even if the training loss is finite, because that loss is from before the last update.
-            self._finite(epoch, "validation", valid_loss)
+            if not math.isfinite(valid_loss) and self.run.training.on_divergence != "stop":
+                raise UserError(f"epoch {epoch + 1}: the validation loss is {valid_loss}; {ADVICE}")
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,
@@ -247,18 +274,24 @@ class Trainer:
             wall_time=sums.wall_time,
             metrics=metrics,
             train_metrics=dict(zip(scored, scores, strict=True)),
+            skipped=len(bad) * self.step.skips,
             made_with=made_with,
             untrained=None if self.history else self._with_first_loss(sums),
         )
 
-    def _finite(self, epoch: int, what: str, loss: float) -> bool:
-        """Return whether a loss is finite; raise `UserError` if it is not and `training.on_divergence` is `fail`."""
-        if not math.isfinite(loss) and self.run.training.on_divergence == "fail":
-            raise UserError(
-                f"epoch {epoch + 1}: the {what} loss is {loss}; lower optimizer.lr, add schedule.warmup_steps, "
-                "use precision bf16 or fp32, or look for bad values in the data. Checkpoints of earlier epochs are kept"
-            )
-        return math.isfinite(loss)
+    def _judge_steps(self, bad: Mapping[int, int], steps: int) -> None:
+        """Log the bad steps of an epoch of `steps` steps; raise `UserError` if the training must not continue."""
+        epoch, batch = divmod(first := min(bad), len(self.train_loader))
+        start = batch * self.run.batch_size
+        text = (
+            f"epoch {epoch + 1}: the {('update', 'loss')[bad[first] - 1]} of step {first + 1} is NaN or infinite"
+            f"{f', the first of {len(bad)} such steps of {steps}' * self.step.skips} (seed {self.run.seed}, epoch "
+            f"{epoch + 1}, samples {start} to {start + self.share.count(batch, self.train_loader.samples) - 1}); "
+            f"`dlscale batch {self.name} --step {first + 1}` shows this batch"
+        )
+        if (2 * len(bad) > steps) if self.step.skips else (self.run.training.on_divergence == "fail"):
+            raise UserError(f"{text}. If the data is sound, {ADVICE}")
+        logging.warning("%s%s", text, ". Left out" * self.step.skips)
 
     def rate(self, number: int) -> float:
         """Return the learning rate of step `number`."""
@@ -323,7 +356,14 @@ class Trainer:
             return
         times = {"seconds": sums.seconds, "wall_time": sums.wall_time, "made_with": made_with}
         untrained = None if self.history else self._with_first_loss(sums)
-        self._save(sums.step, sums=sums.by_rank(), untrained=untrained, **times)
+        if (bad := sums.bad()) and not self.step.skips:  # earlier checkpoints have finite weights
+            if request == Request.END:
+                raise Stopped(
+                    f"asked to end; not saved, because the loss or gradient of step {min(bad) + 1} is NaN or infinite; "
+                    "repeat the run to resume from the newest checkpoint"
+                )
+            return
+        self._save(sums.step, sums=sums.by_rank(), bad=bad, untrained=untrained, **times)
         self.checkpoints.wait()  # before the log line, after which this process may be killed
         logging.info("asked to %s: saved after step %d", request.name.lower(), sums.step)
         if request == Request.END:
@@ -388,22 +428,26 @@ class Trainer:
 class _EpochSums:
     """Sums over an epoch's samples on this rank: the loss and `count - 1` training metrics; and the time of the steps.
 
-    Sums and time continue from the checkpoint `before`; the next step is `first`.
+    Sums, time and bad steps continue from the checkpoint `before`; `numbers` are the following steps.
     """
 
-    def __init__(self, before: CheckpointRecord, first: int, world: World, device: torch.device, count: int) -> None:
-        self.step, self._world = first, world
+    def __init__(self, before: CheckpointRecord, numbers: range, world: World, step: Step, count: int) -> None:
+        self.step, self._world, self.numbers, self._model_step = numbers.start, world, numbers, step
+        self._before, self._seen = before.bad, torch.zeros(len(numbers), 2, device=step.device)
         sums = before.rank_sums(world.data_rank, world.data_size) or [0.0] * count
-        self._sums = torch.tensor(sums, dtype=torch.float64, device=device)
+        self._sums = torch.tensor(sums, dtype=torch.float64, device=step.device)
         self._start, self.wall_time = time.perf_counter() - before.seconds, before.wall_time
         self._seconds = before.seconds  # valid if `wall_time` is set: after the epoch's steps
         self.first_loss: torch.Tensor | None = None  #: sum of this rank's losses in the training's first step
 
     def add(self, number: int, batch: Batch, means: torch.Tensor) -> None:
-        sums = means * samples_in(batch[0])  # stays on the device, so that the host does not wait
-        self._sums += sums
+        # All sums stay on the device, so that the host does not wait.
+        known = torch.where(self._model_step.bad > 0, 0.0, means) if self._model_step.skips else means
+        self._sums.add_(known, alpha=samples_in(batch[0]))
+        alone = means[0] if means.dim() else means
+        torch.stack((self._model_step.bad, alone), out=self._seen[number - self.numbers.start])
         if number == 0:
-            self.first_loss = sums.reshape(-1)[0]
+            self.first_loss = alone * samples_in(batch[0])
         self.step = number + 1
 
     @property
@@ -420,6 +464,19 @@ class _EpochSums:
         """Return the sums over all ranks; this rank's sums are unchanged, because they may be saved later."""
         sums: list[float] = self._world.sum(self._sums.clone()).tolist()
         return sums
+
+    def bad(self) -> dict[int, int]:
+        """Return the epoch's bad steps so far: 2 if the loss of any rank is not finite, 1 if only an update is not.
+
+        All ranks call this.
+        """
+        found = {
+            number: 1 if math.isfinite(loss) else 2
+            for number, (bad, loss) in zip(self.numbers, self._seen.tolist(), strict=True)
+            if bad
+        }
+        every = [self._before, *self._world.gather(found)]
+        return {number: max(each.get(number, 0) for each in every) for number in sorted({n for e in every for n in e})}
 
     def by_rank(self) -> list[list[float]]:
         sums = dict(self._world.gather((self._world.data_rank, self._sums.tolist())))

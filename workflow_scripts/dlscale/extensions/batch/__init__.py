@@ -1,0 +1,1 @@
+"""Batch of a training step, and comparison of replicas."""

@@ -1,0 +1,22 @@
+"""Extension: the batch of a training step, and the comparison of weights that several processes hold."""
+
+from dlscale.core.stage import Query, option, path
+
+COMMANDS = {
+    "batch": Query(
+        "dlscale.extensions.batch.batch",
+        "Show the batch of a training step: its samples with their files, and ranges and NaN of its tensors.",
+        (
+            ("run", {"metavar": "RUN", "help": "PLAN.RUN, or the folder of a run"}),
+            option("--step", "number of the step, from 1", type=int, metavar="N"),
+            path(
+                "--manifest",
+                "manifest.json of the dataset (default: the manifest in the results folder)",
+                required=False,
+            ),
+            path("--out", ".npz file of the batch's tensors to write", required=False),
+        ),
+    ),
+}
+
+PROVIDES = {"check_replicas": "dlscale.extensions.batch.replicas.check_replicas"}
