@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular
 from dlscale.core.process import only_writer
 from dlscale.measure.records import Throughput
-from tests.conftest import stage, variables
+from tests.conftest import ROOT, stage, variables
 from tests.test_counting import tiny_run
+from tests.waiting import PATIENCE
 
 FEW = {"throughput": {"warmup": 0, "trials": 1, "batches": 2}, "profile": {"skip": 1, "steps": 2}}
 
@@ -184,3 +186,31 @@ def test_an_open_tensorboard_shows_the_newest_value(tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hub", ["", "/user/me/login-node/"])
+def test_the_notebook_starts_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: str) -> None:
+    """All cells run in a repository with one log, which TensorBoard shows; on a JupyterHub, through the hub's proxy."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    (tmp_path / "Snakefile").touch()
+    with boards.writer(tmp_path / "results/plans/cosmo_demo/baseline/tensorboard") as writer:
+        writer.add_scalar("loss/train", 1.0, 1)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # TensorBoard lists its processes in this folder
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    notebook = nbformat.read(ROOT / "docs/examples/start_tensorboard.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells)
+    look = nbformat.v4.new_code_cell(
+        "import json, urllib.request\n"
+        "print(json.load(urllib.request.urlopen(f'http://localhost:{running.port}/data/runs')))"
+    )
+    notebook.cells.insert(len(notebook.cells) - 1, look)
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", hub)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3", resources=resources).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    (shown,) = (output.data["text/html"] for output in outputs if "text/html" in output.get("data", {}))
+    address, logs = (output.text.strip() for output in outputs[-2:])
+    assert logs == "['cosmo_demo/baseline/tensorboard']"
+    assert re.fullmatch(rf"{hub}proxy/\d+/" if hub else r"http://localhost:\d+/", address)
+    assert (address in shown) == bool(hub)

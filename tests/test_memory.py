@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,7 @@ from tests.conftest import ROOT
 from tests.ranks import spawn
 from tests.test_counting import tiny_run
 from tests.test_ddp import as_rank
+from tests.test_rungs import need_compiler
 from tests.test_starters import free_port
 
 CPU = torch.device("cpu")
@@ -111,9 +113,27 @@ def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[st
     assert most == pytest.approx(found.peak - (found.parameters + found.optimizer + masters + batch), abs=64)
 
 
-def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
-    """The predicted activations equal the bytes that autograd saves, without parameters, each storage counted once."""
-    step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
+def test_selective_checkpointing_needs_less_memory_than_none_and_more_than_complete() -> None:
+    test_predicted_memory_equals_the_allocators_memory(VIT, {"activation_checkpointing": "selective"})
+    none, selective, complete = (predicted(VIT, activation_checkpointing=kind) for kind in (False, "selective", True))
+    assert none.activations > 1.3 * selective.activations > 1.3 * 1.3 * complete.activations
+    assert none.peak > selective.peak > complete.peak
+
+
+@pytest.mark.slow
+def test_a_compiled_step_keeps_what_its_memory_budget_allows() -> None:
+    kept = []
+    for budget in (1.0, 0.5, 0.0):
+        need_compiler()  # also forgets the code that was compiled for another budget
+        step = VIT.step(CPU, compile={"mode": "default", "memory_budget": budget})
+        kept.append(saved_by_autograd(step, *VIT.batch(CPU), call=step._loss_of)[0])
+    assert kept[0] > 1.2 * kept[1] > 1.2 * 1.2 * kept[2], kept
+
+
+def saved_by_autograd(
+    step: Step, x: torch.Tensor, y: torch.Tensor, call: Callable[..., torch.Tensor]
+) -> tuple[int, torch.Tensor]:
+    """Return the bytes that a call saves for the backward pass, each storage once, without parameters; and its loss."""
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -124,8 +144,14 @@ def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        loss = step.network(x, y)
-    own = sum(storage.nbytes() for storage in saved.values())
+        loss = call(x, y)
+    return sum(storage.nbytes() for storage in saved.values()), loss
+
+
+def test_predicted_activations_equal_tensors_saved_by_autograd() -> None:
+    """The predicted activations equal the bytes that autograd saves, without parameters, each storage counted once."""
+    step, (x, y) = VIT.step(CPU), VIT.batch(CPU)
+    own, loss = saved_by_autograd(step, x, y, step.network)
     assert predicted(VIT).activations == pytest.approx(own + x.nbytes + y.nbytes, abs=64 + loss.nbytes)
 
 

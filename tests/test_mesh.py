@@ -11,6 +11,8 @@ import itertools
 import logging
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ from dlscale.train.build import build_step
 from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from dlscale.train.precision import compute_dtype, convert
 from dlscale.train.step import Step, make_state
+from tests.conftest import ROOT
 from tests.exchanged import Counting, formula
 from tests.ranks import fake_group, spawn
 from tests.test_ddp import as_rank
@@ -664,3 +667,16 @@ def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshe
                 assert not torch.equal(values, each["again False"][name]), (
                     f"{name}: the next step must draw different numbers"
                 )
+
+
+@pytest.mark.slow
+def test_the_split_mlp_of_the_tutorial_equals_the_serial_mlp(tmp_path: Path) -> None:
+    """The program in docs/dl_at_scale_vit.md finds equal outputs and gradients on two processes."""
+    page = (ROOT / "docs/dl_at_scale_vit.md").read_text()
+    program, command = re.findall(r"^```python\n(# mlp\.py\n.*?)^```\n```bash\n(torchrun[^#\n]*)", page, re.M | re.S)[0]
+    (tmp_path / "mlp.py").write_text(program)
+    port = f"--rdzv-endpoint=localhost:{20000 + (os.getpid() * 7) % 20000}"
+    words = [sys.executable, "-m", "torch.distributed.run", port, *command.split()[1:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal gradients") == 2 * 4

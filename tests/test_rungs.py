@@ -169,6 +169,11 @@ RUNGS = {
     "accumulation 3": Rung({"accumulation_steps": 3}),
     "accumulation 4": Rung({"accumulation_steps": 4}),  # 6 samples give micro-batches of 2, 2, 1 and 1
     "checkpointing": Rung({"activation_checkpointing": True}, value=0, gradient=0),
+    "selective checkpointing": Rung({"activation_checkpointing": "selective"}, studies=VIT, value=0, gradient=0),
+    "selective checkpointing, compiled": Rung(
+        {"activation_checkpointing": "selective", "compile": COMPILE}, studies=VIT, slow=True
+    ),
+    "memory budget": Rung({"compile": {**COMPILE, "memory_budget": 0.3}}, slow=True),
     "compile": Rung({"compile": COMPILE}, slow=True),
     "all in bf16": Rung(
         {

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,9 @@ from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.extensions.cosmo_unet.model import UNet3D
+from dlscale.extensions.era5_vit.model import ViT
+from dlscale.extensions.predict import analytic, model, predict
 from dlscale.extensions.predict import fit as fitting
-from dlscale.extensions.predict import model, predict
 from dlscale.extensions.predict.fit import BAND, MISFIT, PRIORS, Point, fit
 from dlscale.extensions.predict.model import (
     Costs,
@@ -756,3 +758,30 @@ def test_a_user_defined_machine(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"source": "measured", "levels": levels}))
     machine = named(str(tmp_path / "mine.yaml")).machine
     assert machine.per_node == 8 and machine.levels[1].seconds_per_byte == pytest.approx(1e-10)
+
+
+def test_runs_of_the_vit_are_ranked_without_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    """The shipped description of the ViT has the study's sizes, and its errors are those on the tutorial's page."""
+    file = ROOT / "docs/examples/era5_vit_opt.yaml"
+    described = analytic.read(file)
+    vit = registry.study("era5_vit")
+    with torch.device("meta"):
+        network = ViT((360, 720), (8, 8), 20, 20)
+    assert described.parameters == sum(p.numel() for p in network.parameters())
+    tokens, width, depth = described.tokens
+    assert (tokens, depth) == (network.grid[0] * network.grid[1], len(network.blocks))
+    kind = SimpleNamespace(grid=(360, 720), channels=["any"] * 20)
+    run = SimpleNamespace(
+        model=SimpleNamespace(patch_size=(8, 8), embed_dim=width, depth=depth, static=[], residual=False),
+        samples=SimpleNamespace(channels=lambda states: states),
+    )
+    forward = vit.flops(run, SimpleNamespace(fields={"fields": kind}))
+    assert described.flops["bf16"] == pytest.approx(3 * forward, rel=1e-3)
+    devices = [1, 2, 4, 8, 16, 32, 64, 128]
+    assert stage("predict", "--model", file, "--json", "--devices", *devices) == 0
+    rates = {row["devices"]: row["samples_per_second"] for row in json.loads(capsys.readouterr().out)}
+    assert [*rates] == devices and sorted(rates.values()) == [*rates.values()]
+    published = {4: 202.0, 64: 2544.7}
+    page = " ".join((ROOT / "docs/dl_at_scale_vit.md").read_text().split())
+    found = [f"{rates[count] / rate:.1f}" for count, rate in published.items()]
+    assert f"the rates are {found[0]} (four GPUs) and {found[1]} times (64) the published rates" in page

@@ -70,6 +70,11 @@ OF_RUNS: tuple[Law, ...] = (
         "activation_checkpointing: the model of study {its.study} does not support this setting; set it to false",
     ),
     (
+        lambda run: run.compile.memory_budget < 1 and run.compile.mode == "none",
+        "compile.memory_budget {its.compile.memory_budget:g}: only compiled steps have a budget; set compile.mode to "
+        "default, or use activation_checkpointing",
+    ),
+    (
         # 2^-24 is the smallest positive number in float16; with a smaller eps Adam divides by zero.
         lambda run: run.precision == "fp16_pure" and "adam" in run.optimizer.kind and run.optimizer.eps < 2**-24,
         "precision fp16_pure: optimizer.eps {its.optimizer.eps:g} is zero in 16 bits; set it to 1e-4, or use "

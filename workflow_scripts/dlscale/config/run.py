@@ -308,6 +308,13 @@ class Compile(Strict):
         description="Mode of torch.compile. none: do not compile. default: PyTorch's default. reduce-overhead: use "
         "CUDA graphs. max-autotune: use CUDA graphs and the fastest of several kernels.",
     )
+    memory_budget: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Part of the activations that the compiled step keeps for the backward pass, between 0 (only the "
+        "inputs) and 1 (as PyTorch does by default). PyTorch chooses what to recompute.",
+    )
 
 
 #: Orders of the axes of the device mesh; the ranks of the first axis are neighbours.
@@ -520,10 +527,10 @@ class RunCore(Lawful):
     accumulation_steps: PositiveInt = Field(
         1, description="Number of micro-batches per local batch; one update follows after all of them."
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: bool | Literal["selective"] = Field(
         False,
         description="Recompute activations in the backward pass instead of keeping them. A step then needs less "
-        "memory and more time.",
+        "memory and more time. selective: keep the outputs of matrix products and attention, and recompute the rest.",
     )
     threads: Threads | None = Field(
         None,

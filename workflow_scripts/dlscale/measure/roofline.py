@@ -84,7 +84,7 @@ def counted(session: Session, batch: Batch) -> SampleWork:
     """
     run = session.run
 
-    def count(checkpointing: bool) -> OperatorCount:
+    def count(checkpointing: bool | str) -> OperatorCount:
         one = run.model_copy(update={"activation_checkpointing": checkpointing, "geometry": Geometry()})
         count = OperatorCount()
         fake = fake_step(one, session.manifest, session.world.device, session.step.attention)
@@ -93,12 +93,11 @@ def counted(session: Session, batch: Batch) -> SampleWork:
         return count
 
     plain = count(False)
-    moved = (count(True) if run.activation_checkpointing else plain).bytes
     samples = samples_in(batch[0])
     return SampleWork(
         forward_flops=plain.flops["forward"] / samples,
         backward_flops=plain.flops["backward"] / samples,
-        bytes=moved.total() / samples,
+        bytes=(count(again) if (again := run.activation_checkpointing) else plain).bytes.total() / samples,
         operators=plain.calls,
         source="counted",
     )

@@ -72,7 +72,7 @@ class Study(ABC):
     """A study; its YAML file has its default settings, datasets, plans and published figures."""
 
     dataset: ClassVar[str]  #: Kind of dataset that the study needs.
-    Model: ClassVar[type[Strict]]  #: Settings of the model (key `model`).
+    Model: ClassVar[Any]  #: Settings of the model (key `model`): a class, or a union of classes with different `kind`.
     Loss: ClassVar[type[Strict]]  #: Settings of the loss (key `loss`).
     loss_info: ClassVar[LossInfo] = LossInfo()  #: Title and unit of the loss.
     #: Operations whose known defects in libraries `dlscale doctor` checks; any of `conv2d`, `conv3d`, `attention`.

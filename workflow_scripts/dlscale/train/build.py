@@ -97,6 +97,7 @@ def build_step(
     step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs, scores)
     # 6. Compile the step, and record it as a CUDA graph, if the run asks for this.
     if run.compile.mode != "none":
+        torch._functorch.config.activation_memory_budget = run.compile.memory_budget
         logging.info("code is compiled at the first batch of each shape, which may take minutes")
     step.compile(run.compile.mode)
     if graphs:

@@ -111,8 +111,11 @@ class FakeStep:
         with self._mode:
             if run.geometry.model_size > 1:
                 divided = ModelParallel(model, plan, Pretended(run.geometry), device)
-            alone = run.model_copy(update={"parallel": DDP(), "precision": run.arithmetic})  # as on one rank
-            self.step = assemble(alone, model, loss, World(device=device), attention, plan, divided, scores=scores)
+            self.step = assemble(
+                run.model_copy(update={"parallel": DDP(), "precision": run.arithmetic}),  # as on one rank
+                *(model, loss, World(device=device), attention, plan, divided),
+                scores=scores,
+            )
         self._begin()
 
     def train(self, x: Any, y: Any, marker: Marker, mode: AbstractContextManager[object]) -> None:

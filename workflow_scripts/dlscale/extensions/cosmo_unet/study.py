@@ -138,6 +138,11 @@ class CosmoUNet(Study):
     )
 
     def check(self, run: Any) -> None:
+        if run.activation_checkpointing == "selective":
+            raise Refused(
+                "activation_checkpointing selective: a level of the U-Net is one convolution, whose output would be "
+                "kept, so this saves no memory. Use true"
+            )
         levels = len(run.model.widths)
         if run.samples.crop % 2**levels:
             raise Refused(
@@ -156,7 +161,7 @@ class CosmoUNet(Study):
 
         inputs, outputs = (len(manifest.fields[name].channels) for name in ("Nbody", "Hydro"))
         options = run.model.model_dump(exclude={"kind"})  # named like the model's arguments
-        return UNet3D(inputs, outputs, **options, checkpointing=run.activation_checkpointing)
+        return UNet3D(inputs, outputs, **options, checkpointing=bool(run.activation_checkpointing))
 
     def sharding(self, model: nn.Module) -> Sharding:
         return Sharding(units=["down.*", "up.*"])

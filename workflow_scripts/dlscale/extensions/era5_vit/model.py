@@ -5,12 +5,22 @@ Shape suffixes: B batch, C channels, H W the grid, N tokens, E embedding, A head
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+#: Operators whose outputs a selective checkpoint keeps: matrix products and attention, which take most of the time.
+KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    )
+]
 
 
 class Attend(nn.Module):
@@ -96,7 +106,8 @@ class ViT(nn.Module):
     static
         Further input channels, [S, H, W], which are the same for all inputs.
     checkpointing
-        Whether the backward pass repeats the forward pass of each block, which saves memory.
+        Whether the backward pass repeats the forward pass of each block, which saves memory. If "selective", the
+        backward pass repeats all operators except `KEPT`.
     """
 
     static: torch.Tensor | None
@@ -113,7 +124,7 @@ class ViT(nn.Module):
         dropout: float = 0.0,
         residual: bool | Literal["linear"] = False,
         static: torch.Tensor | None = None,
-        checkpointing: bool = False,
+        checkpointing: bool | Literal["selective"] = False,
     ) -> None:
         super().__init__()
         (height, width), (rows, columns) = image_size, patch
@@ -148,10 +159,13 @@ class ViT(nn.Module):
             x_BCHW = torch.cat([x_BCHW, self.static.to(x_BCHW.dtype).expand(len(x_BCHW), -1, -1, -1)], dim=1)
         x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
         x_BNE = self.dropout(x_BNE + self.position)
+        kept = partial(create_selective_checkpoint_contexts, KEPT)
+        options: dict[str, Any] = {"context_fn": kept if self.checkpointing == "selective" else noop_context_fn}
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
                 # With drop-out, the repeated forward pass must drop the same values.
-                x_BNE = checkpoint(block, x_BNE, use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
+                options["preserve_rng_state"] = self.dropout.p > 0
+                x_BNE = checkpoint(block, x_BNE, use_reentrant=False, **options)
             else:
                 x_BNE = block(x_BNE)
         y = self.head(self.norm(x_BNE))  # [B, N, rows * columns * C]

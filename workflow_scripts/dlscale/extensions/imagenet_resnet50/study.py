@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
-from dlscale.core.errors import Refused
+from dlscale.core.errors import Refused, unknown
 from dlscale.core.metrics import LossInfo, Metric
 from dlscale.core.schema import Extent, Strict
 from dlscale.parallel.sharding import Sharding
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dlscale.data.manifest import Manifest
+
+#: Torchvision's classifiers (0.15 to 0.29), known here so that a wrong name is refused where torchvision is missing.
+_NAMES = (
+    "alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201 "
+    "efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4 efficientnet_b5 efficientnet_b6 "
+    "efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet0_5 "
+    "mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mobilenet_v3_small regnet_x_16gf regnet_x_1_6gf "
+    "regnet_x_32gf regnet_x_3_2gf regnet_x_400mf regnet_x_800mf regnet_x_8gf regnet_y_128gf regnet_y_16gf "
+    "regnet_y_1_6gf regnet_y_32gf regnet_y_3_2gf regnet_y_400mf regnet_y_800mf regnet_y_8gf resnet101 resnet152 "
+    "resnet18 resnet34 resnet50 resnext101_32x8d resnext101_64x4d resnext50_32x4d shufflenet_v2_x0_5 "
+    "shufflenet_v2_x1_0 shufflenet_v2_x1_5 shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 swin_b swin_s swin_t "
+    "swin_v2_b swin_v2_s swin_v2_t vgg11 vgg11_bn vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 "
+    "vit_h_14 vit_l_16 vit_l_32 wide_resnet101_2 wide_resnet50_2"
+)
+TORCHVISION = _NAMES.split()
 
 BEST = 5  # number of most probable classes that top-5 accuracy counts and the figure shows
 
@@ -33,6 +49,20 @@ class ResNetSettings(Strict):
     kind: Literal["resnet"]
     depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Number of layers.")
     width: Extent = Field(64, description="Channels of the first convolution; the published network has 64.")
+
+
+class TorchvisionSettings(Strict):
+    """Another network of torchvision, which must be installed; its classes come from the data."""
+
+    kind: Literal["torchvision"]
+    name: str = Field(description="Name of a classifier in torchvision, such as alexnet, vgg16 or vit_b_16.")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in TORCHVISION:
+            raise ValueError(unknown("classifier of torchvision", name, TORCHVISION))
+        return name
 
 
 class CrossEntropy(Strict):
@@ -89,7 +119,7 @@ class ImagenetResNet50(Study):
     """The study `imagenet_resnet50`."""
 
     dataset = "imagenet"
-    Model, Loss = ResNetSettings, CrossEntropy
+    Model, Loss = Annotated[ResNetSettings | TorchvisionSettings, Field(discriminator="kind")], CrossEntropy
     loss_info = LossInfo(title="cross entropy", unit="nats")
     operations = frozenset({"conv2d"})
     published_log = PublishedLog(
@@ -112,7 +142,7 @@ class ImagenetResNet50(Study):
     train_metrics = ("top1", "top5")
 
     def check(self, run: Any) -> None:
-        if run.samples.size <= 32:
+        if run.model.kind == "resnet" and run.samples.size <= 32:
             raise Refused(
                 f"samples.size {run.samples.size}: the network halves images five times, which leaves one pixel, so "
                 "batch normalisation fails for a batch of one sample. Use at least 33"
@@ -122,18 +152,27 @@ class ImagenetResNet50(Study):
         from dlscale.extensions.imagenet_resnet50.model import MEAN, STD, ResNet
 
         classes = manifest.fields["labels"].classes or 0
+        if run.model.kind == "torchvision":
+            from dlscale.extensions.imagenet_resnet50 import torchvision_networks
+
+            return torchvision_networks.build(run.model.name, classes, run.samples.size)
         return ResNet(run.model.depth, classes, width=run.model.width, mean=MEAN, std=STD)
 
     def sharding(self, model: nn.Module) -> Sharding:
         return Sharding(units=["layer*.*"])
 
-    def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return the forward FLOPs of an image.
+    def draws(self, run: Any) -> bool:
+        return run.model.kind == "torchvision"  # many of these networks have drop-out or stochastic depth
+
+    def flops(self, run: Any, manifest: Manifest) -> float | None:
+        """Return the forward FLOPs of an image; None for torchvision's networks, whose operators are counted.
 
         A convolution takes 2 x k^2 C_in C_out FLOPs per output pixel; the linear layer takes 2 C_in K FLOPs.
         """
         from dlscale.extensions.imagenet_resnet50.model import DEPTHS
 
+        if run.model.kind == "torchvision":
+            return None
         blocks, bottleneck = DEPTHS[run.model.depth]
         width = inner = run.model.width
         edge = -(-run.samples.size // 2)  # every halving rounds up
@@ -156,11 +195,17 @@ class ImagenetResNet50(Study):
     def loss(self, run: Any) -> SampleLoss:
         from dlscale.extensions.imagenet_resnet50.model import cross_entropy
 
+        if run.model.kind == "torchvision":
+            from dlscale.extensions.imagenet_resnet50.torchvision_networks import AUXILIARY, auxiliary_cross_entropy
+
+            return partial(auxiliary_cross_entropy, weight=AUXILIARY.get(run.model.name, 0.0))
         return cross_entropy
 
     def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         import torch
 
+        if isinstance(prediction, tuple):  # of a network with auxiliary classifiers
+            prediction = prediction[0]
         best = prediction.topk(min(BEST, prediction.shape[1]), dim=1).indices == target[:, None]
         return torch.stack([best[:, 0], best.any(dim=1)], dim=1).float()
 

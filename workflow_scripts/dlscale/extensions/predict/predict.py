@@ -257,7 +257,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     if (attend := modules(model, sharing.attend)) and columns:
         linear = columns[0]
         width = compute_dtype(run.arithmetic).itemsize
-        tokens = Tokens(sharing.tokens, linear.in_features, len(attend), width, run.activation_checkpointing)
+        tokens = Tokens(sharing.tokens, linear.in_features, len(attend), width, bool(run.activation_checkpointing))
     use = predict(run.model_copy(update=pair | {"parallel": DDP()}), manifest, torch.device("cpu"))
     state = use.parameters + use.gradients + use.optimizer
     kept = ((use.peak or use.total) - state) / run.local_batch_size
