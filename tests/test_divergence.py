@@ -33,13 +33,11 @@ from dlscale.extensions.batch.replicas import check_replicas
 from dlscale.extensions.era5_vit.scores import relative_l2
 from dlscale.parallel.rendezvous import join
 from dlscale.parallel.world import Mesh, World
-from dlscale.train.build import build_step, open_session
+from dlscale.train.build import build_optimizer, build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, read
-from dlscale.train.optimizer import build_optimizer, set_learning_rate
-from dlscale.train.schedule import learning_rate, peak_rate
-from dlscale.train.step import Step
+from dlscale.train.step import Step, set_learning_rate
 from dlscale.train.train import Interruption
-from dlscale.train.trainer import Request, _EpochSums
+from dlscale.train.trainer import Request, _EpochSums, learning_rate, peak_rate
 from tests.conftest import TINY, error_line, make_dataset, make_run, records, stage, timeless, train
 from tests.ranks import spawn
 from tests.test_ddp import as_rank
