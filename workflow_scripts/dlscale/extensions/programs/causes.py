@@ -67,18 +67,21 @@ def waiting(evidence: Evidence) -> Finding | None:
     spare = usage and usage.cores - usage.cores_cpu_seconds / usage.seconds
     read = f", and disks deliver {size(usage.read_bytes / usage.seconds)}/s" if usage and usage.read_bytes else ""
     ranks = evidence.throughput.nranks if evidence.throughput else 1
+    free = usage.cores - ranks if usage else 1
+    more = f"Use more workers (num_workers of its DataLoader){f', at most {free} in all' * bool(usage)}" * (free > 0)
     if usage and busy < 0.5 * min(ranks, usage.cores):
         return Finding(
             "storage",
             "slow storage",
             f"{why} and keeps only {number(busy, 2)} of {usage.cores} cores busy{read}. The program waits for files, "
             "or it sleeps.",
-            "Copy the data to faster storage (the node's own disk, or memory). Use more workers (num_workers of its "
-            "DataLoader), so that more files are read at the same time.",
+            "Copy the data to faster storage (the node's own disk, or memory)."
+            + f" {more}, so that more files are read at the same time." * bool(more),
             program.waiting,
         )
-    idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spare and spare >= 0.5 else ""
-    todo = "Use more workers (num_workers of its DataLoader), up to the number of cores. " if idle or not usage else ""
+    spared = usage and more and spare and spare >= 0.5
+    idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spared else ""
+    todo = f"{more}. " if idle or not usage else ""
     return Finding(
         "workers" if idle else "loader",
         "too few workers" if idle else "the loader's work",
