@@ -92,11 +92,12 @@ def peak_outside(evidence: Evidence) -> Finding | None:
         when = when or f", after step {peak.last:,}" * (phase != START)
         # Steps and batches of a program show where a validation begins, but not where it ends.
         after = " or right after it" * (phase == VALIDATION and evidence.outside is not None)
+        before = f" up to step {training.last:,}" * (evidence.outside is not None)
         found = Finding(
             "peak",
             "peak of memory outside of training",
             f"The {DEVICES[memory.device]} of rank {process.rank} peaks {PHASES[phase]}{after}{when}: "
-            f"{size(peak.bytes)}. The training steps need at most {size(training.bytes)}.",
+            f"{size(peak.bytes)}. The training steps{before} need at most {size(training.bytes)}.",
             REMEDIES[phase],
             None,
         )
