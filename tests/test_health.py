@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from dlscale.config.places import MEASURED
+from dlscale.extensions.health import noted
+from dlscale.extensions.health.causes import describe, repeated
 from dlscale.extensions.health.programs import Phases, read_process
-from dlscale.extensions.health.records import FILE, MAX_POINTS, Health, Memory
+from dlscale.extensions.health.records import FILE, MAX_POINTS, Compilation, Health, Memory
 from dlscale.extensions.health.trend import growth
 from dlscale.extensions.programs import timed
 from dlscale.report.evidence import Finding
@@ -190,6 +192,19 @@ def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
     elif defect == "breaks":
         assert f"{tmp_path}/train.py:{line_of(tmp_path, 'print(end')}" in found["breaks"].why
         assert "Failed to trace builtin operator" in found["breaks"].why
+
+
+def test_a_function_of_pytorch_is_named_with_its_caller() -> None:
+    """A user cannot change `nn.Sequential`, but the line that calls it."""
+    torch._dynamo.reset()
+    compilations = noted.Compilations()
+    layers = torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="eager", dynamic=False)
+    line = sys._getframe().f_lineno + 2
+    for size in range(2, 8):
+        layers(torch.ones(size))
+    torch._dynamo.callback.callback_handler.remove_start_callback(compilations._begin)
+    found = repeated([Compilation(step=9, **each) for each in compilations.new()])
+    assert f"(of a library, called at {__file__}:{line}) was compiled again 5 times" in describe(found)
 
 
 def line_of(folder: Path, text: str) -> int:
