@@ -242,6 +242,7 @@ def test_an_unchanged_program_is_profiled(tmp_path: Path) -> None:
     page = (tmp_path / "results/plans" / PLAN / "report.html").read_text()
     assert "Slow.__getitem__" in page and "py-spy.svg" in page and "waiting for data" in page
     assert "Slow.__getitem__" in ended.stderr and "torch, 10 steps: waiting for data" in ended.stderr
+    assert "dlscale measure --profile" not in ended.stderr, "the verdict must not suggest the profile that it has"
     measured = found(tmp_path)
     assert measured.full and measured.outside and not measured.outside.profiled
     assert "KINETO" not in ended.stderr and "profiler_start" not in ended.stderr

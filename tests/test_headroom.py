@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from dlscale.extensions.headroom.headroom import NoHeadroom, of_command
 from dlscale.extensions.headroom.records import Headroom
 from dlscale.report.evidence import Evidence
 from tests.test_any_program import measure
+from tests.waiting import until
 
 #: Program with a loader and a model that sleep, so that their times hardly depend on the machine.
 TRAIN = """
@@ -199,6 +201,20 @@ exec(compile(open("new/train.py").read(), "train.py", "exec"))
     for file in (train.with_name("out.txt"), *kept):
         assert file.read_text() in ("earlier", "earlier results")
     assert not [*Path(tempfile.gettempdir()).glob(f"dlscale-replay.*.{os.getpid()}.*")]
+
+
+@copies
+def test_a_killed_dlscale_leaves_no_copy(train: Path, tmp_path: Path) -> None:
+    """The keeper of the copy ends the copy, and removes its files."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = f"from pathlib import Path; from dlscale.extensions.headroom.headroom import of_command as measure; \
+measure([{sys.executable!r}, '-c', 'import time; open(\"big\", \"w\"); time.sleep(600)'], 8, Path('log.txt'))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=train.parent, env=environment) as caller:
+        until("the copy writes", lambda: [*tmp_path.glob("dlscale-replay.*/files/*.files/**/big")])
+        started = psutil.Process(caller.pid).children(recursive=True)
+        caller.kill()
+    until("the copy ends", lambda: not any(each.is_running() for each in started))
+    assert not [*tmp_path.glob("dlscale-replay.*")]
 
 
 @copies

@@ -17,9 +17,12 @@ import pytest
 import torch
 
 from dlscale.config.places import MEASURED
-from dlscale.extensions.health.programs import Phases
-from dlscale.extensions.health.records import FILE, MAX_POINTS, Health, Memory
+from dlscale.extensions.health import noted
+from dlscale.extensions.health.causes import describe, repeated
+from dlscale.extensions.health.programs import Phases, read_process
+from dlscale.extensions.health.records import FILE, MAX_POINTS, Compilation, Health, Memory
 from dlscale.extensions.health.trend import growth
+from dlscale.extensions.programs import timed
 from dlscale.report.evidence import Finding
 from dlscale.report.verdict import judge_run
 from dlscale.results import read_alone
@@ -99,6 +102,7 @@ CURVES: dict[str, tuple[Callable[[int], float], bool]] = {
     "a leak": (lambda step: 1000 + 0.5 * step, True),
     "a cache that fills, then stays": (lambda step: 1000 + 0.5 * min(step, 450), False),
     "an allocator that settles": (lambda step: 1300 - 300 * math.exp(-step / 100), False),
+    "a start that approaches its limit": (lambda step: 1000 + 400 * (1 - math.exp(-step / 250)), False),
     "one large validation": (lambda step: 1000 + 500 * (400 <= step < 420), False),
     "a leak that is too small to matter": (lambda step: 1000 + 0.005 * step, False),
 }
@@ -113,6 +117,36 @@ def test_only_steady_growth_is_a_leak(curve: str) -> None:
     found = growth(Memory(device="cpu", steps=steps, phases=["training"] * 600, used=used))
     assert (found is not None) == is_leak
     assert not found or found.per_step == pytest.approx(5e5, rel=0.1)
+
+
+def test_a_leak_of_five_seconds_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes begin 0.05 s apart, so a program that ends early has enough points; later they are a second apart."""
+    now, times = 0.0, list[float]()
+    monkeypatch.setenv("DLSCALE_STEPS", str(tmp_path))
+    for name, replaced in (("clock", lambda: now), ("append", lambda file, text: times.append(now))):
+        monkeypatch.setattr(timed, name, replaced)
+    log = timed.Log("seen")
+    while now < 100:
+        now += 0.01
+        log.step()
+    monkeypatch.undo()
+    short = [time for time in times if time < 5]
+    steps, used = [int(100 * time) for time in short], [int(3e8 + 1e7 * time) for time in short]
+    found = growth(Memory(device="cpu", steps=steps, phases=["training"] * len(short), used=used))
+    assert found and found.per_step == pytest.approx(1e5, rel=0.1) and len(times) < 210
+
+
+def test_a_peak_of_short_epochs_is_found() -> None:
+    """Without a point between the first step and the first validation, the peak before it bounds the training."""
+    epochs = [[epoch + 0.01 * step for step in range(1, 21)] for epoch in range(2)]
+    batches = [(time - 0.005, "0", 0.0, 8) for time in epochs[0]] + [(0.21, "1", 0.0, 8), (0.25, "1", 0.0, 8)]
+    batches += [(time - 0.005, "2", 0.0, 8) for time in epochs[1]]
+    process = SimpleNamespace(rank=0, host="", pid=0, steps=sum(epochs, []), batches=batches, gaps=[])  # noqa: RUF017
+    points = [(0.005, 300), (0.205, 310), (1.0, 700), (1.2, 700)]
+    lines = ["begin 0 0", *(f"m {time} {100 * 10**6} {peak * 10**6}" for time, peak in points)]
+    (memory,) = read_process([f"{line}\n".encode() for line in lines], process, {"0", "2"}, None).memory
+    peaks = {phase: (peak.bytes, peak.last) for phase, peak in memory.peaks.items()}
+    assert peaks == {"start": (310e6, 20), "training": (310e6, 20), "validation": (700e6, 20)}
 
 
 def test_phases_follow_from_steps_and_batches() -> None:
@@ -158,6 +192,19 @@ def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
     elif defect == "breaks":
         assert f"{tmp_path}/train.py:{line_of(tmp_path, 'print(end')}" in found["breaks"].why
         assert "Failed to trace builtin operator" in found["breaks"].why
+
+
+def test_a_function_of_pytorch_is_named_with_its_caller() -> None:
+    """A user cannot change `nn.Sequential`, but the line that calls it."""
+    torch._dynamo.reset()
+    compilations = noted.Compilations()
+    layers = torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="eager", dynamic=False)
+    line = sys._getframe().f_lineno + 2
+    for size in range(2, 8):
+        layers(torch.ones(size))
+    torch._dynamo.callback.callback_handler.remove_start_callback(compilations._begin)
+    found = repeated([Compilation(step=9, **each) for each in compilations.new()])
+    assert f"(of a library, called at {__file__}:{line}) was compiled again 5 times" in describe(found)
 
 
 def line_of(folder: Path, text: str) -> int:

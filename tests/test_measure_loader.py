@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import itertools
 import json
 import math
@@ -10,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
+from PIL import Image, ImageFile
+from torch.utils.data import Dataset, dataloader
+from torch.utils.data._utils import fetch
 
 from dlscale.config import resolve as config
 from dlscale.core import machine
@@ -41,6 +48,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 os.sched_setaffinity(0, {*os.sched_getaffinity(0)} if len(os.sched_getaffinity(0)) < 3 else {0, 1})
 CAUSE = sys.argv[1]
+if CAUSE == "workers":  # a core for each worker, which only sleeps
+    os.sched_getaffinity = lambda pid: {0, 1, 2}
 TRANSFORM, FETCH, STEP, WORKERS, SIZE = {
     "transform": (0.004, 0.0, 0.002, 2, 64),
     "workers": (0.0, 0.007, 0.04, 1, 64),
@@ -240,6 +249,74 @@ def test_transforms_are_restored(watching: watch.Watch) -> None:
     assert seen[0] is not double and seen[0].__name__ == "double" and watching.on
 
 
+class Photos(Dataset[torch.Tensor]):
+    """Sixteen images that PIL decodes within the dataset's transform."""
+
+    def __init__(self, transform: Callable[[Image.Image], torch.Tensor]) -> None:
+        self.transform, file = transform, io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, "JPEG")
+        self.file = file.getvalue()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.transform(Image.open(io.BytesIO(self.file)))
+
+
+@pytest.fixture
+def watched(watching: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> watch.Watch:
+    """Return a watch of PyTorch's loaders in this process, until the test ends."""
+    names = {"_BaseDataLoaderIter": ("__init__", "__next__", "_reset"), "DataLoader": ("__init__",)}
+    for kind, methods in names.items():
+        for method in methods:
+            monkeypatch.setattr(getattr(dataloader, kind), method, getattr(getattr(dataloader, kind), method))
+    for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        monkeypatch.setattr(fetcher, "fetch", fetcher.fetch)
+    watching.loaders(dataloader)
+    watching.fetchers(fetch)
+    return watching
+
+
+def test_loaders_with_equal_settings_are_told_apart(watched: watch.Watch) -> None:
+    """A loader is known by its line and its dataset; a loader that is made anew in each epoch stays the same."""
+
+    def make(data: Dataset[torch.Tensor]) -> dataloader.DataLoader[torch.Tensor]:
+        return dataloader.DataLoader(data, 4)
+
+    photos = [Photos(lambda image: torch.ones(1)) for _ in range(2)]
+    train, valid = make(photos[0]), make(photos[1])
+    for _ in range(3):
+        for loader in (train, valid, dataloader.DataLoader(photos[0], 4), make(Photos(photos[0].transform))):
+            assert len([*loader]) == 4
+        loader = None  # the datasets of the next epoch replace the datasets of this epoch
+        gc.collect()
+    watched.write()
+    loading = report.read_loading(Path(watch.FOLDER))
+    found = [(int(each.made.removeprefix("tests/test_measure_loader.py:")), each.order) for each in loading.loaders]
+    line = test_loaders_with_equal_settings_are_told_apart.__code__.co_firstlineno
+    assert [(place - line, order) for place, order in found] == [(4, 0), (4, 1), (9, 0), (4, 2)]
+    names = [text for name, text in report.table(loading) if name == "loader"]
+    assert len({*names}) == 4 and names[1].endswith(f":{line + 4} (dataset 2)")
+
+
+def test_decoding_is_no_part_of_the_transform(watched: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL decodes an image when the transform first uses it; each call here takes 5 ms."""
+    load = ImageFile.ImageFile.load
+
+    def slow(image: ImageFile.ImageFile) -> Any:
+        time.sleep(0.005)
+        return load(image)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", slow)
+    assert len([*dataloader.DataLoader(Photos(lambda image: torch.tensor(image.resize((2, 2)).size)), 4)]) == 4
+    watched.write()
+    (loader,) = report.read_loading(Path(watch.FOLDER)).loaders
+    parts = report.parts_of(loader)
+    assert parts["decode"] > 4 * 0.005 > 2 * parts["transform"] > 0
+    assert "decoding images (PIL)" in report.table(Loading(loaders=[loader]))[1][1]
+
+
 @pytest.mark.parametrize(("stored", "chunks", "region"), [((100, 150), (4, 5), (3, 7)), ((9,), (2,), (9,))])
 def test_chunk_ratio(stored: tuple[int, ...], chunks: tuple[int, ...], region: tuple[int, ...]) -> None:
     """The expected ratio is near the mean over all positions; positions near the edges touch fewer chunks."""
@@ -316,12 +393,15 @@ def loader(**changes: Any) -> Loader:
 @pytest.mark.parametrize(
     ("changes", "cores", "cause"),
     [
-        ({}, 8, "workers"),
+        ({}, 5, "workers"),
+        ({}, 4, "read"),  # four workers and the training process need five cores, even if the workers wait
         ({"fetch": {"cpu": 4.0}}, 2, "read"),  # no free core for more workers
         ({"fetch": {"cpu": 4.0, "parts": {"collate": 3.0}}}, 2, "collate"),
         ({"fetch": {"cpu": 4.0, "parts": {}}}, 2, "dataset"),
+        ({"fetch": {"cpu": 4.0, "parts": {"decode": 3.0}}}, 2, "decode"),
         ({"fetch": {"seconds": 1.0, "parts": {}}}, 8, "transfer"),
         ({"fetch": {"seconds": 1.0, "parts": {}}, "empty": 10}, 8, "uneven"),
+        ({"fetch": {"seconds": 1.0, "parts": {}}, "empty": 1}, 8, None),  # ready batches, but a busy machine
         ({"waited": 0.05, "firsts": 10, "first_waited": 5.0}, 8, "starts"),
         ({"waited": 0.05, "firsts": 10, "first_waited": 5.0, "persistent": True}, 8, None),
         ({"waited": 0.05}, 8, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime as dt
 import io
 import json
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import psutil
+import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +32,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import SNAKEMAKES
 from dlscale.core.metrics import Epoch
 from dlscale.core.telemetry import GpuSample, Sample, sampled
+from dlscale.extensions.health.gpm import Activity
 from dlscale.extensions.profile import machine as profiles
 from dlscale.measure import processes
 from dlscale.measure import telemetry as sampler
@@ -517,6 +521,78 @@ def test_gpus_are_sampled_in_the_order_of_cuda() -> None:
     )
     text = io.StringIO(telemetry.header(2) + telemetry.line(Sample(START, 1.0, 2, gpus=(first, second))))
     assert pd.read_csv(text)["gpu1_watts"].tolist() == [52.0]
+
+
+class Library:
+    """Functions of NVIDIA's library for GPM counters, called by the real `pynvml` with its real structures."""
+
+    def __init__(self, supported: bool, unknown: int = -1) -> None:
+        self.supported, self.unknown, self.calls = supported, unknown, list[str]()
+        self.samples = dict[int, int]()  # address of a sample → number of the read that filled it; 0 before
+
+    def __call__(self, name: str) -> Callable[..., int]:
+        self.calls.append(name.removeprefix("nvmlGpm"))
+        return {
+            "nvmlGpmQueryDeviceSupport": self.query,
+            "nvmlGpmSampleAlloc": self.alloc,
+            "nvmlGpmSampleGet": self.get,
+            "nvmlGpmMetricsGet": self.metrics,
+        }[name]
+
+    def query(self, device: object, reference: Any) -> int:
+        assert device == "handle" and reference._obj.version == pynvml.NVML_GPM_SUPPORT_VERSION
+        reference._obj.isSupportedDevice = self.supported
+        return 0
+
+    def alloc(self, reference: Any) -> int:
+        reference._obj.contents = pynvml.struct_c_nvmlGpmSample_t.from_buffer(ctypes.create_string_buffer(8))
+        self.samples[ctypes.cast(reference._obj, ctypes.c_void_p).value or 0] = 0
+        return 0
+
+    def get(self, device: object, sample: Any) -> int:
+        assert device == "handle"
+        self.samples[ctypes.cast(sample, ctypes.c_void_p).value or 0] = 1 + max(self.samples.values())
+        return 0
+
+    def metrics(self, reference: Any) -> int:
+        wanted = reference._obj
+        assert wanted.version == pynvml.NVML_GPM_METRICS_GET_VERSION and wanted.numMetrics == 3
+        pair = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (wanted.sample1, wanted.sample2))
+        begin, end = map(self.samples.__getitem__, pair)
+        assert 0 < begin == end - 1, "the counters must come from the last two reads, the older one first"
+        for each in wanted.metrics[:3]:
+            each.value = {2: 80.0, 5: 25.0, 10: 50.0 + end}[each.metricId]
+            each.nvmlReturn = 3 if each.metricId == self.unknown else 0  # NVML_ERROR_NOT_SUPPORTED
+        return 0
+
+
+def test_activity_of_the_units_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples are allocated once, and each call computes the activity since the preceding call."""
+    for library, first in (
+        (Library(True), {"sm_active": 0.8, "tensor_active": 0.25, "dram_active": 0.52}),
+        (Library(True, unknown=5), {"sm_active": 0.8, "dram_active": 0.52}),
+        (Library(False), {}),
+    ):
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", library)
+        activity = Activity(pynvml, "handle")
+        assert activity() == first
+        assert activity() == {name: value + 0.01 * (name == "dram_active") for name, value in first.items()}
+        begin = ["QueryDeviceSupport", *["SampleAlloc", "SampleAlloc", "SampleGet"] * bool(first)]
+        assert library.calls == begin + ["SampleGet", "MetricsGet"] * 2 * bool(first)
+    old = SimpleNamespace(NVMLError=NVMLError)  # of a version without these functions
+    assert Activity(old, "handle")() == {}
+
+
+def test_files_without_activity_are_read(tmp_path: Path) -> None:
+    """Files of earlier versions lack the columns of GPM counters."""
+    gpus = (GpuSample(0.5, sm_active=0.25), GpuSample(0.6))
+    text = telemetry.header(2) + telemetry.line(Sample(START, 1.0, 2, gpus=gpus))
+    (tmp_path / "new.csv").write_text(text)
+    rows = [line.split(",") for line in text.splitlines()]
+    kept = [place for place, name in enumerate(rows[0]) if not name.endswith("_active")]
+    (tmp_path / "old.csv").write_text("".join(",".join(row[place] for place in kept) + "\n" for row in rows))
+    assert [each.sm_active for each in telemetry.read(tmp_path / "new.csv")[0].gpus] == [0.25, None]
+    assert [each.utilization for each in telemetry.read(tmp_path / "old.csv")[0].gpus] == [0.5, 0.6]
 
 
 @pytest.mark.usefixtures("_two_gpus")

@@ -14,10 +14,11 @@ import yaml
 from dlscale.core.fingerprint import ROOT as PACKAGE
 from dlscale.core.telemetry import Summary
 from dlscale.extensions.explain.explain import lines
+from dlscale.extensions.programs.steps import Process, _pauses
 from dlscale.measure.profilers import Activity, Profile, ProfiledTool
 from dlscale.measure.records import Outside, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
-from dlscale.report.evidence import Evidence, bound
+from dlscale.report.evidence import Evidence, Finding, bound
 from dlscale.report.verdict import limit, verdict
 from dlscale.results import UNKNOWN
 from tests.conftest import stage
@@ -322,6 +323,34 @@ def test_a_model_without_products_has_no_arithmetic_roof() -> None:
         Evidence(SETTINGS, measured(work=nothing))
     )
     assert limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
+
+
+@pytest.mark.parametrize(
+    ("batches", "other", "longest", "words"),
+    [
+        ([(4.0, "1"), (5.0, "1")], 5.0, 1.0, "For 5.00\u00a0s, another loader than the training's was read"),
+        ([], 0.0, 6.0, "The longest time without a batch or a step is 6.00\u00a0s."),
+    ],
+)
+def test_pauses_are_described_by_what_was_seen(
+    batches: list[tuple[float, str]], other: float, longest: float, words: str
+) -> None:
+    """Between the steps at 3 s and 10 s, the program reads another loader, or does something unknown."""
+    every = [(1.0, "0"), (2.0, "0"), (3.0, "0"), *batches, (9.0, "0"), (10.0, "0")]
+    process = Process(0, steps=[1, 2, 3, 10, 11], batches=[(time, name, 0.0, 8) for time, name in every])
+    pauses = _pauses(process, {"0"}, (1.0, 11.0), [])
+    assert pauses == {"other": pytest.approx(other), "longest": pytest.approx(longest)}
+    (finding,) = verdict(Evidence(SETTINGS, program(training=0.4, pauses=pauses))).findings
+    assert words in finding.why and "checkpoint" not in finding.why
+
+
+def test_a_leak_is_not_hidden_by_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy for a leak, whose cost is unknown, precedes the remedy for the most expensive cause."""
+    costly = Finding("launches", "tiny steps", "", "Use a larger batch.", 0.5)
+    for cause, share, todo in (("leak", None, "Mend it. Use a larger batch."), ("breaks", None, "Use a larger batch.")):
+        found = [costly, Finding(cause, "", "", "Mend it.", share)]
+        monkeypatch.setattr("dlscale.report.verdict.findings", lambda evidence, found=found: found)
+        assert verdict(Evidence(SETTINGS, measured())).todo == todo
 
 
 def test_impossible_rates_report_only_the_disturbance() -> None:

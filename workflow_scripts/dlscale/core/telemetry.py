@@ -40,6 +40,9 @@ class GpuSample:
     sm_mhz: float | None = None
     celsius: float | None = None
     throttled: str | None = None  #: Causes of lower clocks (`dlscale.measure.telemetry.REASONS`), joined by `+`.
+    sm_active: float | None = None  #: Fraction of the streaming multiprocessors that computed (Hopper and newer).
+    tensor_active: float | None = None  #: Fraction of the time in which tensor cores computed (Hopper and newer).
+    dram_active: float | None = None  #: Fraction of the memory bandwidth that was used (Hopper and newer).
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,10 @@ def header(gpus: int) -> str:
 
 def line(sample: Sample) -> str:
     """Return a row of the file."""
-    _, *values = sample.cells().values()
-    cells = [value or "" if value is None or isinstance(value, str) else f"{round(value, 4):.12g}" for value in values]
+    cells = [
+        value or "" if value is None or isinstance(value, str) else f"{round(value, 4):.12g}"
+        for value in list(sample.cells().values())[1:]
+    ]
     return ",".join([f"{sample.time:.3f}", *cells]) + "\n"
 
 
@@ -136,8 +141,12 @@ def parse_row(row: Mapping[str, str]) -> Sample:
         name: cell if name.endswith("_throttled") else float(cell) if cell else None for name, cell in row.items()
     }
     count = sum(name.endswith("_throttled") for name in row)
-    gpus = tuple(GpuSample(*(values[f"gpu{number}_{name}"] for name in _GPU)) for number in range(count))
-    values = {"joules": None, "cpu_call": None} | values  # files of earlier versions lack these columns
+    # Files of earlier versions lack `joules`, `cpu_call` and the last three columns of each GPU.
+    values = {"joules": None, "cpu_call": None} | values
+    gpus = tuple(
+        GpuSample(*(values[f"gpu{number}_{name}"] for name in (_GPU if "gpu0_dram_active" in row else _GPU[:-3])))
+        for number in range(count)
+    )
     sample = Sample(**{name: values[name] for name in _NODE} | {"cores": int(row["cores"]), "gpus": gpus})
     if not (
         all(math.isfinite(value) for value in values.values() if isinstance(value, float))
@@ -165,8 +174,7 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
         places: list[int | None] = [*range(len(samples[0].gpus))] if samples else []
         for number in places or [None]:
             states = [sample if number is None else sample.gpus[number] for sample in samples]
-            counted = number is None or any(state.joules is not None for state in states)
-            before = 0.0
+            counted, before = number is None or any(state.joules is not None for state in states), 0.0
             for sample, state in zip(samples, states, strict=True):
                 used = state.joules if counted else getattr(state, "watts", None)
                 if used is not None:
@@ -283,6 +291,8 @@ def show(file: Path) -> None:
     except UserError as error:  # the results of the stage exist, so a warning is enough
         logging.warning("%s", error)
         return
-    others = {"seconds": found.seconds, "joules": found.joules, "throttled_seconds": found.throttled_seconds}
-    scalars = {f"telemetry/{name}": value for name, value in (*found.means.items(), *others.items())}
-    board.write(file.parents[1] / board.NAME / "telemetry" / file.stem, scalars)
+    scalars = found.means | {name: getattr(found, name) for name in ("seconds", "joules", "throttled_seconds")}
+    board.write(
+        file.parents[1] / board.NAME / "telemetry" / file.stem,
+        {f"telemetry/{name}": value for name, value in scalars.items()},
+    )

@@ -109,6 +109,8 @@ class Outside(Record):
     first_step_seconds: float = Field(ge=0)  #: Seconds from the program's start to the end of its first step.
     waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time in which the program waits for batches.
     training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
+    #: Time outside the steps, seconds: batches of other loaders (`other`), longest time without any batch (`longest`).
+    pauses: dict[str, float] = {}
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.
     queued: float | None = None  #: Fraction of the program's time in which threads on the machine waited for a core.

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from dlscale.core import telemetry
+from dlscale.core import registry, telemetry
 from dlscale.core.telemetry import GpuSample, Sample
 from dlscale.measure import processes
 
@@ -198,11 +198,12 @@ class Gpus:
         # run's power and energy, so both are left out.
         self._whole = len(addresses) == count
         self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
+        self._activity = [registry.provided("gpu_activity", lambda *_: dict)(pynvml, handle) for handle in self.handles]
 
     def sample(self) -> tuple[GpuSample, ...]:
-        return tuple(map(self._sample, self.handles, self._first))
+        return tuple(map(self._sample, self.handles, self._first, self._activity)) if self.handles else ()
 
-    def _sample(self, handle: Any, first: float | None) -> GpuSample:
+    def _sample(self, handle: Any, first: float | None, activity: Any) -> GpuSample:
         rates, memory = (self._ask(f"nvmlDeviceGet{name}", handle) for name in ("UtilizationRates", "MemoryInfo"))
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
         millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
@@ -215,6 +216,7 @@ class Gpus:
             sm_mhz=self._ask("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM),
             celsius=self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else "+".join(name for bit, name in REASONS.items() if reasons & bit),
+            **activity(),
         )
 
     def _ask(self, question: str, *words: Any) -> Any:

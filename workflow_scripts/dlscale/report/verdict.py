@@ -69,7 +69,7 @@ class Verdict:
     bound: Bound | None  #: Limit of the training speed; None if it was not measured.
     findings: list[Finding]  #: Causes, sorted as in `verdict`: disturbances first, then by cost.
     limit: str  #: Distance of the training speed from the device's limit, in words; empty if not measured.
-    todo: str  #: Remedies: for other programs, if any; then for the most expensive cause, or else for the limit.
+    todo: str  #: Remedies: for other programs and a leak, if any; then for the most expensive cause, or for the limit.
     rung: str = ""  #: Settings of the last remedy in `todo`, as YAML; empty if this remedy is not a setting.
 
 
@@ -88,22 +88,20 @@ def verdict(evidence: Evidence) -> Verdict:
     found = [finding for finding in every if finding.share is None or finding.share >= MIN_FRACTION]
     if any(finding.cause == "straggler" for finding in every):  # waiting for a slow rank looks like communication
         found = [finding for finding in found if finding.cause != "communication"]
-    # Other programs come first, because they make all other findings uncertain. TCP and swapping follow,
-    # because they may cause the slow exchanges and slow loading of other findings. Findings without a cost are last.
-    first = {"neighbour": 0, "network": 1, "swapping": 2}
+    # Other programs come first, because they make all other findings uncertain. A leak, which may end the run, TCP and
+    # swapping follow, because they may cause the slow exchanges and slow loading of other findings. Findings without a
+    # cost are last.
+    first = {"neighbour": 0, "leak": 1, "network": 2, "swapping": 3}
     found.sort(key=lambda finding: (first.get(finding.cause, len(first)), -(finding.share or 0.0)))
     bounding = bound(evidence.throughput)
     if bounding and bounding.what == UNKNOWN:  # findings based on these rates are unreliable
         found = [finding for finding in found if finding.cause in ("neighbour", "throttled")]
         return Verdict(bounding, found, "", "Measure again on an idle machine, because these rates are unreliable.")
-    # The remedy for other programs is added before the next remedy and does not replace it.
-    before = [finding.todo for finding in found if finding.cause == "neighbour"]
+    # The remedies for other programs and for a leak are added before the next remedy and do not replace it.
+    before = [finding.todo for finding in found if finding.cause in ("neighbour", "leak")]
     costs = [finding for finding in found if finding.share is not None]
-    if costs:
-        todo, rung = costs[0].todo, costs[0].rung
-    else:
-        todo, rung = _next(evidence, bounding)
-        before = before or [finding.todo for finding in found[:1]]
+    todo, rung = (costs[0].todo, costs[0].rung) if costs else _next(evidence, bounding)
+    before = before or [finding.todo for finding in found[: not costs]]
     return Verdict(bounding, found, limit(evidence), " ".join([*before, todo]), rung)
 
 

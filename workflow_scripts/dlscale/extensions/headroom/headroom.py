@@ -102,7 +102,7 @@ def of_command(command: Sequence[str], count: int, log: Path) -> Headroom:
         start = [sys.executable, "-I", str(scratch.__file__), str(layers), str(steps), *_written(command), "--"]
         with (
             log.open("w") as out,
-            ProgramCopy([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno()) as copy,
+            ProgramCopy([*start, *command], None, TRACKERS_OFF, steps, count, out.fileno(), scratch=folder) as copy,
         ):
             try:
                 return time_turns(copy, steps)
@@ -163,11 +163,12 @@ class ProgramCopy:
         count: int,
         out: int | None,
         contained: bool = False,
+        scratch: str | None = None,
     ) -> None:
         limit = int(MEMORY * psutil.virtual_memory().available)
         own = watched(steps, {**environment, REPLAY: f"{count} {limit}"}, contained)
         try:
-            self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True)
+            self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True, scratch=scratch)
         except OSError as error:
             raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from None
 

@@ -31,19 +31,22 @@ WARM_STEPS, MIN_AGAIN = 2, 4
 #: Beginning of the name of a function that continues after a graph break.
 RESUMED = "torch_dynamo_resume_in_"
 
+#: Parts of the paths of libraries, in which a user cannot change a function.
+PACKAGES = ("/site-packages/", "/dist-packages/", "/torch/")
+
 DEVICES = {"cpu": "main memory", "cuda": "GPU memory"}
 PHASES = {
     START: "before the first step has ended",
     TRAINING: "in the training steps",
     VALIDATION: "in validation",
-    BETWEEN: "between the training steps (such as a checkpoint, or a validation without a loader)",
+    BETWEEN: "in a pause of the training, in which no batch was read",
     UNKNOWN: "in a phase that was not watched",
 }
 #: Phase → remedy for a peak in the phase.
 REMEDIES = {
     START: "Load data in pieces or as a memory-mapped file, and delete copies.",
     VALIDATION: "Validate in smaller batches, under `torch.no_grad()`, and keep sums instead of all predictions.",
-    BETWEEN: "Write checkpoints from the tensors themselves instead of copies, and delete copies.",
+    BETWEEN: "If the pause is a checkpoint, write it from the tensors themselves instead of copies, and delete copies.",
 }
 
 
@@ -92,11 +95,12 @@ def peak_outside(evidence: Evidence) -> Finding | None:
         when = when or f", after step {peak.last:,}" * (phase != START)
         # Steps and batches of a program show where a validation begins, but not where it ends.
         after = " or right after it" * (phase == VALIDATION and evidence.outside is not None)
+        before = f" up to step {training.last:,}" * (evidence.outside is not None)
         found = Finding(
             "peak",
             "peak of memory outside of training",
             f"The {DEVICES[memory.device]} of rank {process.rank} peaks {PHASES[phase]}{after}{when}: "
-            f"{size(peak.bytes)}. The training steps need at most {size(training.bytes)}.",
+            f"{size(peak.bytes)}. The training steps{before} need at most {size(training.bytes)}.",
             REMEDIES[phase],
             None,
         )
@@ -139,7 +143,7 @@ def repeated(compilations: Sequence[Compilation]) -> list[list[Compilation]]:
 
 def _place(own: Sequence[Compilation]) -> dict[str, object]:
     first = next((each for each in own if each.function), own[0])
-    return {name: getattr(first, name) for name in ("function", "file", "line")}
+    return {name: getattr(first, name) for name in ("function", "file", "line", "caller")}
 
 
 def describe(found: Sequence[Sequence[Compilation]]) -> str:
@@ -149,13 +153,19 @@ def describe(found: Sequence[Sequence[Compilation]]) -> str:
     seconds = sum(each.seconds for each in made)
     steps = f"from step {first[0].step + 1:,} to step {first[-1].step + 1:,}"
     text = (
-        f"`{_function(first[0])}` ({first[0].file}:{first[0].line}) was compiled again {many(len(made), 'time')}, "
+        f"`{_function(first[0])}` ({_line(first[0])}) was compiled again {many(len(made), 'time')}, "
         f"{steps}, in {duration(seconds)}. Last reason: {first[-1].reason or 'unknown'}."
     )
     if any(each.refused for each in first):
         text += " PyTorch then reached its limit (`recompile_limit`): other inputs run uncompiled."
-    others = dict.fromkeys(f"{_function(own[0])} ({own[0].file}:{own[0].line})" for own in found[1:])
+    others = dict.fromkeys(f"{_function(own[0])} ({_line(own[0])})" for own in found[1:])
     return text + (f" Also: {listed(list(others))}." if others else "")
+
+
+def _line(compilation: Compilation) -> str:
+    """Return the line of a function; for a function of a library, the line of the program that calls it."""
+    caller, library = compilation.caller, any(part in compilation.file for part in PACKAGES)
+    return f"of a library, called at {caller}" if caller and library else f"{compilation.file}:{compilation.line}"
 
 
 def _function(compilation: Compilation) -> str:
@@ -169,7 +179,7 @@ def breaks(evidence: Evidence) -> Finding | None:
         if not process.breaks:
             continue
         resumed = [each for each in process.compilations if each.function.startswith(RESUMED)]
-        places = list(dict.fromkeys(f"{each.file}:{each.line}" for each in resumed))
+        places = list(dict.fromkeys(map(_line, resumed)))
         reasons = sorted(process.breaks, key=lambda reason: -process.breaks[reason])
         where = f", after which the code continues at {listed(places)}" if places else ""
         return Finding(

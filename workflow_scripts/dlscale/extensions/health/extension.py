@@ -6,6 +6,7 @@ PROVIDES = {
     "watch_training": "dlscale.extensions.health.training.watch_training",
     "place_of_exhaustion": "dlscale.extensions.health.training.place_of_exhaustion",
     "write_health": "dlscale.extensions.health.programs.write_health",
+    "gpu_activity": "dlscale.extensions.health.gpm.Activity",
 }
 
 #: Functions that judge a run's memory and compilations, for the verdict.

@@ -27,6 +27,12 @@ STATUS = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTIL
 #: thread that writes the notes counts.
 MAX_FRACTION, FREE_SECONDS = 1e-3, 0.01
 
+#: Beginnings of the paths of Python's own files, and parts of the paths of installed packages.
+STANDARD, INSTALLED = ("<", os.path.dirname(os.__file__) + os.sep), ("/site-packages/", "/dist-packages/")  # noqa: PTH120
+
+#: Maximum number of functions of libraries whose callers are kept.
+MAX_CALLERS = 64
+
 #: Longest noted text of a reason, characters.
 MAX_REASON = 400
 
@@ -65,6 +71,8 @@ class Compilations:
 
     def __init__(self) -> None:
         self._last: Any = None
+        self._callers: dict[str, str] = {}  # PyTorch's number of a compiled function → line of the program
+        self._listening = False
         self.new()
         self._before = self._known = _graph_breaks()
 
@@ -73,13 +81,27 @@ class Compilations:
 
         PyTorch keeps the last 64 compilations. Fields that an older PyTorch lacks are None.
         """
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and not self._listening:
+            self._listening = True
+            handler.register_start_callback(self._begin)
         every: list[Any] = getattr(sys.modules.get("torch._dynamo.utils"), "get_compilation_metrics", list)()
         if not every or every[-1] is self._last:
             return []
         known = next((place for place, each in enumerate(every) if each is self._last), -1)
         self._last = every[-1]
         # Entries that are written while the program runs, such as of autotuning, are not compilations.
-        return [_described(each) for each in every[known + 1 :] if not getattr(each, "is_runtime", False)]
+        found = [_described(each) for each in every[known + 1 :] if not getattr(each, "is_runtime", False)]
+        return [{**each, "caller": self._callers.get(each["frame"], "")} for each in found]
+
+    def _begin(self, *arguments: Any) -> None:
+        """Note the line of the program from which a function is compiled; called by PyTorch before it compiles."""
+        try:
+            frame = str(arguments[0].compile_id).rpartition("/")[0]
+            if frame not in self._callers and len(self._callers) < MAX_CALLERS:
+                self._callers[frame] = line_of_program(sys._getframe(1))
+        except Exception:  # an older PyTorch passes no arguments
+            return
 
     def breaks(self) -> dict[str, int] | None:
         """Return the number of graph breaks by reason; None if it has not changed since the last call."""
@@ -114,6 +136,18 @@ def _described(entry: Any) -> dict[str, Any]:
         "reason": short(str(reason or "").partition(": ")[2]),
         "refused": "recompile limit" in str(of("fail_reason") or "")[:200],
     }
+
+
+def line_of_program(frame: Any) -> str:
+    """Return the line `FILE:LINE` of the first frame, from the innermost one, in the program's own files."""
+    torch = os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep  # noqa: PTH120
+    libraries = (*INSTALLED, torch)
+    while frame:
+        file = frame.f_code.co_filename
+        if file != __file__ and not file.startswith(STANDARD) and not any(part in file for part in libraries):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def short(reason: str) -> str:

@@ -34,6 +34,9 @@ from dlscale.extensions.health.records import (
 #: A pause lies between two steps that are further apart than PAUSE times the median, and than PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 5.0, 0.2
 
+#: Minimum number of steps whose peak bounds the training: the first step allocates the optimiser's state at its end.
+MIN_STEPS = 2
+
 #: Minimum ratio of a new peak to the peak so far, because memory in use varies a little.
 HIGHER = 1.01
 
@@ -158,7 +161,7 @@ def _memory(
 
     The phase of a point is the phase since the point before. The peak of a phase is known if the peak so far rose in
     the phase (or fell, because the program reset it). The peak so far is also an upper bound of the training, until
-    another phase exceeds it.
+    another phase exceeds it. If the first epoch ends before the first point in the training, this point has the bound.
     """
     named, counts, peaks, high, bounds = list[str](), [phases.count(time) for time in times], dict[str, Peak](), 0, True
     for place, (time, (_, peak, *_)) in enumerate(zip(times, points, strict=True)):
@@ -167,8 +170,12 @@ def _memory(
         named.append(phase)
         if rose := not high <= peak <= HIGHER * high:
             high, bounds = peak, phase in (START, TRAINING)
-        if (rose or (phase == TRAINING and bounds)) and (phase not in peaks or high > peaks[phase].bytes):
-            peaks[phase] = Peak(bytes=high, first=counts[before], last=counts[place])
+        trained = phase == TRAINING or (phase == START and counts[place] >= MIN_STEPS)
+        found = Peak(bytes=high, first=counts[before], last=counts[place])
+        if rose and (phase not in peaks or high > peaks[phase].bytes):
+            peaks[phase] = found
+        if trained and bounds and (TRAINING not in peaks or high >= peaks[TRAINING].bytes):
+            peaks[TRAINING] = found
     columns: Any = list(zip(*points, strict=True))
     more = {"reserved": list(columns[2]), "inactive": list(columns[3])} if device == "cuda" else {}
     return Memory(device=device, steps=counts, phases=named, used=list(columns[0]), peaks=peaks, limit=limit, **more)

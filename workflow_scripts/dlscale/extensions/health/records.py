@@ -66,6 +66,7 @@ class Compilation(Record):
     function: str = ""
     file: str = ""
     line: int = 0
+    caller: str = ""  #: Line of the program from which the function was first compiled; empty if unknown.
     reason: str = ""  #: Guard that failed; empty for the first compilation.
     refused: bool = False  #: Whether PyTorch refused to compile the function again (`recompile_limit`).
 

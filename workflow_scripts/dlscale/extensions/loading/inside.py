@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,16 @@ TRANSFORMS, WRAPPED = ("transform", "target_transform", "transforms"), ("dataset
 #: Maximum number of nested datasets that are searched for transforms.
 MAX_DATASETS = 16
 
+#: Modules of PIL → class whose method `load` decodes an image.
+DECODERS = {
+    "PIL.ImageFile": "ImageFile",
+    "PIL.WebPImagePlugin": "WebPImageFile",
+    "PIL.AvifImagePlugin": "AvifImageFile",
+}
+
+#: Beginnings of the paths of Python's own files, and parts of the paths of installed packages.
+STANDARD, INSTALLED = ("<", os.path.dirname(os.__file__) + os.sep), ("/site-packages/", "/dist-packages/")  # noqa: PTH120
+
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
@@ -61,6 +72,7 @@ class Watch:
         """Reset the sums; a forked process must not write its parent's sums."""
         self._file, self._due, self._lock, self._local = "", 0.0, threading.Lock(), threading.local()
         self._loaders: dict[Any, dict[str, Any]] = {}
+        self._datasets: dict[Any, list[Any]] = {}
         self._arrays: dict[Any, dict[str, Any]] = {}
         self._worker: dict[str, Any] = {}
         self._device, self._stopped, self._batches = "", "", 0
@@ -183,6 +195,7 @@ class Watch:
             swapped: list[tuple[dict[str, Any], str, Any]] = []
             names: list[str] = []
             try:
+                self._time_decoders()
                 self._swap(fetcher, swapped, names)
             except Exception as error:
                 self.stop(error)
@@ -227,6 +240,13 @@ class Watch:
                 if inside is not None and len(datasets) < MAX_DATASETS:
                     datasets += inside[:MAX_DATASETS] if isinstance(inside, (list, tuple)) else [inside]
 
+    def _time_decoders(self) -> None:
+        """Time PIL's functions that decode an image, which PIL calls when the image is first used."""
+        for module, name in DECODERS.items():
+            kind = getattr(sys.modules.get(module), name, None)
+            if kind is not None and not hasattr(kind.load, "_dlscale"):
+                kind.load = self.wrapped("decode", kind.load)
+
     def _time_transform(self, own: dict[str, Any], name: str, value: Any, swapped: list[Any]) -> None:
         if isinstance(value, FUNCTIONS):
             if not hasattr(value, "_dlscale"):  # otherwise another thread fetches at the same time
@@ -267,8 +287,20 @@ class Watch:
 
     def loaders(self, module: Any) -> None:
         """Wrap the functions that begin an epoch, and deliver its next batch."""
-        kind = module._BaseDataLoaderIter
-        reset, original = kind._reset, kind.__next__
+        kind, loader = module._BaseDataLoaderIter, module.DataLoader
+        reset, original, make, begin_epochs = kind._reset, kind.__next__, loader.__init__, kind.__init__
+
+        @functools.wraps(make)
+        def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
+            make(made, *args, **kwargs)
+            with contextlib.suppress(Exception):
+                made.__dict__["_dlscale_made"] = place_of_caller()
+
+        @functools.wraps(begin_epochs)
+        def begin(iterator: Any, made: Any, *args: Any, **kwargs: Any) -> None:
+            with contextlib.suppress(Exception):
+                iterator.__dict__["_dlscale_made"] = made.__dict__.get("_dlscale_made", "")
+            begin_epochs(iterator, made, *args, **kwargs)
 
         @functools.wraps(reset)
         def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,10 +329,14 @@ class Watch:
             iterator.__dict__["_dlscale_end"] = clock()
             return batch
 
-        kind._reset, kind.__next__ = _reset, __next__
+        kind._reset, kind.__next__, loader.__init__, kind.__init__ = _reset, __next__, __init__, begin
 
     def _loader(self, iterator: Any, mapped: Any) -> dict[str, Any] | None:
-        """Return the record of an iterator's loader; loaders with equal settings have one record."""
+        """Return the record of an iterator's loader.
+
+        Loaders with equal settings have one record if they are made in the same line, for the same dataset. A dataset
+        that replaces a deleted dataset counts as the same.
+        """
         dataset, workers = iterator._dataset, iterator._num_workers
         known = {
             "dataset": type(dataset).__name__,
@@ -312,6 +348,8 @@ class Watch:
             "prefetch": getattr(iterator, "_prefetch_factor", None) if workers else None,
             "persistent": bool(getattr(iterator, "_persistent_workers", False)),
         }
+        made = known["made"] = iterator.__dict__.get("_dlscale_made", "")
+        known["order"] = self._order((*known.values(), made), dataset)
         key = tuple(known.values())
         if key not in self._loaders and len(self._loaders) < MAX_LOADERS:
             self._loaders[key] = {
@@ -323,6 +361,20 @@ class Watch:
         if record and len(record["seeds"]) < MAX_SEEDS:
             record["seeds"].append(iterator._base_seed)
         return record
+
+    def _order(self, key: Any, dataset: Any) -> int:
+        """Return the number of a dataset among those datasets whose loaders have the same settings."""
+        try:
+            reference = weakref.ref(dataset)
+        except TypeError:  # such as a list
+            return 0
+        known = self._datasets.setdefault(key, [])
+        found = [each() for each in known]
+        order = next((number for number, each in enumerate(found) if each is dataset), -1)
+        if order < 0:
+            order = next((number for number, each in enumerate(found) if each is None), len(known))
+            known[order : order + 1] = [reference]
+        return order
 
     def _note_batch(self, iterator: Any, batch: Any, begin: float, now: float, ready: int | None) -> None:
         record, end = iterator.__dict__["_dlscale_loader"], iterator.__dict__.get("_dlscale_end")
@@ -481,6 +533,24 @@ def spans(shape: tuple[int, ...], selection: Any) -> list[tuple[int, int, int]]:
 
 def _has_axes(part: Any) -> bool:
     return bool(getattr(part, "shape", ()))
+
+
+def place_of_caller() -> str:
+    """Return the line `FILE:LINE` of the program that called this function, as far as possible not of a package."""
+    torch = os.path.dirname(str(sys.modules["torch"].__file__))  # noqa: PTH120
+    frame: Any = sys._getframe(1)
+    places = []
+    while frame:
+        file = frame.f_code.co_filename
+        if file != __file__ and (not file.startswith(STANDARD) or any(part in file for part in INSTALLED)):
+            places.append((file, frame.f_lineno))
+        frame = frame.f_back
+    # A package with its own command, in `bin`, is the program.
+    apart = (*INSTALLED, f"{torch}{os.sep}", f"{os.path.dirname(sys.executable)}{os.sep}")  # noqa: PTH120
+    own = [each for each in places if not any(part in each[0] for part in apart)]
+    file, line = next(iter(own or [each for each in places if not each[0].startswith(torch)]), ("", 0))
+    here = os.getcwd() + os.sep  # noqa: PTH109
+    return f"{file[len(here) :] if file.startswith(here) else file}:{line}" if file else ""
 
 
 def _ready(iterator: Any) -> int | None:

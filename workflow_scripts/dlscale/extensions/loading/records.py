@@ -17,7 +17,7 @@ class Fetch(Record):
     batches: int = 0
     seconds: float = 0.0
     cpu: float = 0.0  #: Processor time.
-    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `transform` and `collate`, without overlap.
+    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `decode`, `transform` and `collate`, without overlap.
     transforms: list[str] = []  #: Names of the dataset's transforms.
 
 
@@ -25,6 +25,8 @@ class Loader(Record):
     """Sums of a loader in one training process; times in seconds."""
 
     dataset: str
+    made: str = ""  #: Line of the program that made the loader, as `FILE:LINE`; empty if unknown.
+    order: int = 0  #: Number of the loader among loaders with the same settings from the same line.
     length: int | None = None
     workers: int
     batch_size: int | None = None

@@ -30,11 +30,20 @@ MIN_RATIO, MIN_READS = 2.0, 0.3
 #: Copies from pageable memory: assumed rate, bytes/s, and minimum fraction of a step that is reported.
 PAGEABLE, MIN_COPIES = 6e9, 0.01
 
+#: Minimum fraction of the requests without a ready batch at which a larger prefetch helps.
+MIN_EMPTY = 0.05
+
 #: Fraction of a step's time per batch below which workers are fast enough.
 FAST_WORKERS = 0.8
 
 #: Parts of the time of a batch, as in the table.
-PARTS = {"read": "reads", "transform": "transform", "collate": "collate", "dataset": "rest of the dataset"}
+PARTS = {
+    "read": "reads",
+    "decode": "decoding images (PIL)",
+    "transform": "transform",
+    "collate": "collate",
+    "dataset": "rest of the dataset",
+}
 
 
 class LoaderWatch:
@@ -115,7 +124,8 @@ def _same_loaders(loaders: Sequence[Loader]) -> list[Loader]:
     """Sum up the loaders of several processes that have the same settings."""
     same = defaultdict[tuple[object, ...], list[Loader]](list)
     for each in loaders:
-        same[each.dataset, each.length, each.workers, each.batch_size, each.pin_memory, each.persistent].append(each)
+        settings = (each.dataset, each.length, each.workers, each.batch_size, each.pin_memory, each.persistent)
+        same[(*settings, each.made, each.order)].append(each)
     sums = ("batches", "waited", "firsts", "first_waited", "requests", "ready", "empty", "sized", "bytes", "pinned")
     return [
         group[0].model_copy(
@@ -194,7 +204,8 @@ def advise(loading: Loading) -> Advice | None:
         if loader.batches >= MIN_BATCHES and total:
             each = [_waits(loader, loading), _starts(loader), _copies(loader, loading)]
             part = _total(loader) / total
-            found += [one.model_copy(update={"share": part * one.share}) for one in each if one]
+            which = f" This is the loader made at {loader.made}." if loader.made and len(loading.loaders) > 1 else ""
+            found += [one.model_copy(update={"share": part * one.share, "why": one.why + which}) for one in each if one]
     found = [one for one in found if one.share >= (MIN_COPIES if one.cause == "copies" else MIN_FRACTION)]
     return max(found, key=lambda one: one.share, default=None)
 
@@ -242,13 +253,13 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
         return None
     arrives = wait + step if workers else fetch  # seconds per batch
     needed = max(math.ceil(max(workers, 1) * arrives / max(step, 1e-9)), workers + 1)
-    busy = loader.fetch.cpu / loader.fetch.seconds if loader.fetch.seconds else 1.0
-    ranks = max(loading.processes, 1)
-    fits = ranks * (needed * min(busy, 1.0) + 1) <= loading.cores + 0.5 and ranks * needed <= 2 * loading.cores
+    # A core for each process and each worker: `cores` counts the cores of one process, which ranks usually share.
+    fits = max(loading.processes, 1) * (needed + 1) <= loading.cores
     parts = parts_of(loader)
     largest = max(parts, key=lambda name: parts[name], default="")
     fraction = parts[largest] / sum(parts.values()) if largest and sum(parts.values()) else 0.0
     named = {"transform": f"The transform ({', '.join(loader.fetch.transforms)})", "read": "Reading"}
+    named["decode"] = "Decoding images"
     name = named.get(largest, f"The {PARTS.get(largest)}")
     mostly = f"{name} takes {percent(fraction)} of a batch's {_time(fetch)}." if fraction >= 0.5 else ""
     who = many(workers, "worker") if workers else "The training process"
@@ -266,18 +277,22 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
         if loader.empty >= loader.requests / 2:
             send = "Send less: smaller types (uint8, float16), fewer and larger tensors, or decoding on the device."
             return advice("transfer", "Slow transfer from workers", why, send)
+        if loader.empty < MIN_EMPTY * loader.requests:  # a batch was ready, so another program took the time
+            return None
         prefetch = 2 * (loader.prefetch or 2)
         return advice("uneven", "Uneven batches", why, f"Set prefetch_factor={prefetch} in the DataLoader.")
     if fits and (needed == workers + 1 or largest != "transform" or not mostly):
         return advice("workers", "Too few workers", [rates, mostly], f"Set num_workers={needed} in the DataLoader.")
-    slow = {"transform": "Slow transform", "collate": "Slow collate_fn", "read": "Slow reads"}.get(largest)
+    slow = {"transform": "Slow transform", "collate": "Slow collate_fn", "read": "Slow reads"}
+    slow["decode"] = "Slow decoding"
     todo = {
+        "decode": "Store smaller or decoded images, or decode on the device.",
         "transform": "Make it faster, transform batches on the device, or store transformed data.",
         "collate": "Make it faster, or let the dataset return tensors of one size.",
         "read": "Store the data uncompressed, in chunks of one sample, on a faster disk.",
     }.get(largest, "Store the data in the form that the model takes, so that there is less to decode.")
     why = [mostly or f"A batch takes {_time(fetch)} ({_shown_parts(loader)}).", rates]
-    return advice(largest if slow else "dataset", slow or "Slow dataset", why, todo)
+    return advice(largest if largest in slow else "dataset", slow.get(largest, "Slow dataset"), why, todo)
 
 
 def _wasted(array: Array, share: float, reads: float) -> Advice:
@@ -331,6 +346,7 @@ def _loader_rows(loader: Loader, loading: Loading) -> list[tuple[str, str]]:
     about = [many(loader.workers, "worker") if loader.workers else "no workers"]
     about += [f"{loader.batch_size} samples per batch"] if loader.batch_size else []
     about += [f"{loader.length:,} samples"] if loader.length is not None else []
+    about += [f"made at {loader.made}" + f" (dataset {loader.order + 1})" * bool(loader.order)] if loader.made else []
     rows = [("loader", f"{loader.dataset}, {', '.join(about)}")]
     if (fetch := fetch_of(loader)) is not None:
         where = "a worker" if loader.workers else "the training process"

@@ -7,7 +7,7 @@ import statistics
 from typing import cast
 
 from dlscale.core import registry
-from dlscale.core.text import number, percent, size
+from dlscale.core.text import duration, number, percent, size
 from dlscale.measure.records import SAMPLE_RATE
 from dlscale.report.evidence import Evidence, Finding, crowded_out
 from dlscale.results import MIN_FRACTION, foreign_cores
@@ -21,6 +21,9 @@ QUEUED = 0.5
 #: Limits for reporting that an external program slows down: minimum number of windows of steps in each third of its
 #: run, and minimum fraction of the speed that is lost from the first third to the last third.
 WINDOWS, SLOWER = 3, 0.2
+
+#: Minimum time outside the steps that is described, seconds.
+PAUSE = 1.0
 
 #: Step time, seconds, below which launching operators is reported as a cost of an external program on a CPU.
 TINY = 4e-3
@@ -67,18 +70,21 @@ def waiting(evidence: Evidence) -> Finding | None:
     spare = usage and usage.cores - usage.cores_cpu_seconds / usage.seconds
     read = f", and disks deliver {size(usage.read_bytes / usage.seconds)}/s" if usage and usage.read_bytes else ""
     ranks = evidence.throughput.nranks if evidence.throughput else 1
+    free = usage.cores - ranks if usage else 1
+    more = f"Use more workers (num_workers of its DataLoader){f', at most {free} in all' * bool(usage)}" * (free > 0)
     if usage and busy < 0.5 * min(ranks, usage.cores):
         return Finding(
             "storage",
             "slow storage",
             f"{why} and keeps only {number(busy, 2)} of {usage.cores} cores busy{read}. The program waits for files, "
             "or it sleeps.",
-            "Copy the data to faster storage (the node's own disk, or memory). Use more workers (num_workers of its "
-            "DataLoader), so that more files are read at the same time.",
+            "Copy the data to faster storage (the node's own disk, or memory)."
+            + f" {more}, so that more files are read at the same time." * bool(more),
             program.waiting,
         )
-    idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spare and spare >= 0.5 else ""
-    todo = "Use more workers (num_workers of its DataLoader), up to the number of cores. " if idle or not usage else ""
+    spared = usage and more and spare and spare >= 0.5
+    idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spared else ""
+    todo = f"{more}. " if idle or not usage else ""
     return Finding(
         "workers" if idle else "loader",
         "too few workers" if idle else "the loader's work",
@@ -143,14 +149,20 @@ def besides(evidence: Evidence) -> Finding | None:
     if not program or program.training > 1 - 2 * MIN_FRACTION:
         return None
     share = 1 - program.training
-    unseen = " A log does not show the wait for data, but `dlscale.timed` does." if program.way == "log" else ""
+    other, longest = (program.pauses.get(name, 0.0) for name in ("other", "longest"))
+    why = [
+        f"From the first counted step to the last, {percent(share)} of the time is spent outside the steps. The rate "
+        "does not count this time.",
+        f"For {duration(other)}, another loader than the training's was read, as in a validation." * (other >= PAUSE),
+        f"The longest time without a batch or a step is {duration(longest)}." * (longest >= PAUSE),
+    ]
+    todo = [
+        "If this is validation, validate less often, on fewer samples, or in larger batches." * (other >= longest),
+        "If the program saves checkpoints then, save less often, or in a thread." * (longest >= min(other, PAUSE)),
+        "A log does not show the wait for data, but `dlscale.timed` does." * (program.way == "log"),
+    ]
     return Finding(
-        "besides",
-        "much time outside training",
-        f"From the first counted step to the last, {percent(share)} of the time is spent outside the steps, on "
-        "validations, checkpoints and other pauses. The rate does not count this time.",
-        "Validate and save less often. Validate on fewer samples, in larger batches. Save in a thread." + unseen,
-        share,
+        "besides", "much time outside training", " ".join(filter(None, why)), " ".join(filter(None, todo)), share
     )
 
 

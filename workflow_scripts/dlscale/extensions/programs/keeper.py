@@ -20,7 +20,7 @@ from typing import IO, Any
 import psutil
 
 from dlscale.core import machine
-from dlscale.core.files import HOST, remove_left
+from dlscale.core.files import HOST, remove, remove_left
 
 #: Seconds between SIGTERM to a program's processes and SIGKILL.
 GRACE = 5.0
@@ -40,6 +40,7 @@ class KeptProgram:
         out: int | None = None,
         stdin: int | None = None,
         session: bool = False,
+        scratch: str | None = None,
     ) -> None:
         """Start a program; raise `OSError` if it cannot be run.
 
@@ -55,6 +56,8 @@ class KeptProgram:
             Target of the output and errors, and source of the input, as in `subprocess.Popen`.
         session
             Whether the program gets a session of its own. All descendants are then killed when the program ends.
+        scratch
+            Folder that the keeper removes if dlscale is killed.
         """
         parent, (read, write) = os.getpid(), os.pipe()
         try:
@@ -66,7 +69,7 @@ class KeptProgram:
                 stdout=out,
                 stderr=out,
                 start_new_session=session,
-                preexec_fn=lambda: _keep(parent, write, all_end=session),
+                preexec_fn=lambda: _keep(parent, write, session, scratch),
             )
             self.pid = int(os.read(read, 32))  #: Process id of the program.
         except subprocess.SubprocessError as error:  # the new process could not fork the program
@@ -104,7 +107,7 @@ class KeptProgram:
                     each.send_signal(number)
 
 
-def _keep(parent: int, write: int, all_end: bool) -> None:
+def _keep(parent: int, write: int, all_end: bool, scratch: str | None) -> None:
     """Fork before a program is executed: the parent becomes the keeper, and the child returns to execute the program.
 
     In the keeper this function does not return: the keeper exits with the program's status.
@@ -124,12 +127,12 @@ def _keep(parent: int, write: int, all_end: bool) -> None:
     try:
         os.write(write, str(program).encode())
         os.closerange(0, os.sysconf("SC_OPEN_MAX"))
-        status = _kept(program, parent, all_end)
+        status = _kept(program, parent, all_end, scratch)
     finally:
         os._exit(status)
 
 
-def _kept(program: int, parent: int, all_end: bool) -> int:
+def _kept(program: int, parent: int, all_end: bool, scratch: str | None) -> int:
     """Reap processes until the program or dlscale ends; return the program's status.
 
     The status is 1 if dlscale ends first.
@@ -138,12 +141,23 @@ def _kept(program: int, parent: int, all_end: bool) -> int:
         signal.sigtimedwait(signal.valid_signals(), LOOK)
         status = _reaped().get(program)
         if os.getppid() != parent:
-            _end_all(GRACE)
+            _end_all(0.0 if scratch else GRACE)
+            if scratch:
+                _remove(scratch)
         elif status is None:
             continue
         elif all_end:
             _end_all(0.0)
         return 1 if status is None else status
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, and its subfolders that an overlay file system left without permissions."""
+    for place, names, _ in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                Path(place, name).chmod(0o700)
+    remove(Path(folder))
 
 
 def _reaped() -> dict[int, int]:

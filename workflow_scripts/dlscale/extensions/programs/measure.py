@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from dlscale.config.places import MEASURED, results_of
 from dlscale.config.records import PlanRecord, RunReference
 from dlscale.core import machine, registry, telemetry
 from dlscale.core.errors import UserError, cut
-from dlscale.core.files import remove, translate_error, write_text
+from dlscale.core.files import HOST, remove, remove_left, translate_error, write_text
 from dlscale.core.noise import interval
 from dlscale.core.paths import Results
 from dlscale.core.redact import redact
@@ -61,6 +62,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         )
     if args.hang_after is not None and not MIN_SECONDS <= args.hang_after <= MAX_SECONDS:
         raise UserError(f"--hang-after: {args.hang_after}: expected {MIN_SECONDS:.0f} to {MAX_SECONDS:,.0f} seconds")
+    remove_left(Path(tempfile.gettempdir()), f"dlscale-replay.{HOST}")  # of a killed call whose keeper was killed, too
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
@@ -113,9 +115,13 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         throughput.write(folder / "throughput.json")
         geometry = {"gpus_per_node": throughput.nranks}
         _write_settings(folder, own, batch_size=throughput.batch_size, geometry=geometry)
-        say("\n".join(lines(folder, throughput, judge_run(read_alone(folder)))))
-        if profilers:
-            say("\n".join(module.lines(profilers.write_profile(processes, throughput))))
+        profile = None
+        try:
+            profile = profilers.write_profile(processes, throughput) if profilers else None
+        finally:  # the verdict reads the profile
+            say("\n".join(lines(folder, throughput, judge_run(read_alone(folder)))))
+        if profile:
+            say("\n".join(module.lines(profile)))
         remove(steps)
     except Exception as error:
         # The record of a long run is kept even if the run has no steps.

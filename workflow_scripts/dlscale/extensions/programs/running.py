@@ -530,6 +530,7 @@ def _measured(
             gradient_bytes=found.gradients or None,
             waiting=found.waiting,
             training=min(found.training, 1.0),
+            pauses=found.pauses,
             stalled=run.stalled,
             queued=run.queued,
             rank_waiting=found.waits_of_ranks,

@@ -101,6 +101,7 @@ class Pace:
     training: float
     waits_of_ranks: list[float] = field(default_factory=list)  #: Fraction `waiting` of each process.
     gradients: int = 0  #: Bytes of the gradients of one process; 0 if unknown.
+    pauses: dict[str, float] = field(default_factory=dict)  #: See `dlscale.measure.records.Outside.pauses`.
     cores_of_ranks: list[float] = field(default_factory=list)  #: Busy cores of each process, without loader workers.
 
 
@@ -266,6 +267,24 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
     return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
 
 
+def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
+    """Describe the time outside the steps in a span, seconds, without the spans `away`.
+
+    `other`: time from the request of a batch of another loader until the next event; `longest`: longest other time
+    without a batch or a step.
+    """
+    events = [(time, time, True) for time in process.steps]
+    events += [(time - waited, time, iterator in training) for time, iterator, waited, _ in process.batches]
+    other, longest, last, own = 0.0, 0.0, span[0], True
+    for begin, end, trains in sorted(event for event in events if span[0] < event[1] <= span[1]):
+        begin = max(begin, last)
+        idle = begin - last - _within(last, begin, away)
+        other += idle * (not own) + (end - begin) * (not trains)
+        longest = max(longest, idle * own)
+        last, own = max(last, end), trains
+    return {"other": other, "longest": longest}
+
+
 def _is_ahead(process: Process, training: set[str]) -> bool:
     """Return whether threads other than the training threads fetch batches, so that training does not wait."""
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
@@ -381,6 +400,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         seconds=seconds,
         rank_rates=rank_rates,
         gradients=processes[0].gradients,
+        pauses=_pauses(processes[0], iterators[0], (begin, end), away[0]),
         waiting=sum(waited) / sum(lasted) if all(iterators) and not any(ahead) else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
         waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if not any(ahead) else [],

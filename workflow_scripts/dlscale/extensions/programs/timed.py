@@ -37,6 +37,10 @@ MAX_SAMPLES = 10**9
 #: Maximum number of a batch's parts (arrays, lists) whose lengths are compared with the loader's batch size.
 MAX_PARTS = 32
 
+#: Seconds between the first writes: the fraction FRACTION of the time since the first write, at least MIN_SECONDS, at
+#: most SECONDS. With these writes, a run of a few seconds also has enough points of memory.
+MIN_SECONDS, FRACTION = 0.05, 1 / 32
+
 #: After MAX_NOTES notes, a process alternately writes notes for NOTED seconds and pauses. A pause lasts GAP times the
 #: time since the first note, so that the file grows with the logarithm of the time.
 MAX_NOTES, NOTED, GAP = 100_000, 1.0, 0.01
@@ -156,7 +160,7 @@ class Log:
             self.notify()
             notes, self._notes = self._notes, []
             self._count += len(notes)
-            self._due = now + SECONDS
+            self._due = now + min(SECONDS, max(MIN_SECONDS, FRACTION * (now - self._begin)))
             if self._count > MAX_NOTES and now - self._since >= NOTED:
                 self._until = self._since = now + GAP * (now - self._begin)
                 self._due = self._until + SECONDS
