@@ -90,10 +90,8 @@ def header(gpus: int) -> str:
 
 def line(sample: Sample) -> str:
     """Return a row of the file."""
-    cells = [
-        value or "" if value is None or isinstance(value, str) else f"{round(value, 4):.12g}"
-        for value in list(sample.cells().values())[1:]
-    ]
+    _, *values = sample.cells().values()
+    cells = [value or "" if value is None or isinstance(value, str) else f"{round(value, 4):.12g}" for value in values]
     return ",".join([f"{sample.time:.3f}", *cells]) + "\n"
 
 
@@ -174,7 +172,8 @@ def energy(nodes: Iterable[Sequence[Sample]], since: float = -math.inf, until: f
         places: list[int | None] = [*range(len(samples[0].gpus))] if samples else []
         for number in places or [None]:
             states = [sample if number is None else sample.gpus[number] for sample in samples]
-            counted, before = number is None or any(state.joules is not None for state in states), 0.0
+            counted = number is None or any(state.joules is not None for state in states)
+            before = 0.0
             for sample, state in zip(samples, states, strict=True):
                 used = state.joules if counted else getattr(state, "watts", None)
                 if used is not None:
@@ -291,8 +290,6 @@ def show(file: Path) -> None:
     except UserError as error:  # the results of the stage exist, so a warning is enough
         logging.warning("%s", error)
         return
-    scalars = found.means | {name: getattr(found, name) for name in ("seconds", "joules", "throttled_seconds")}
-    board.write(
-        file.parents[1] / board.NAME / "telemetry" / file.stem,
-        {f"telemetry/{name}": value for name, value in scalars.items()},
-    )
+    others = {"seconds": found.seconds, "joules": found.joules, "throttled_seconds": found.throttled_seconds}
+    scalars = {f"telemetry/{name}": value for name, value in (*found.means.items(), *others.items())}
+    board.write(file.parents[1] / board.NAME / "telemetry" / file.stem, scalars)

@@ -100,8 +100,11 @@ def verdict(evidence: Evidence) -> Verdict:
     # The remedies for other programs and for a leak are added before the next remedy and do not replace it.
     before = [finding.todo for finding in found if finding.cause in ("neighbour", "leak")]
     costs = [finding for finding in found if finding.share is not None]
-    todo, rung = (costs[0].todo, costs[0].rung) if costs else _next(evidence, bounding)
-    before = before or [finding.todo for finding in found[: not costs]]
+    if costs:
+        todo, rung = costs[0].todo, costs[0].rung
+    else:
+        todo, rung = _next(evidence, bounding)
+        before = before or [finding.todo for finding in found[:1]]
     return Verdict(bounding, found, limit(evidence), " ".join([*before, todo]), rung)
 
 
@@ -137,7 +140,8 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
         return faster or "The fastest loader is in use. Store fewer bytes, or use more nodes.", DIRECT if faster else ""
     if not (rungs := evidence.rungs):
         return "No further setting is suggested. Try a larger batch, or more devices.", ""
-    return "; then ".join([rungs[0], *filter(None, [", ".join(rungs[1:])])]) + ".", rungs[0]
+    later = f"; then {', '.join(rungs[1:])}" if rungs[1:] else ""
+    return f"{rungs[0]}{later}.", rungs[0]
 
 
 def format_findings(found: Verdict) -> list[str]:

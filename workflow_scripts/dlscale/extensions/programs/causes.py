@@ -71,7 +71,8 @@ def waiting(evidence: Evidence) -> Finding | None:
     read = f", and disks deliver {size(usage.read_bytes / usage.seconds)}/s" if usage and usage.read_bytes else ""
     ranks = evidence.throughput.nranks if evidence.throughput else 1
     free = usage.cores - ranks if usage else 1
-    more = f"Use more workers (num_workers of its DataLoader){f', at most {free} in all' * bool(usage)}" * (free > 0)
+    most = f", at most {free} in all" if usage else ""
+    more = f"Use more workers (num_workers of its DataLoader){most}" if free > 0 else ""
     if usage and busy < 0.5 * min(ranks, usage.cores):
         return Finding(
             "storage",
@@ -82,8 +83,9 @@ def waiting(evidence: Evidence) -> Finding | None:
             + f" {more}, so that more files are read at the same time." * bool(more),
             program.waiting,
         )
-    spared = usage and more and spare and spare >= 0.5
-    idle = f", while {number(spare, 2)} of {usage.cores} cores are idle" if usage and spared else ""
+    idle = ""
+    if usage and more and spare and spare >= 0.5:
+        idle = f", while {number(spare, 2)} of {usage.cores} cores are idle"
     todo = f"{more}. " if idle or not usage else ""
     return Finding(
         "workers" if idle else "loader",
