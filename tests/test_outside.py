@@ -373,6 +373,37 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         logs.logged(tmp_path / "none", logs.Start(0.0))
 
 
+def test_a_tag_of_several_folders_is_refused_or_chosen(tmp_path: Path) -> None:
+    """A tag of several folders means other values in each, unless one folder resumes the training of another."""
+
+    def write(folder: str, value: float, begin: int, first: int = 1) -> None:
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for step in range(first, first + 3):
+                board.add_scalar("loss", value, step, walltime=1.7e9 + begin + step)
+
+    def read(tags: dict[str, str], begin: float = 1.7e9) -> dict[str, list[tuple[float, int, float]]]:
+        return logs.values(tmp_path, tags, logs.Start(begin), (), 1.7e9 + 3600)
+
+    write("train", 1.0, 0)
+    write("valid", 9.0, 0)
+    with pytest.raises(UserError, match=r"the tag loss is in several folders: train, valid\. .* `train/loss`"):
+        read({"loss": "loss/valid"})
+    curves = read({"train/loss": "loss/train", "valid/loss": "loss/valid"})
+    assert {name: {value for _, _, value in points} for name, points in curves.items()} == {
+        "loss/train": {1.0},
+        "loss/valid": {9.0},
+    }
+    (file,) = (tmp_path / "valid").iterdir()
+    assert len(logs.values(file, {"loss": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 3600)["loss/valid"]) == 3
+    write("version_1", 2.0, 100, first=2)
+    write("version_2", 3.0, 200, first=4)
+    points = read({"loss": "loss/valid"}, 1.7e9 + 50)["loss/valid"]
+    assert [value for _, _, value in points] == [2.0] * 3 + [3.0] * 3, "a resumed try may write into a new folder"
+    write("version_3", 4.0, 300, first=4)
+    with pytest.raises(UserError, match="version_1, version_2, version_3"):
+        read({"loss": "loss/valid"}, 1.7e9 + 50)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
 def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None:
     """A pipe, device or link is refused as a log; reading it could take forever."""
