@@ -748,6 +748,23 @@ def test_a_batch_confirms_the_loaders_batch_size() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.ones(1, 1, 8, 8), 1),
+        ({"x": torch.ones(1), "name": ["a"]}, 1),
+        (torch.ones(1, 32, 64), 0),
+        ([torch.ones(1, 32, 64), torch.ones(1, 32)], 0),
+        ({"x": torch.ones(1, 32), "n": torch.ones(1)}, 0),
+        ([torch.ones(32, 64)], 0),
+        ({"x": [torch.ones(32, 64)]}, 0),
+    ],
+)
+def test_a_batch_of_one_item_may_have_several_samples(batch: object, samples: int) -> None:
+    """A loader with `batch_size=1` adds an axis to batches that its dataset yields."""
+    assert timed.samples_of(batch, 1) == samples
+
+
+@pytest.mark.parametrize(
     ("samples", "number"),
     [
         *((8, 8), (8.0, 8), (np.int64(8), 8), (torch.tensor(8), 8), (True, 0), (8.5, 0), (-5, 0), (0, 0), (None, 0)),
@@ -1100,6 +1117,9 @@ def nested(): flows(torch.nested.nested_tensor)
 def scalars(): flows(lambda batch: torch.tensor(1.0))
 def images(): flows(list)
 def labelled(): flows(lambda batch: tuple(zip(*[(each, 1) for each in batch])))
+def rows_one_by_one(): train(DataLoader(Rows(lambda i: torch.randn(1, 64)), num_workers=1), adam)
+def batches_as_items(): train(DataLoader(Stream()), adam)
+def batches_in_rows(): train(DataLoader(Rows(lambda i: torch.randn(8, 64)), collate_fn=lambda rows: rows[0]), adam)
 def pairs(): flows(lambda batch: {"x": torch.stack(batch), "y": 1})
 def time_major(): flows(lambda batch: torch.stack(batch, 1))
 def joined_graphs(): flows(lambda batch: (torch.cat(batch), torch.ones(2, 40)))
@@ -1183,7 +1203,8 @@ def step_that_fails():
 for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream, odd_rank, closes_files, lbfgs,
             skips_steps, shape_that_is_a_word, shape_that_is_a_number, shape_of_words, shape_that_fails,
             values_that_take_more, attributes_that_fail, truth_and_length_that_fail, mapping_that_fails,
-            class_that_fails, nested, scalars, images, labelled, pairs, time_major, joined_graphs, packed,
+            class_that_fails, nested, scalars, images, labelled,
+            rows_one_by_one, batches_as_items, batches_in_rows, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
             sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times,
             kept_batches,
@@ -1243,6 +1264,9 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("scalars", None, 60),
         ("images", 8, 60),
         ("labelled", 8, 60),
+        ("rows_one_by_one", 1, 480),
+        ("batches_as_items", None, 60),
+        ("batches_in_rows", None, 480),
         ("pairs", 8, 60),
         ("time_major", None, 60),
         ("joined_graphs", None, 60),
