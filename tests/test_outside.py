@@ -373,6 +373,37 @@ def test_a_log_of_steps_has_their_pace(tmp_path: Path) -> None:
         logs.logged(tmp_path / "none", logs.Start(0.0))
 
 
+def test_a_tag_of_several_folders_is_refused_or_chosen(tmp_path: Path) -> None:
+    """A tag of several folders means other values in each, unless one folder resumes the training of another."""
+
+    def write(folder: str, value: float, begin: int, first: int = 1) -> None:
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for step in range(first, first + 3):
+                board.add_scalar("loss", value, step, walltime=1.7e9 + begin + step)
+
+    def read(tags: dict[str, str], begin: float = 1.7e9) -> dict[str, list[tuple[float, int, float]]]:
+        return logs.values(tmp_path, tags, logs.Start(begin), (), 1.7e9 + 3600)
+
+    write("train", 1.0, 0)
+    write("valid", 9.0, 0)
+    with pytest.raises(UserError, match=r"the tag loss is in several folders: train, valid\. .* `train/loss`"):
+        read({"loss": "loss/valid"})
+    curves = read({"train/loss": "loss/train", "valid/loss": "loss/valid"})
+    assert {name: {value for _, _, value in points} for name, points in curves.items()} == {
+        "loss/train": {1.0},
+        "loss/valid": {9.0},
+    }
+    (file,) = (tmp_path / "valid").iterdir()
+    assert len(logs.values(file, {"loss": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 3600)["loss/valid"]) == 3
+    write("version_1", 2.0, 100, first=2)
+    write("version_2", 3.0, 200, first=4)
+    points = read({"loss": "loss/valid"}, 1.7e9 + 50)["loss/valid"]
+    assert [value for _, _, value in points] == [2.0] * 3 + [3.0] * 3, "a resumed try may write into a new folder"
+    write("version_3", 4.0, 300, first=4)
+    with pytest.raises(UserError, match="version_1, version_2, version_3"):
+        read({"loss": "loss/valid"}, 1.7e9 + 50)
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "link", "pipe in a folder", "link to a folder"])
 def test_a_log_is_a_file_or_a_folder_of_files(tmp_path: Path, kind: str) -> None:
     """A pipe, device or link is refused as a log; reading it could take forever."""
@@ -714,6 +745,23 @@ def test_a_batch_confirms_the_loaders_batch_size() -> None:
     batches = [Array(), [Array(), 3], {"x": Array()}, ((1,) * 5, [2]), [Array()] * 3, [], "texts", 5, {}, None]
     assert [timed.samples_of(batch, 5) for batch in batches] == [5, 5, 5, 5, 5, 0, 0, 0, 0, 0]
     assert {timed.samples_of(batch, 4) for batch in batches} == {0}
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.ones(1, 1, 8, 8), 1),
+        ({"x": torch.ones(1), "name": ["a"]}, 1),
+        (torch.ones(1, 32, 64), 0),
+        ([torch.ones(1, 32, 64), torch.ones(1, 32)], 0),
+        ({"x": torch.ones(1, 32), "n": torch.ones(1)}, 0),
+        ([torch.ones(32, 64)], 0),
+        ({"x": [torch.ones(32, 64)]}, 0),
+    ],
+)
+def test_a_batch_of_one_item_may_have_several_samples(batch: object, samples: int) -> None:
+    """A loader with `batch_size=1` adds an axis to batches that its dataset yields."""
+    assert timed.samples_of(batch, 1) == samples
 
 
 @pytest.mark.parametrize(
@@ -1069,6 +1117,9 @@ def nested(): flows(torch.nested.nested_tensor)
 def scalars(): flows(lambda batch: torch.tensor(1.0))
 def images(): flows(list)
 def labelled(): flows(lambda batch: tuple(zip(*[(each, 1) for each in batch])))
+def rows_one_by_one(): train(DataLoader(Rows(lambda i: torch.randn(1, 64)), num_workers=1), adam)
+def batches_as_items(): train(DataLoader(Stream()), adam)
+def batches_in_rows(): train(DataLoader(Rows(lambda i: torch.randn(8, 64)), collate_fn=lambda rows: rows[0]), adam)
 def pairs(): flows(lambda batch: {"x": torch.stack(batch), "y": 1})
 def time_major(): flows(lambda batch: torch.stack(batch, 1))
 def joined_graphs(): flows(lambda batch: (torch.cat(batch), torch.ones(2, 40)))
@@ -1152,7 +1203,8 @@ def step_that_fails():
 for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream, odd_rank, closes_files, lbfgs,
             skips_steps, shape_that_is_a_word, shape_that_is_a_number, shape_of_words, shape_that_fails,
             values_that_take_more, attributes_that_fail, truth_and_length_that_fail, mapping_that_fails,
-            class_that_fails, nested, scalars, images, labelled, pairs, time_major, joined_graphs, packed,
+            class_that_fails, nested, scalars, images, labelled,
+            rows_one_by_one, batches_as_items, batches_in_rows, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
             sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times,
             kept_batches,
@@ -1212,6 +1264,9 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("scalars", None, 60),
         ("images", 8, 60),
         ("labelled", 8, 60),
+        ("rows_one_by_one", 1, 480),
+        ("batches_as_items", None, 60),
+        ("batches_in_rows", None, 480),
         ("pairs", 8, 60),
         ("time_major", None, 60),
         ("joined_graphs", None, 60),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,11 +29,11 @@ from dlscale.core.machine import WATCHDOG
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
 from dlscale.extensions.hangs.record import hang_of
-from dlscale.extensions.programs import checkout, run_program, turns
+from dlscale.extensions.programs import checkout, logs, run_program, turns
 from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.extensions.programs.keeper import temporary_folder
 from dlscale.extensions.programs.launch import PROGRAM_SHELL, TORCHRUN_VARIABLES, launch_program
-from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at
+from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at, warn_of_divergence
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
 from dlscale.launch.launcher import ContainerMounts
@@ -286,6 +287,38 @@ def test_samples_of_a_program_are_known_or_missing(
     epoch = json.loads(epoch_lines(epochs).splitlines()[0])
     assert (epoch["samples"], epoch["samples_per_second"], epoch["epoch_seconds"]) == expected
     assert epochs[0].step == 4
+
+
+@pytest.mark.parametrize("written", ['"NaN"', "null", "NaN", '"Infinity"', '"-inf"', "1e999"])
+def test_a_diverged_loss_counts_however_it_is_written(
+    written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writers of strict JSON replace NaN and infinities by texts or null. Epochs from there on must not disappear."""
+    log = tmp_path / "log.jsonl"
+    losses = ["0.5", '"0.25"', written, written]
+    log.write_text("".join(f'{{"step": {n}, "time": {1.7e9 + n}, "val": {v}}}\n' for n, v in enumerate(losses, 1)))
+    points = logs.values(log, {"val": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 9)["loss/valid"]
+    assert [(step, value) for _, step, value in points[:2]] == [(1, 0.5), (2, 0.25)]
+    assert [step for _, step, value in points if not math.isfinite(value)] == [3, 4]
+    found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
+    warn_of_divergence(epochs_of({"loss/valid": points}, [], found, begin=1.7e9))
+    assert caplog.messages == [
+        "the training diverged: the program's validation loss is not finite from epoch 3 on (in 2 of 4 epochs)"
+    ]
+
+
+def test_skipped_values_of_a_log_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A null between numbers is a missing value, not a divergence."""
+    log = tmp_path / "log.jsonl"
+    rows = [
+        f'{{"step": {n}, "time": {1.7e9 + n}, "val": {v}}}\n' for n, v in enumerate(["null", "0.5", "[1]", "null"], 1)
+    ]
+    log.write_text("".join(rows))
+    points = logs.values(log, {"val": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 9)
+    assert points == {"loss/valid": [(1.7e9 + 2, 2, 0.5)]}
+    assert caplog.messages == [
+        f"log of steps {log}: skipped 3 values of `val` without a number; the first is null in line 1"
+    ]
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:

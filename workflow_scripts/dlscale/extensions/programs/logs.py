@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import time
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import irregular, open_regular
-from dlscale.core.text import shorten
+from dlscale.core.text import listed, many, shorten
 from dlscale.extensions.logs.events import events, is_restart, scalar
 from dlscale.extensions.programs.printed import plain
 
@@ -114,9 +115,9 @@ def values(
 ) -> dict[str, list[tuple[float, int, float]]]:
     """Return time, step and value of each logged point since the start, by dlscale's names.
 
-    `tags` maps the log's tags to dlscale's names. A folder may also have event files of other tries: if files of the
-    `own` processes (HOST.PID) exist, only these files are read. If the times cannot be read, the number of the point
-    replaces its time.
+    `tags` maps the log's tags, or FOLDER/TAG in a folder of event files, to dlscale's names. A folder may also have
+    event files of other tries: if files of the `own` processes (HOST.PID) exist, only these files are read. If the
+    times cannot be read, the number of the point replaces its time.
     """
     found = defaultdict[str, list[tuple[float, int, float]]](list)
     rows = _rows(path, start, tags, own)
@@ -159,13 +160,16 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
             # A restart repeats steps: values (`tags`) keep the last try; `logged` keeps the first, for the speed.
             if tags is not None and is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
-            found[folder] += [
-                (value.tag, event.wall_time, event.step, number)
-                for value in event.summary.value
-                if (tags is None or value.tag in tags) and (number := scalar(value)) is not None
-            ]
+            for value in event.summary.value:
+                tag = f"{folder.relative_to(path) if path.is_dir() else '.'}/{value.tag}"
+                tag = tag if tags and tag in tags else value.tag
+                if (tags is None or tag in tags) and (number := scalar(value)) is not None:
+                    found[folder].append((tag, event.wall_time, event.step, number))
+        for tag in tags or ():
+            _check_folders(path, tag, found, start)
         return [*itertools.chain.from_iterable(found.values())]
-    rows, wrong, known = list[Row](), "", False
+    rows, wrong, known, unread = list[Row](), "", False, list[tuple[str, int, object]]()
+    empty, last = dict[int, int](), dict[str, int]()  # line of each null, by row; last row with a number, by tag
     with _opened(path) as lines:
         # If the program has replaced its log, all lines are new.
         lines.seek(max(start.size - len(start.tail), 0))
@@ -192,10 +196,34 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
             if tags is None:
                 rows.append(("", when, step, math.nan))
             else:
-                rows += [(tag, when, step, float(entry[tag])) for tag in tags if _is_number(entry.get(tag))]
+                for tag in (tag for tag in tags if tag in entry):
+                    try:
+                        value = _value(entry[tag])
+                    except ValueError:
+                        unread.append((tag, number, entry[tag]))
+                        continue
+                    if entry[tag] is None:
+                        empty[len(rows)] = number
+                    elif math.isfinite(value):
+                        last[tag] = len(rows)
+                    rows.append((tag, when, step, value))
     if wrong and not known:
         raise UserError(f"log of steps {path}: {wrong}")
-    return rows
+    # A null may also mean that nothing was measured at this step: then numbers follow.
+    sparse = {rows[place][0] for place in empty if place < last.get(rows[place][0], 0)}
+    gaps = {place: line for place, line in empty.items() if rows[place][0] in sparse}
+    unread += [(rows[place][0], line, None) for place, line in gaps.items()]
+    for tag in sorted({each[0] for each in unread}):
+        lines = [(line, value) for name, line, value in unread if name == tag]
+        logging.warning(
+            "log of steps %s: skipped %s of `%s` without a number; the first is %s in line %d",
+            path,
+            many(len(lines), "value"),
+            tag,
+            shorten(json.dumps(min(lines, key=lambda each: each[0])[1]), 40),
+            min(lines, key=lambda each: each[0])[0],
+        )
+    return [row for place, row in enumerate(rows) if place not in gaps]
 
 
 def _missing(found: Mapping[str, object]) -> str:
@@ -219,6 +247,37 @@ def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
             damaged.append(error)
     if len(damaged) == len(files):
         raise damaged[0]
+
+
+def _check_folders(path: Path, tag: str, found: Mapping[Path, Sequence[Row]], start: Start) -> None:
+    """Refuse a tag of which several folders have points of this run, unless each folder resumes the previous one."""
+    parts = list[tuple[float, float, int, Path]]()
+    for folder, rows in found.items():
+        own = [(row[1], row[2]) for row in rows if row[0] == tag and isinstance(row[1], float)]
+        if own := [each for each in own if each[0] >= start.begin // 1]:
+            times = [time for time, _ in own]
+            parts.append((min(times), max(times), min(step for _, step in own), folder))
+    parts.sort()
+    if any(after[0] <= before[1] or after[2] <= before[2] for before, after in itertools.pairwise(parts)):
+        names = [str(folder.relative_to(path)) for *_, folder in parts]
+        raise UserError(
+            f"log of steps {path}: the tag {tag} is in several folders: {listed(names)}. Name folder and tag in "
+            f"`losses`, for example `{names[0]}/{tag}`, or set `log` to one of the folders"
+        )
+
+
+def _value(value: object) -> float:
+    """Return a logged value; raise ValueError if it is not a number.
+
+    Many writers replace NaN and infinities, which JSON lacks, by null or by texts such as "NaN" and "-inf".
+    """
+    if value is None:
+        return math.nan
+    if isinstance(value, str):
+        return float(value)
+    if not _is_number(value):
+        raise ValueError
+    return float(value)  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:

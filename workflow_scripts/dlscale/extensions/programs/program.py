@@ -25,7 +25,7 @@ from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import read_text, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.process import keep_log
-from dlscale.core.text import duration
+from dlscale.core.text import duration, many
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.run_program import RunProgram
@@ -103,8 +103,7 @@ def main(args: argparse.Namespace) -> None:
         # After a restart from a checkpoint a step may have two values: the last value counts.
         curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
         epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
-        if not any(math.isfinite(each.valid_loss) for each in epochs):
-            logging.warning("all validation losses of the program are NaN or infinite: the training diverged")
+        warn_of_divergence(epochs)
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
     found.write(folder / "program.json")
@@ -266,6 +265,17 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         usual = statistics.median(each.valid_seconds for each in epochs)
         epochs = [each.model_copy(update={"valid_seconds": usual}) for each in epochs]
     return epochs
+
+
+def warn_of_divergence(epochs: list[Epoch]) -> None:
+    """Log a warning if validation losses are NaN or infinite."""
+    if wrong := [each.epoch for each in epochs if not math.isfinite(each.valid_loss)]:
+        logging.warning(
+            "the training diverged: the program's validation loss is not finite from epoch %d on (in %d of %s)",
+            wrong[0],
+            len(wrong),
+            many(len(epochs), "epoch"),
+        )
 
 
 def _step_rate(found: Throughput, ends: list[float]) -> float | None:

@@ -259,10 +259,34 @@ def samples_of(batch: Any, size: int) -> int:
     Another length of the first axis does not count: the axis may be time, channels, or the nodes of several graphs.
     """
     try:
-        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-        return size if size in map(_length, itertools.chain([batch], itertools.islice(parts, MAX_PARTS))) else 0
+        known = size in map(_length, itertools.chain([batch], _parts(batch)))
+        return size if known and not (size == 1 and is_several(batch)) else 0
     except Exception:
         return 0
+
+
+def is_several(batch: Any) -> bool:
+    """Return whether a batch of one item may have several samples.
+
+    The dataset may yield batches, to which a loader with `batch_size=1` adds an axis of length 1. Therefore only arrays
+    and lists with at most one entry in the first two axes have one sample for certain.
+    """
+    try:
+        parts = [batch, *_parts(batch)] if hasattr(batch, "shape") else _parts(batch)
+        return any(length > 1 for part in parts for length in _axes(part)[:2])
+    except Exception:
+        return False
+
+
+def _axes(part: Any) -> tuple[int, ...]:
+    """Return the lengths of the axes of an array, or of a list and the arrays in the list."""
+    inner = _shape(part[0]) if isinstance(part, (list, tuple)) and part else ()
+    return _shape(part) + inner
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return itertools.islice(parts, MAX_PARTS)
 
 
 def is_short(batch: Any, size: int) -> bool:
@@ -272,8 +296,7 @@ def is_short(batch: Any, size: int) -> bool:
     short.
     """
     try:
-        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-        inside = list(itertools.islice(parts, MAX_PARTS))
+        inside = list(_parts(batch))
         whole, shapes = _shape(batch), [shape for shape in map(_shape, inside) if shape]
         shapes += [whole] if whole and hasattr(batch, "shape") else []
         return bool(shapes) and size not in whole and all(shape[0] < size and size not in shape for shape in shapes)

@@ -152,7 +152,7 @@ class Watcher:
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
-        is_short = self._timed.is_short
+        is_short, is_several = self._timed.is_short, self._timed.is_several
         original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset
         log, note, numbers = self._log, self._log.batch, itertools.count()
 
@@ -162,6 +162,7 @@ class Watcher:
                 own = loader.__dict__
                 if loader._auto_collation and loader._dataset_kind == module._DatasetKind.Map:
                     own.setdefault("_dlscale_samples", []).append(length(index))
+                    own["_dlscale_largest"] = max(own.get("_dlscale_largest", 0), length(index))
                 elif loader._auto_collation:
                     own["_dlscale_size"] = length(index)
             except Exception as error:
@@ -194,7 +195,8 @@ class Watcher:
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
                     samples = drawn.pop(0)
-                    if samples > 1 and not samples_of(batch, samples) and is_short(batch, samples):
+                    short = samples > 1 and not samples_of(batch, samples) and is_short(batch, samples)
+                    if short or (own["_dlscale_largest"] == 1 and is_several(batch)):
                         samples = 0
                 else:
                     samples = samples_of(batch, own.get("_dlscale_size", 0))
