@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib.util
 import json
 import math
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -741,9 +743,50 @@ def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     loader = timed.timed(torch.utils.data.DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
     assert [len([*loader]) for _ in range(3)] == [3, 3, 3] and len([*zip(loader, loader, strict=True)]) == 3
     assert len(loader) == 3 and loader.batch_size == 2 and not hasattr(loader, "nothing")
-    assert next(loader).tolist() == [0, 1] and next(loader).tolist() == [2, 3]
+    again = timed.timed([[0, 1], [2, 3]])
+    assert next(again) == [0, 1] and next(again) == [2, 3]
     assert next(timed.timed(iter([7]))) == 7 and copy.copy(loader).batch_size == 2
     assert [*timed.timed(number for number in range(2))] == [0, 1]
+
+
+class OwnLoader(torch.utils.data.DataLoader[int]):
+    """Loader that releases something when it is deleted."""
+
+    released = 0
+
+    def __del__(self) -> None:
+        OwnLoader.released += 1
+
+
+def prepared(loader: Any) -> Any:
+    """Give each of two processes its half of the samples, as accelerate's `prepare` does for a `DataLoader`."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return loader
+    return type(loader)(loader.dataset, batch_size=loader.batch_size, sampler=range(0, len(loader.dataset), 2))  # type: ignore[arg-type]
+
+
+def test_libraries_treat_a_timed_loader_as_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timed `DataLoader` has the class and the attributes of its loader; its steps are noted, but no other steps."""
+    log = writes(tmp_path, monkeypatch)
+    loader = OwnLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+    alone = [batch.tolist() for batch in prepared(timed.timed(loader))]
+    monkeypatch.setattr(timed, "LOG", log)
+    measured = timed.timed(loader)
+    assert isinstance(measured, OwnLoader) and not hasattr(measured, "__next__") and measured.sampler is loader.sampler
+    assert [batch.tolist() for batch in prepared(measured)] == alone == [[0, 2], [4, 6]]
+    measured.epoch = 3
+    with pytest.raises(ValueError, match="batch_size"):
+        measured.batch_size = 4
+    assert loader.epoch == 3 and vars(pickle.loads(pickle.dumps(measured))).keys() == vars(loader).keys()
+    other = copy.copy(measured)
+    other.epoch, count = 4, len(log._notes)
+    assert measured.epoch == 3 and len([*loader]) == 4 and len(log._notes) == count
+    assert len([*other]) == 4 and len(log._notes) > count
+    gc.collect()
+    OwnLoader.released = 0
+    del measured
+    gc.collect()
+    assert OwnLoader.released == 0 and len([*loader]) == 4
 
 
 def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
