@@ -1423,7 +1423,10 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
             ["--rate", r"time (\S+),", "--", "echo", "iter 10: loss 2.1, time 101.00ms, mfu 3 %"],
             r"the pattern time (\S+), matched text that is not a rate: `time 101.00ms, mfu 3 %`. Expected samples/s,",
         ),
-        (["--", "python", "-c", "import shutil; shutil.rmtree('results')"], "the program removed the results folder"),
+        (
+            ["--", "python", "-c", "import glob, shutil; shutil.rmtree(*glob.glob('.dlscale-*'))"],
+            "the program removed the results folder",
+        ),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-I", "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-c", "1"], "no process with dlscale's hook imported PyTorch's optimisers"),
@@ -1444,6 +1447,16 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
     kept = "log of steps" in message or "too few" in message
     assert any((tmp_path / "results/plans" / PLAN).glob("*")) is kept, "only a program with steps keeps its record"
     assert ("; the run's record is kept in results/plans/" in line) is kept
+
+
+def test_a_program_can_make_the_results_folder_itself(tmp_path: Path) -> None:
+    """While a program runs, there is no results folder that it has not made; its record joins the program's files."""
+    needs = "import os\nos.mkdir('results')\nopen('results/own', 'w').close()\n"
+    assert measure(tmp_path, "--", sys.executable, program(tmp_path, "raise SystemExit(4)")).returncode == 4
+    assert not (tmp_path / "results").exists(), "a failed program leaves nothing behind"
+    ended = measure(tmp_path, "--", sys.executable, program(tmp_path, needs + LOOP))
+    assert ended.returncode == 0 and "Page: results/plans/" in ended.stderr, ended.stderr
+    assert found(tmp_path).full and (tmp_path / "results/own").exists() and not [*tmp_path.glob(".dlscale-*")]
 
 
 # ---- the record of a run -------------------------------------------------------------------------------
