@@ -1403,6 +1403,7 @@ def test_a_command_that_cannot_be_run_gives_one_message(
     assert not any((tmp_path / "results/plans" / PLAN).glob("*"))
 
 
+REMOVES = "import glob, shutil; shutil.rmtree(*glob.glob('.dlscale-*'))"
 PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__('time').sleep(0.01)"
 
 
@@ -1774,6 +1775,14 @@ def test_every_extension_enters_a_program_in_the_same_way(tmp_path: Path, monkey
         )
         folder, *found = ended.stdout.split()
         assert folder == str(tmp_path) and {*found} == {"dlscale_health", "dlscale_good", *loaded}
+
+
+def test_unbuffered_output_survives_a_kill(tmp_path: Path) -> None:
+    """What a rank printed without a line end has reached the reader, as without dlscale."""
+    code = "import os, sys; print('epoch 1 .', end=''); print('E', end='', file=sys.stderr); os.kill(os.getpid(), 9)"
+    environment = running.watched(tmp_path, {"WORLD_SIZE": "2"})
+    ended = subprocess.run([sys.executable, "-u", "-c", code], env=environment, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-9, b"epoch 1 .", b"E")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
