@@ -58,6 +58,7 @@ def executor() -> Executor:
         error_callback=lambda job: made.ended.append(("failed", job.name)),
     )
     made.workflow = SimpleNamespace(scheduler=scheduler, executor_settings=SimpleNamespace(requeue=False))
+    made._reported = set()
     made.print_job_error = lambda *_, **__: None
     return made
 
@@ -88,6 +89,37 @@ def test_a_preempted_job_has_failed_unless_slurm_requeues_it(executor: Executor,
     slurm.states = {"1": "PREEMPTED", "2": "RUNNING"}
     assert active(executor, jobs) == (jobs if requeue else jobs[1:])
     assert executor.ended == ([] if requeue else [("failed", "job 1")])
+
+
+@pytest.mark.parametrize("state", ["REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"])
+def test_a_job_in_a_final_state_has_failed(executor: Executor, slurm: Slurm, state: str) -> None:
+    slurm.states = {"1": f"{state} None"}
+    assert active(executor, [job("1")]) == [] and executor.ended == [("failed", "job 1")]
+
+
+@pytest.mark.parametrize(
+    ("state", "remedy"),
+    [
+        ("SPECIAL_EXIT", "scontrol release 1"),
+        ("REQUEUE_HOLD launch failed requeued held", "scontrol release 1"),
+        ("RESV_DEL_HOLD ReservationDeleted", "scontrol release 1"),
+        ("PENDING JobHeldAdmin", "scontrol release 1"),
+        ("PENDING PartitionTimeLimit", "scancel 1"),
+        ("PENDING DependencyNeverSatisfied", "scancel 1"),
+        ("PENDING AssocMaxCpuMinutesPerJobLimit", "scancel 1"),
+        ("PENDING AssocGrpCPUMinutesLimit", "scancel 1"),
+        *((f"PENDING {reason}", "") for reason in ("Priority", "Resources", "AssocGrpCPURunMinutesLimit", "(null)")),
+        *((f"PENDING {reason}", "") for reason in ("AssocMaxJobsLimit", "QOSMaxJobsPerUserLimit", "Dependency")),
+        ("RUNNING None", ""),
+    ],
+)
+def test_a_stuck_job_is_reported_once(
+    executor: Executor, slurm: Slurm, caplog: pytest.LogCaptureFixture, state: str, remedy: str
+) -> None:
+    """The log names the reason and the remedy once; the job stays active, since it may be released."""
+    slurm.states, jobs = {"1": state}, [job("1")]
+    assert active(executor, jobs) == jobs and active(executor, jobs) == jobs and executor.ended == []
+    assert [remedy in line and state.rpartition(" ")[2] in line for line in caplog.messages] == [True] * bool(remedy)
 
 
 def test_a_job_that_slurm_no_longer_lists_has_failed(executor: Executor, slurm: Slurm) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib.util
 import json
 import math
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -789,9 +791,50 @@ def test_a_timed_loader_is_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     loader = timed.timed(torch.utils.data.DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
     assert [len([*loader]) for _ in range(3)] == [3, 3, 3] and len([*zip(loader, loader, strict=True)]) == 3
     assert len(loader) == 3 and loader.batch_size == 2 and not hasattr(loader, "nothing")
-    assert next(loader).tolist() == [0, 1] and next(loader).tolist() == [2, 3]
+    again = timed.timed([[0, 1], [2, 3]])
+    assert next(again) == [0, 1] and next(again) == [2, 3]
     assert next(timed.timed(iter([7]))) == 7 and copy.copy(loader).batch_size == 2
     assert [*timed.timed(number for number in range(2))] == [0, 1]
+
+
+class OwnLoader(torch.utils.data.DataLoader[int]):
+    """Loader that releases something when it is deleted."""
+
+    released = 0
+
+    def __del__(self) -> None:
+        OwnLoader.released += 1
+
+
+def prepared(loader: Any) -> Any:
+    """Give each of two processes its half of the samples, as accelerate's `prepare` does for a `DataLoader`."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return loader
+    return type(loader)(loader.dataset, batch_size=loader.batch_size, sampler=range(0, len(loader.dataset), 2))  # type: ignore[arg-type]
+
+
+def test_libraries_treat_a_timed_loader_as_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timed `DataLoader` has the class and the attributes of its loader; its steps are noted, but no other steps."""
+    log = writes(tmp_path, monkeypatch)
+    loader = OwnLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+    alone = [batch.tolist() for batch in prepared(timed.timed(loader))]
+    monkeypatch.setattr(timed, "LOG", log)
+    measured = timed.timed(loader)
+    assert isinstance(measured, OwnLoader) and not hasattr(measured, "__next__") and measured.sampler is loader.sampler
+    assert [batch.tolist() for batch in prepared(measured)] == alone == [[0, 2], [4, 6]]
+    measured.epoch = 3
+    with pytest.raises(ValueError, match="batch_size"):
+        measured.batch_size = 4
+    assert loader.epoch == 3 and vars(pickle.loads(pickle.dumps(measured))).keys() == vars(loader).keys()
+    other = copy.copy(measured)
+    other.epoch, count = 4, len(log._notes)
+    assert measured.epoch == 3 and len([*loader]) == 4 and len(log._notes) == count
+    assert len([*other]) == 4 and len(log._notes) > count
+    gc.collect()
+    OwnLoader.released = 0
+    del measured
+    gc.collect()
+    assert OwnLoader.released == 0 and len([*loader]) == 4
 
 
 def a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -1415,6 +1458,7 @@ def test_a_command_that_cannot_be_run_gives_one_message(
     assert not any((tmp_path / "results/plans" / PLAN).glob("*"))
 
 
+REMOVES = "import glob, shutil; shutil.rmtree(*glob.glob('.dlscale-*'))"
 PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__('time').sleep(0.01)"
 
 
@@ -1435,7 +1479,10 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
             ["--rate", r"time (\S+),", "--", "echo", "iter 10: loss 2.1, time 101.00ms, mfu 3 %"],
             r"the pattern time (\S+), matched text that is not a rate: `time 101.00ms, mfu 3 %`. Expected samples/s,",
         ),
-        (["--", "python", "-c", "import shutil; shutil.rmtree('results')"], "the program removed the results folder"),
+        (
+            ["--", "python", "-c", "import glob, shutil; shutil.rmtree(*glob.glob('.dlscale-*'))"],
+            "the program removed the results folder",
+        ),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-I", "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-c", "1"], "no process with dlscale's hook imported PyTorch's optimisers"),
@@ -1456,6 +1503,16 @@ def test_bad_input_has_one_clear_message(tmp_path: Path, words: list[object], me
     kept = "log of steps" in message or "too few" in message
     assert any((tmp_path / "results/plans" / PLAN).glob("*")) is kept, "only a program with steps keeps its record"
     assert ("; the run's record is kept in results/plans/" in line) is kept
+
+
+def test_a_program_can_make_the_results_folder_itself(tmp_path: Path) -> None:
+    """While a program runs, there is no results folder that it has not made; its record joins the program's files."""
+    needs = "import os\nos.mkdir('results')\nopen('results/own', 'w').close()\n"
+    assert measure(tmp_path, "--", sys.executable, program(tmp_path, "raise SystemExit(4)")).returncode == 4
+    assert not (tmp_path / "results").exists(), "a failed program leaves nothing behind"
+    ended = measure(tmp_path, "--", sys.executable, program(tmp_path, needs + LOOP))
+    assert ended.returncode == 0 and "Page: results/plans/" in ended.stderr, ended.stderr
+    assert found(tmp_path).full and (tmp_path / "results/own").exists() and not [*tmp_path.glob(".dlscale-*")]
 
 
 # ---- the record of a run -------------------------------------------------------------------------------
@@ -1773,6 +1830,14 @@ def test_every_extension_enters_a_program_in_the_same_way(tmp_path: Path, monkey
         )
         folder, *found = ended.stdout.split()
         assert folder == str(tmp_path) and {*found} == {"dlscale_health", "dlscale_good", *loaded}
+
+
+def test_unbuffered_output_survives_a_kill(tmp_path: Path) -> None:
+    """What a rank printed without a line end has reached the reader, as without dlscale."""
+    code = "import os, sys; print('epoch 1 .', end=''); print('E', end='', file=sys.stderr); os.kill(os.getpid(), 9)"
+    environment = running.watched(tmp_path, {"WORLD_SIZE": "2"})
+    ended = subprocess.run([sys.executable, "-u", "-c", code], env=environment, capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-9, b"epoch 1 .", b"E")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -1,12 +1,14 @@
 """Snakemake's Slurm executor, extended for long calls: `executor: dlscale`.
 
 The class extends the executor of snakemake-executor-plugin-slurm 2.8.0, below called the plugin, and has the same
-settings, under the prefix `dlscale-`. Four differences follow; docs/upstream.md has the reports to the plugin's
+settings, under the prefix `dlscale-`. Five differences follow; docs/upstream.md has the reports to the plugin's
 authors:
 
 - If Slurm does not answer a status query, jobs stay active. The plugin forgets these jobs, and Snakemake waits forever.
 - A preempted job that Slurm does not requeue counts as failed. The plugin waits for such a job forever.
 - A job that Slurm has not listed for `FORGOTTEN_SECONDS` counts as failed. The plugin waits for such a job forever.
+- A job in a final state that the plugin does not know (`ENDED`) counts as failed, and the log names jobs that Slurm
+  holds or can never start. The plugin waits for such jobs forever, without a message.
 - A submission that Slurm refuses because of a limit on the number of jobs, or does not answer, is repeated for an hour.
   If Slurm has accepted an unanswered submission, the executor adopts the accepted job instead. The plugin counts the
   job as failed.
@@ -38,6 +40,16 @@ TEMPORARY = re.compile(
     r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*|Unable to contact slurm controller|Socket timed out"
     r"|Zero Bytes were transmitted|(?:Message (?:send|receive)|Communication (?:connection|shutdown)) failure"
 )
+#: Final states that the plugin takes for states of an active job; states of jobs that wait for a release.
+ENDED = {"REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"}
+HELD = {"SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
+#: Pattern of Slurm's reasons for a pending job that does not change by waiting.
+STUCK = re.compile(
+    r"JobHeld\w*|.*held$|BadConstraints|DependencyNeverSatisfied|Partition(?:Time|Node)Limit|Invalid(?:Account|QOS)"
+    r"|(?:Account|Qos|QOS)NotAllowed|Reservation(?:Deleted|Invalid)|(?:Assoc|QOS)Grp\w*(?<!Run)Minutes\w*"
+    r"|(?:Assoc|QOS)(?:Max|Min)\w*(?:Minutes|PerJob|PerNode)\w*",
+    re.IGNORECASE,
+)
 
 
 class Executor(SlurmExecutor):
@@ -46,6 +58,7 @@ class Executor(SlurmExecutor):
     def __post_init__(self, test_mode: bool = False) -> None:
         self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
         self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's job ID.
+        self._reported: set[tuple[str, str]] = set()  #: Slurm's ID and state of stuck jobs that the log names.
         self._submitted: set[str] = set()  #: Slurm's IDs of all submitted jobs, for array jobs the ID of the array.
         self._refused: dict[int, tuple[float, float]] = {}  #: Start of attempts and next pause, s, by `id` of the job.
         super().__post_init__(test_mode)
@@ -62,22 +75,41 @@ class Executor(SlurmExecutor):
         self._checked = []
 
     async def _report_lost_jobs(self) -> None:
-        """Report as failed the jobs that Slurm preempted without requeueing, or no longer lists."""
-        command = f"squeue --me --array --noheader --states=all --name={self.run_uuid} --format='%i|%T'"
+        """Report as failed the jobs that Slurm preempted without requeueing, has ended, or no longer lists."""
+        command = f"squeue --me --array --noheader --states=all --name={self.run_uuid} --format='%i|%T %r'"
         states, _ = await query_job_status(command, self.logger)
         if states is None:
             return
         now = time.monotonic()
         for job in list(self._checked):
             number = str(job.external_jobid)
-            state = states.get(number) or states.get(number.partition("_")[0])
+            entry = states.get(number) or states.get(number.partition("_")[0]) or ""
+            state, _, reason = entry.partition(" ")
             if state:
                 self._seen[number] = now
             if state == "PREEMPTED" and not self.workflow.executor_settings.requeue:
                 self.report_job_error(job, msg=f"Slurm preempted job {number}, and does not requeue it.")
+            elif state in ENDED:
+                self.report_job_error(
+                    job, msg=f"Slurm ended job {number} in the state {state} ({reason or 'no reason'})."
+                )
+            elif state in HELD or (state == "PENDING" and STUCK.fullmatch(reason)):
+                self._warn_of_stuck_job(number, state, reason)
             elif not state and now - self._seen.setdefault(number, now) > FORGOTTEN_SECONDS:
                 minutes = FORGOTTEN_SECONDS / 60
                 self.report_job_error(job, msg=f"Slurm has not listed job {number} for {minutes:.0f} minutes.")
+
+    def _warn_of_stuck_job(self, number: str, state: str, reason: str) -> None:
+        """Log once that a job does not start without the user's action, and name the action."""
+        if (number, reason or state) in self._reported:
+            return
+        self._reported.add((number, reason or state))
+        is_held = state in HELD or "held" in reason.lower()
+        remedy = f"Release it with `scontrol release {number}`, or cancel" if is_held else "Change the limit, or cancel"
+        self.logger.warning(
+            f"Slurm job {number} does not start by waiting: state {state}, reason {reason or 'unknown'}. {remedy} "
+            f"it with `scancel {number}`."
+        )
 
     def report_job_submission(self, job_info: SubmittedJobInfo) -> None:
         """Report a job as submitted, and forget its earlier refusals."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -30,6 +31,9 @@ LOGIT_BYTES = 24
 OPTIMIZER_BYTES = 28
 #: Standard deviation of the time of a sample, as a factor (a guess, not measured).
 FACTOR = 1.3
+
+
+Bytes = Annotated[float, Field(ge=0, le=1_000)]  #: Bytes per parameter.
 
 
 class Device(Strict):
@@ -59,7 +63,7 @@ class Model(Strict):
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
     fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
     gradient_bytes: float = Field(4, gt=0, le=1_000, description="Bytes per parameter of averaged gradients.")
-    gathered_bytes: tuple[PositiveFloat, PositiveFloat] | None = Field(
+    gathered_bytes: tuple[Bytes, Bytes] | None = Field(
         None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."
     )
     shards: PositiveInt = Field(1, description="Devices over which the state of the optimiser is sharded.")

@@ -7,7 +7,9 @@ import contextlib
 import itertools
 import os
 import re
+import shutil
 import tempfile
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -67,14 +69,16 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
     watch = registry.provided("LoaderWatch", refuse_loader_option)() if args.loader else None
-    folder, profilers, hang = _reserved(args.name or _called(args.command), plan), None, None
+    # The program may need to make the results folder itself, so a missing one is made after the program's end.
+    first = plan if os.path.lexists(results_of(None)) else Path(f".dlscale-{uuid.uuid4().hex[:8]}")
+    folder, profilers, hang = _reserved(args.name or _called(args.command), first), None, None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     own = {"command": redact([readable(word) for word in args.command]), "folder": readable(str(Path.cwd()))}
     try:
         steps.mkdir()
         _write_settings(folder, own)
         if args.replay is not None:
-            _replay(args, folder)
+            _replay(args, folder, plan)
         if args.profile:
             from dlscale.extensions.programs import profile as module  # here, because it imports PyTorch, which is slow
 
@@ -84,7 +88,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         more |= watch.environment if watch else {}
         beside: list[ProgramContext] = [profilers.sample_stacks] if profilers else []
         if args.hang_after is not None:
-            hang = HangSupervisor(steps, folder, args.hang_after, say, before_first_step=not (args.rate or args.steps))
+            before = not (args.rate or args.steps)
+            hang = HangSupervisor(steps, folder, args.hang_after, _say_where(folder, plan), before_first_step=before)
             more = {**more, **hang.environment}
             beside.append(hang.watch)
         if args.live:
@@ -100,6 +105,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     except BaseException:
         if not (steps.is_dir() and any(steps.iterdir())):  # the program did not start
             remove(folder)
+        with contextlib.suppress(OSError):
+            _move(folder, plan)
         raise
     if hang and hang.finding:  # printed again, after the messages of processes that dlscale ended
         run = replace(run, status=HUNG)
@@ -112,6 +119,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
             say("\n".join(watch.finish(steps, folder)))
         apart = profilers.excluded_spans if profilers else []
         throughput, processes = measured(own["command"], steps, rows, run, reading, apart)
+        folder = _move(folder, plan)
+        steps = folder / "steps"
+        if profilers:
+            profilers.use(folder)
         throughput.write(folder / "throughput.json")
         geometry = {"gpus_per_node": throughput.nranks}
         _write_settings(folder, own, batch_size=throughput.batch_size, geometry=geometry)
@@ -129,8 +140,10 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         nothing = nothing and not (hang and hang.finding)
         if nothing:
             remove(folder)
+        with contextlib.suppress(OSError):
+            folder = _move(folder, plan)
         _complain(error, "" if nothing or not folder.exists() else f"; the run's record is kept in {folder}")
-    if (folder / "throughput.json").is_file():
+    if (folder / "throughput.json").is_file() and folder.parent == plan:
         try:
             say(f"Page: {_page(plan)}")
         except Exception as error:
@@ -138,7 +151,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     return run.status
 
 
-def _replay(args: argparse.Namespace, folder: Path) -> None:
+def _replay(args: argparse.Namespace, folder: Path, plan: Path) -> None:
     """Measure a copy of the program with a loader that costs nothing; raise `UserError` if no copy can be made."""
     measure = registry.provided("headroom", None)
     if measure is None:
@@ -153,10 +166,32 @@ def _replay(args: argparse.Namespace, folder: Path) -> None:
         raise
     except Exception as error:
         said = str(error) if type(error).__name__ == "NoHeadroom" else redact(f"a defect of dlscale: {error!r:.300}")
-        say(f"dlscale measure: --replay: {said} (output of the copy: {log})")
+        _say_where(folder, plan)(f"dlscale measure: --replay: {said} (output of the copy: {log})")
     if found:
         found.write(folder / "headroom.json")
         say(f"dlscale measure: --replay: {found.text}")
+
+
+def _say_where(folder: Path, plan: Path) -> Callable[[str], None]:
+    """Return a function that prints a line with the final paths of files in a run's folder."""
+    return lambda line: say(line.replace(str(folder), str(plan / folder.name)))
+
+
+def _move(folder: Path, plan: Path) -> Path:
+    """Move a run's folder into `plan`, unless it is missing or already there; return its new path."""
+    if folder.parent == plan:
+        return folder
+    moved = folder
+    if folder.is_dir():
+        moved = _reserved(folder.name, plan)
+        try:
+            folder.rename(moved)
+        except OSError:  # the program made the results folder on another file system
+            shutil.copytree(folder, moved, dirs_exist_ok=True)
+            remove(folder)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+    return moved
 
 
 def _together(several: Sequence[ProgramContext]) -> ProgramContext:

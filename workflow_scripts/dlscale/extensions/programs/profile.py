@@ -62,14 +62,18 @@ class Profilers:
     """Profile one run of a program, and collect the results."""
 
     def __init__(self, folder: Path) -> None:
-        self._steps, self._folder = folder / "steps", folder / "profile"
+        self.use(folder)
         self._folder.mkdir()
-        self._stacks = self._folder / "py-spy.folded"
         self._span: Span | None = None
         self._problem: str | None = ENDED
         self._tool = shutil.which("py-spy") or shutil.which(str(Path(sys.executable).with_name("py-spy"))) or ""
         self._ended = threading.Event()
         self._spy: subprocess.Popen[str] | None = None
+
+    def use(self, folder: Path) -> None:
+        """Use `folder` as the run's folder from now on, because it was moved."""
+        self._steps, self._folder = folder / "steps", folder / "profile"
+        self._stacks = self._folder / "py-spy.folded"
 
     @contextlib.contextmanager
     def sample_stacks(self, program: int) -> Iterator[None]:

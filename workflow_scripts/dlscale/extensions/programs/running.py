@@ -178,7 +178,7 @@ def run_command(
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
     # Without PYTHONUNBUFFERED, Python buffers output into a pipe, which would delay the numbers.
-    environment = {**({"PYTHONUNBUFFERED": "1"} if looked else {}), **(environment or {})}
+    environment = {**({"PYTHONUNBUFFERED": "1", "DLSCALE_READ": "1"} if looked else {}), **(environment or {})}
     finder = Finder(looked, steps / PRINTED) if looked else None
     found = finder.found if finder else {"": [], PER_STEP: []}
     before = set(psutil.Process().children(recursive=True))

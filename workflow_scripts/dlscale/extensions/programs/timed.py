@@ -343,10 +343,62 @@ def ended() -> None:
 def timed(loader: Iterable[Any]) -> Any:
     """Return a loader whose steps are timed: a step lasts until the loop requests the next batch.
 
-    The result can be iterated as often as `loader`, and has the same length and attributes. Without a measurement,
-    `loader` itself is returned.
+    The result can be iterated as often as `loader`, and has the same length and attributes. Of a PyTorch `DataLoader`,
+    it is a `DataLoader` of the same class, so that libraries shard or rebuild it as they would without a measurement.
+    Without a measurement, `loader` itself is returned.
     """
-    return _Timed(loader) if LOG.on else loader
+    if not LOG.on:
+        return loader
+    data = sys.modules.get("torch.utils.data")
+    try:
+        return _timed_copy(loader) if data is not None and isinstance(loader, data.DataLoader) else _Timed(loader)
+    except Exception:  # the loader's class refuses subclasses
+        return _Timed(loader)
+
+
+def _timed_copy(loader: Any) -> Any:
+    """Return an object of a subclass of the loader's class, which shares all attributes with the loader."""
+    base = type(loader)
+
+    def reduce(self: Any, protocol: int) -> Any:  # the subclass has no name by which pickle could find it
+        function, given, *rest = base.__reduce_ex__(self, max(protocol, 2))
+        return (_restored, (base, *given[1:]), *rest) if given[0] is type(self) else (function, given, *rest)
+
+    own: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__iter__": lambda self: _iterate(lambda: base.__iter__(self), size_of(self)),
+        "__reduce_ex__": reduce,
+        "__del__": lambda self, loader=loader: None,  # the loader, kept here, may release what both share
+    }
+    copied = object.__new__(type(base.__name__, (base,), own))
+    object.__setattr__(copied, "__dict__", loader.__dict__)
+    return copied
+
+
+def _restored(base: Any, *given: Any) -> Any:
+    return timed(base.__new__(base, *given))
+
+
+def _iterate(begin: Callable[[], Iterator[Any]], size: int) -> Iterator[Any]:
+    """Begin a loop over batches of `size` samples (0: unknown), and return its batches."""
+    LOG.loop()
+    return _noted(begin(), size)
+
+
+def _noted(batches: Iterator[Any], size: int) -> Iterator[Any]:
+    """Yield batches, and note the steps."""
+    while True:
+        begin = clock()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        wait = clock() - begin
+        LOG.batch(0, wait, samples_of(batch, size) if size else 0)
+        yield batch
+        LOG.step()
 
 
 class _Timed:
@@ -355,21 +407,10 @@ class _Timed:
         self._batches: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        LOG.loop()
         batches, size = self._loader, size_of(self._loader)
         for loop in hooked("loop"):
             batches = loop(batches)
-        batches = iter(batches)
-        while True:
-            begin = clock()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            wait = clock() - begin
-            LOG.batch(0, wait, samples_of(batch, size) if size else 0)
-            yield batch
-            LOG.step()
+        return _iterate(lambda: iter(batches), size)
 
     def __next__(self) -> Any:
         self._batches = self._batches or iter(self)

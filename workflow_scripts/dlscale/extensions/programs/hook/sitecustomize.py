@@ -25,6 +25,9 @@ HERE = Path(__file__).resolve().parent
 #: Folder into which steps are written, and process id of `dlscale measure --profile`; empty texts if not requested.
 STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_PROFILE", "")
 
+#: Whether dlscale reads the program's output, and needs complete lines.
+READ = bool(os.environ.get("DLSCALE_READ"))
+
 #: Files of extensions, separated by colons, relative to the folder of extensions. A file has a function `start(log)`,
 #: which returns a table: module → function that wraps functions of the module after its import. `log` has the steps.
 HOOKS = os.environ.get("DLSCALE_HOOKS", "")
@@ -251,14 +254,15 @@ def let_look() -> None:
 def write_whole_lines() -> None:
     """Make this process write complete lines if it is one of several processes.
 
-    Parts of lines of several processes would mix in a shared log. A terminal's stream is left unchanged.
+    Parts of lines of several processes would mix in a shared log. A terminal's stream is left unchanged, and so is an
+    unbuffered stream (`python -u`, PYTHONUNBUFFERED), which loses nothing at a kill, unless dlscale reads the lines.
     """
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if all(os.environ.get(name, "1") in ("", "1") for name in sizes):
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the stream is closed, or was replaced
-            if not stream.isatty():
+            if not stream.isatty() and (READ or not stream.write_through):  # type: ignore[union-attr]
                 stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
 
 
