@@ -214,14 +214,14 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     gaps = {place: line for place, line in empty.items() if rows[place][0] in sparse}
     unread += [(rows[place][0], line, None) for place, line in gaps.items()]
     for tag in sorted({each[0] for each in unread}):
-        lines = [(line, value) for name, line, value in unread if name == tag]
+        skipped = sorted(((line, value) for name, line, value in unread if name == tag), key=lambda each: each[0])
         logging.warning(
             "log of steps %s: skipped %s of `%s` without a number; the first is %s in line %d",
             path,
-            many(len(lines), "value"),
+            many(len(skipped), "value"),
             tag,
-            shorten(json.dumps(min(lines, key=lambda each: each[0])[1]), 40),
-            min(lines, key=lambda each: each[0])[0],
+            shorten(json.dumps(skipped[0][1]), 40),
+            skipped[0][0],
         )
     return [row for place, row in enumerate(rows) if place not in gaps]
 

@@ -358,7 +358,7 @@ def timed(loader: Iterable[Any]) -> Any:
 
 def _timed_copy(loader: Any) -> Any:
     """Return an object of a subclass of the loader's class, which shares all attributes with the loader."""
-    base = type(loader)
+    base: Any = type(loader)
 
     def reduce(self: Any, protocol: int) -> Any:  # the subclass has no name by which pickle could find it
         function, given, *rest = base.__reduce_ex__(self, max(protocol, 2))
@@ -372,7 +372,7 @@ def _timed_copy(loader: Any) -> Any:
         "__reduce_ex__": reduce,
         "__del__": lambda self, loader=loader: None,  # the loader, kept here, may release what both share
     }
-    copied = object.__new__(type(base.__name__, (base,), own))
+    copied: Any = object.__new__(type(base.__name__, (base,), own))
     object.__setattr__(copied, "__dict__", loader.__dict__)
     return copied
 
