@@ -152,6 +152,21 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
     assert (found.rates, found.first_step, trainings) == ([40.0], printed[0][0], 3)
 
 
+def test_children_that_fit_something_of_their_own_are_not_ranks(tmp_path: Path) -> None:
+    """A child counts as a rank if it has a rank or batches of its own, or if its parent has no batches."""
+    for number, (rank, parent, batches) in enumerate([(0, 0, True), (0, 0, False), (1, 0, False), (0, 0, True)]):
+        clock = Clock(tmp_path, number)
+        clock.file.write_text(f"begin {1.7e9:.6f} 1000.000000 {rank} {parent}\n")
+        for _ in range(60):
+            if batches:
+                clock.batch(0.1)
+            clock.step(0.2)
+    assert sorted(process.pid for process in steps.read(tmp_path)[1]) == [0, 2, 3]
+    starter = tmp_path / "seen.host.0"
+    starter.write_text("".join(line for line in starter.read_text().splitlines(True) if not line.startswith("b ")))
+    assert sorted(process.pid for process in steps.read(tmp_path)[1]) == [0, 1, 2, 3]
+
+
 def test_optimisers_that_alternate_and_short_trainings_are_one(tmp_path: Path) -> None:
     """The alternating optimisers of a GAN are one training, and so are federated clients that make a few steps each."""
     for folder, clients in ((tmp_path / "gan", [1, 2] * 40), (tmp_path / "clients", [n // 5 for n in range(80)])):
@@ -825,6 +840,9 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
+    with monkeypatch.context() as worker:
+        worker.setattr(torch.utils.data._utils.worker, "_worker_info", object())
+        optimizer.step()  # in a worker of a loader
     optimizer.step()  # this step also writes the steps noted before
     assert len(steps.Tail(file).process.steps) == 6, "consecutive steps of two optimisers must count as one"
 

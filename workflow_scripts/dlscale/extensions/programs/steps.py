@@ -64,6 +64,7 @@ class Process:
     rank: int
     host: str = ""
     pid: int = 0
+    parent: int = 0  #: Id of the process that started this process; 0 if unknown.
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
     loops: list[float] = field(default_factory=list)  #: Begin of each loop over `timed(loader)`; empty if unknown.
@@ -107,16 +108,26 @@ class Pace:
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
-    Processes that did not run at the same time as the process with the longest training are left out.
+    Left out are processes that did not run at the same time as the process with the longest training, and helpers.
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
-        if known := [process for process in found if process.steps]:
+        known = [process for process in found if process.steps]
+        if known := [process for process in known if not _is_helper(process, known)]:
             # Processes that ended before the longest process began, or began after its end, are another training.
             longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
             known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
     return "", []
+
+
+def _is_helper(process: Process, others: Sequence[Process]) -> bool:
+    """Return whether a process without batches and without a rank of its own was started by a process that trains.
+
+    Such a process fits something of its own, such as a sample or a small model.
+    """
+    starter = (process.host, process.parent, process.rank)
+    return not process.batches and any(each.batches and (each.host, each.pid, each.rank) == starter for each in others)
 
 
 def files(folder: Path, way: str) -> list[Path]:
@@ -164,6 +175,7 @@ class Tail:
         found = self.process
         if kind == "begin":
             self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
+            found.parent = int(words[3]) if len(words) > 3 else 0
         elif kind == "l":
             found.loops.append(self._shift + _seconds(words[0]))
         elif kind == "t":
