@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -242,7 +242,21 @@ def training_iterators(process: Process) -> set[str]:
     # An iterator's last batch lasts until another iterator delivers, so it does not include steps of the next epoch.
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
-    return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
+    found = {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
+    return found | fresh_iterators(process)
+
+
+def fresh_iterators(process: Process) -> set[str]:
+    """Return the iterators of one batch each, if most steps have batches of several such iterators.
+
+    A program calls `next(iter(loader))` for several loaders in each step, or trains and validates in epochs of one
+    batch. These cases cannot be distinguished.
+    """
+    counts = Counter(batch[1] for batch in process.batches)
+    single = [batch for batch in process.batches if counts[batch[1]] == 1]
+    places = Counter(bisect.bisect_right(process.steps, batch[0]) for batch in single)
+    several = sum(count > 1 for count in places.values())
+    return {batch[1] for batch in single} if several > len(process.steps) / 2 else set()
 
 
 def _share(times: Sequence[float], steps: Sequence[float]) -> float:
@@ -404,11 +418,13 @@ def _samples(process: Process, training: set[str], ahead: bool) -> float:
     """Return the mean samples per step; 0 if the number is uncertain.
 
     The number is certain if most training batches have a known size, nearly every step has a batch of its own, the
-    thread that trains also fetches the batches, and the batches of different loaders do not alternate.
+    thread that trains also fetches the batches, and the batches of different loaders or iterators do not alternate.
     """
     batches = [batch for batch in process.batches if batch[1] in training]
     sizes = [batch[3] for batch in batches if batch[3]]
-    if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches) or _overlap(batches):
+    if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches):
+        return 0.0
+    if _overlap(batches) or fresh_iterators(process):
         return 0.0
     # Batches before the first step may have been unused; batches after the last step do not belong to a step.
     first, last = process.steps[0], process.steps[-1]
