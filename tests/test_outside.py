@@ -154,6 +154,45 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
     assert (found.rates, found.first_step, trainings) == ([40.0], printed[0][0], 3)
 
 
+def test_steps_of_loaders_with_an_iterator_per_step_count(tmp_path: Path) -> None:
+    """`next(iter(loader))` of two loaders in each step: all steps count, with an uncertain number of samples."""
+    clock = Clock(tmp_path)
+    for _ in range(100):
+        for samples in (112, 16):
+            clock.iterator += 1
+            clock.batch(0.1, samples)
+        clock.step(0.3)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.steps == 89 and not found.samples and found.rates == pytest.approx([2.0] * 10)
+    assert found.waiting == pytest.approx(0.4)
+
+
+def test_many_steps_without_a_rate_are_not_too_few(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    for _ in range(30):
+        clock.step(0.3)
+        clock.note(f"g {clock.now:.6f} {clock.now + 1:.6f}")
+        clock.now += 1
+    processes = steps.read(tmp_path)[1]
+    with pytest.raises(UserError, match="the program made 30 steps, but dlscale cannot separate them"):
+        running._pace_by("seen", running.Reading(), outcome([]), tmp_path, processes, ())
+
+
+def test_children_that_fit_something_of_their_own_are_not_ranks(tmp_path: Path) -> None:
+    """A child counts as a rank if it has a rank or batches of its own, or if its parent has no batches."""
+    for number, (rank, parent, batches) in enumerate([(0, 0, True), (0, 0, False), (1, 0, False), (0, 0, True)]):
+        clock = Clock(tmp_path, number)
+        clock.file.write_text(f"begin {1.7e9:.6f} 1000.000000 {rank} {parent}\n")
+        for _ in range(60):
+            if batches:
+                clock.batch(0.1)
+            clock.step(0.2)
+    assert sorted(process.pid for process in steps.read(tmp_path)[1]) == [0, 2, 3]
+    starter = tmp_path / "seen.host.0"
+    starter.write_text("".join(line for line in starter.read_text().splitlines(True) if not line.startswith("b ")))
+    assert sorted(process.pid for process in steps.read(tmp_path)[1]) == [0, 1, 2, 3]
+
+
 def test_optimisers_that_alternate_and_short_trainings_are_one(tmp_path: Path) -> None:
     """The alternating optimisers of a GAN are one training, and so are federated clients that make a few steps each."""
     for folder, clients in ((tmp_path / "gan", [1, 2] * 40), (tmp_path / "clients", [n // 5 for n in range(80)])):
@@ -868,6 +907,9 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
+    with monkeypatch.context() as worker:
+        worker.setattr(torch.utils.data._utils.worker, "_worker_info", object())
+        optimizer.step()  # in a worker of a loader
     optimizer.step()  # this step also writes the steps noted before
     assert len(steps.Tail(file).process.steps) == 6, "consecutive steps of two optimisers must count as one"
 

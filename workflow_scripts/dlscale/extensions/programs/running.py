@@ -622,6 +622,11 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         return f"the log {reading.log} has fewer than three steps since the program started"
     if processes:
         count = max(len(process.steps) for process in processes)
+        if count > seen.MIN_TRAINING_STEPS:
+            return (
+                f"the program made {many(count, 'step')}, but dlscale cannot separate them from validations, pauses or "
+                f"steps that were not noted. {options(run.frameworks)}"
+            )
         return (
             f"the program made {many(count, 'step')}, too few for a rate: at least {seen.MIN_WARM_UP_STEPS} are "
             "warm-up. Let the program make more steps"

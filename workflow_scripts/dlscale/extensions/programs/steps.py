@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ class Process:
     rank: int
     host: str = ""
     pid: int = 0
+    parent: int = 0  #: Id of the process that started this process; 0 if unknown.
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
     loops: list[float] = field(default_factory=list)  #: Begin of each loop over `timed(loader)`; empty if unknown.
@@ -108,16 +109,26 @@ class Pace:
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
-    Processes that did not run at the same time as the process with the longest training are left out.
+    Left out are processes that did not run at the same time as the process with the longest training, and helpers.
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
-        if known := [process for process in found if process.steps]:
+        known = [process for process in found if process.steps]
+        if known := [process for process in known if not _is_helper(process, known)]:
             # Processes that ended before the longest process began, or began after its end, are another training.
             longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
             known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
             return way, sorted(known, key=lambda process: process.rank)
     return "", []
+
+
+def _is_helper(process: Process, others: Sequence[Process]) -> bool:
+    """Return whether a process without batches and without a rank of its own was started by a process that trains.
+
+    Such a process fits something of its own, such as a sample or a small model.
+    """
+    starter = (process.host, process.parent, process.rank)
+    return not process.batches and any(each.batches and (each.host, each.pid, each.rank) == starter for each in others)
 
 
 def files(folder: Path, way: str) -> list[Path]:
@@ -165,6 +176,7 @@ class Tail:
         found = self.process
         if kind == "begin":
             self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
+            found.parent = int(words[3]) if len(words) > 3 else 0
         elif kind == "l":
             found.loops.append(self._shift + _seconds(words[0]))
         elif kind == "t":
@@ -231,7 +243,21 @@ def training_iterators(process: Process) -> set[str]:
     # An iterator's last batch lasts until another iterator delivers, so it does not include steps of the next epoch.
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
-    return {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
+    found = {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
+    return found | fresh_iterators(process)
+
+
+def fresh_iterators(process: Process) -> set[str]:
+    """Return the iterators of one batch each, if most steps have batches of several such iterators.
+
+    A program calls `next(iter(loader))` for several loaders in each step, or trains and validates in epochs of one
+    batch. These cases cannot be distinguished.
+    """
+    counts = Counter(batch[1] for batch in process.batches)
+    single = [batch for batch in process.batches if counts[batch[1]] == 1]
+    places = Counter(bisect.bisect_right(process.steps, batch[0]) for batch in single)
+    several = sum(count > 1 for count in places.values())
+    return {batch[1] for batch in single} if several > len(process.steps) / 2 else set()
 
 
 def _share(times: Sequence[float], steps: Sequence[float]) -> float:
@@ -412,11 +438,13 @@ def _samples(process: Process, training: set[str], ahead: bool) -> float:
     """Return the mean samples per step; 0 if the number is uncertain.
 
     The number is certain if most training batches have a known size, nearly every step has a batch of its own, the
-    thread that trains also fetches the batches, and the batches of different loaders do not alternate.
+    thread that trains also fetches the batches, and the batches of different loaders or iterators do not alternate.
     """
     batches = [batch for batch in process.batches if batch[1] in training]
     sizes = [batch[3] for batch in batches if batch[3]]
-    if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches) or _overlap(batches):
+    if ahead or len(process.steps) < 2 or not batches or len(sizes) < MIN_SIZED * len(batches):
+        return 0.0
+    if _overlap(batches) or fresh_iterators(process):
         return 0.0
     # Batches before the first step may have been unused; batches after the last step do not belong to a step.
     first, last = process.steps[0], process.steps[-1]

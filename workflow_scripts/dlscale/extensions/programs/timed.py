@@ -67,7 +67,8 @@ SECONDS = _seconds()
 class Log:
     """File `WAY.HOST.PID` with the batches that a process received, and the steps that the process ended.
 
-    The first line has the time of day, the process's clock at that time, and the process's rank. Times are in seconds.
+    The first line has the time of day, the process's clock at that time, the process's rank, and the id of the process
+    that started it. Times are in seconds.
     In a long run there are gaps without notes; each gap has a line in the file. Adding a note must be little work,
     because the code and data for notes are rarely in the CPU's caches.
     """
@@ -180,7 +181,7 @@ class Log:
     def _open(self, now: float) -> None:
         self._file = self.file(self._way)
         self._begin = self._since = now
-        self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {self.rank}\n")
+        self._notes.insert(0, f"begin {now_utc():.6f} {clock():.6f} {self.rank} {parent()}\n")
         atexit.register(self.write)
         for begin in hooked("begin"):
             begin(self)
@@ -224,6 +225,14 @@ def rank(default: int = 0) -> int:
     """Return this process's rank, which torchrun, Slurm or MPI have set; otherwise `default`."""
     given = (variable(name) for name in RANKS)
     return int(next((each for each in given if each.isdecimal() and len(each) < 10), default))
+
+
+def parent() -> int:
+    """Return the id of the process that started this process."""
+    try:  # a forked child of multiprocessing's fork server has another parent in the system
+        return int(sys.modules["multiprocessing.process"].parent_process().pid)
+    except Exception:
+        return os.getppid()
 
 
 def hooked(name: str) -> list[Any]:

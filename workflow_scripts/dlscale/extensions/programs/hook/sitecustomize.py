@@ -92,14 +92,14 @@ class Watcher:
         if not hasattr(module, "register_optimizer_step_post_hook"):
             self._optimizers_of_pytorch_1(module)
             return
-        torch, log, number = sys.modules["torch"], self._log, self._number
+        torch, log = sys.modules["torch"], self._log
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             try:
                 # A compiled step cannot be noted. PyTorch 2.0 lacks `is_compiling`: use `bool()`, which is False.
                 if getattr(getattr(torch, "compiler", None), "is_compiling", bool)():
                     return
-                log.step(number(optimizer))
+                self._step(optimizer)
             except Exception as error:
                 log.stop(error)
 
@@ -111,6 +111,11 @@ class Watcher:
             )
             module.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: window.step())
             self._window = window
+
+    def _step(self, optimizer: Any) -> None:
+        """Note an optimiser's step, unless this process is a worker of a loader, which fits something for a sample."""
+        if getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None) is None:
+            self._log.step(self._number(optimizer))
 
     def _number(self, optimizer: Any) -> int:
         """Return an optimiser's number.
@@ -132,7 +137,9 @@ class Watcher:
 
         PyTorch 1 lacks a hook for all classes.
         """
-        make, log, number = module.Optimizer.__init__, self._log, self._number
+        make, log = module.Optimizer.__init__, self._log
+
+        note = self._step
 
         def made(self: Any, *args: Any, **kwargs: Any) -> None:
             make(self, *args, **kwargs)
@@ -143,7 +150,7 @@ class Watcher:
                 def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                     found = original(self, *args, **kwargs)
                     try:
-                        log.step(number(self))
+                        note(self)
                     except Exception as error:
                         log.stop(error)
                     return found
