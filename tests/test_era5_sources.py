@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime as dt
 import functools
 import http.server
@@ -10,13 +11,16 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5netcdf
 import numpy as np
 import pytest
 import xarray as xr
@@ -28,7 +32,7 @@ from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import IDENTITY
 from dlscale.extensions.era5_vit.era5 import zarr as era5_zarr
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
-from dlscale.extensions.era5_vit.era5.source import Era5Source, _regular, gridded, open_source
+from dlscale.extensions.era5_vit.era5.source import Era5Source, _regular, gridded, open_source, open_variables
 from dlscale.extensions.era5_vit.era5.zarr import acquire
 from tests.conftest import served
 
@@ -500,6 +504,45 @@ def test_grib_without_the_extra_is_refused_with_the_remedy(tmp_path: Path, monke
 def test_another_order_of_points_is_refused(tmp_path: Path) -> None:
     write_grib(atmosphere(names=("t2m",)), tmp_path / "a.grib", jPointsAreConsecutive=1)
     assert "from west to east (jPointsAreConsecutive is set)" in refused(tmp_path / "a.grib")
+
+
+PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "attributes", "bounds"),
+    [
+        ("i2", -32768, {**PACKED, "valid_min": np.int16(-300), "valid_max": np.int16(4500)}, "270.15 to 318.15 (1 "),
+        ("i2", -32768, {**PACKED, "valid_range": np.float32([150, 350])}, "150 to 350 (1 "),
+        ("i2", 4600, {**PACKED, "valid_max": np.int16(4500)}, "-inf to 318.15 (1 "),
+        ("i2", 4500, {**PACKED, "valid_range": np.int16([-300, 4500])}, ""),
+        ("i2", -32768, {**PACKED, "missing_value": np.float32(-54.53)}, "no value"),
+        ("i1", -3, {"_Unsigned": "true", "valid_range": np.int8([0, -6])}, "0 to 250 (1 "),
+        ("f4", -9999, {"valid_range": np.float64([99.9, 350])}, "99.9 to 350 (1 "),
+        ("f4", 99.9, {"valid_range": np.float64([99.9, 350])}, ""),
+        ("f4", 99.9, {"valid_range": "0 to 100"}, ""),
+    ],
+)
+def test_values_outside_the_valid_range_are_missing(
+    tmp_path: Path, dtype: str, value: float, attributes: dict[str, Any], bounds: str
+) -> None:
+    """Values outside `valid_min`, `valid_max`, `valid_range` are refused; limits may be packed or unpacked."""
+    stored = np.full((4, 2, 3), 100, dtype)
+    stored[2, 1, 1] = value
+    with h5netcdf.File(tmp_path / "a.nc", "w") as file:
+        file.dimensions = {"time": 4, "latitude": 2, "longitude": 3}
+        file.create_variable("time", ("time",), data=6.0 * np.arange(4)).attrs["units"] = "hours since 2020-01-01"
+        file.create_variable("latitude", ("latitude",), data=np.float32([50, 49]))
+        file.create_variable("longitude", ("longitude",), data=np.float32([0, 1, 2]))
+        file.create_variable("t2m", ("time", "latitude", "longitude"), data=stored).attrs.update(attributes)
+    with contextlib.ExitStack() as stack:
+        (variable,), _ = open_variables(tmp_path / "a.nc", {"t2m"}, stack)
+        read = partial(variable.load, np.arange(4), [0], slice(0, 2), slice(0, 3))
+        if bounds in ("", "no value"):
+            assert np.isnan(read()).sum() == bool(bounds)
+        else:
+            with pytest.raises(UserError, match=re.escape(f"a.nc: 't2m' has values outside its valid range, {bounds}")):
+                read()
 
 
 @pytest.mark.slow

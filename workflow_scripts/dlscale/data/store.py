@@ -173,12 +173,12 @@ def check_values(values: h5py.Dataset) -> None:
     ------
     UserError
         A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a finite
-        `_FillValue` or `missing_value`), or a part was never written.
+        `_FillValue` or `missing_value`, or a valid range), or a part was never written.
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
     plain = {"scale_factor": 1, "add_offset": 0}
-    for name in ("scale_factor", "add_offset", "_FillValue", "missing_value"):
+    for name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
         given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]
         if given.dtype.kind in "iuf" and given.size and np.isfinite(given[0]) and given[0] != plain.get(name):
             raise UserError(
