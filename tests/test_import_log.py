@@ -288,8 +288,8 @@ def test_abandoned_points_equal_tensorboards(
     assert sorted((step, value) for _, step, value in seen) == expected
     # TensorBoard treats a folder inside the log as another run. `_rows` keeps abandoned steps, which count for speed.
     add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
-    both = logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))["loss/valid"]
-    assert len(both) == len(expected) + 3
+    with pytest.raises(UserError, match="Loss/valid is in several folders: ., beside"):
+        logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))
     assert len(logs._rows(tmp_path / "log", logs.Start(0.0))) == 17 + 3
 
 
