@@ -20,6 +20,7 @@ from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
+from dlscale.core.errors import UserError
 from dlscale.extensions.logs.reference import Reference
 from dlscale.extensions.programs import logs
 from dlscale.report.curves import Over
@@ -288,7 +289,7 @@ def test_abandoned_points_equal_tensorboards(
     assert sorted((step, value) for _, step, value in seen) == expected
     # TensorBoard treats a folder inside the log as another run. `_rows` keeps abandoned steps, which count for speed.
     add(tmp_path / "log/beside", range(3), 3.0, purge_step=0)
-    with pytest.raises(UserError, match="Loss/valid is in several folders: ., beside"):
+    with pytest.raises(UserError, match=r"Loss/valid is in several folders: \., beside"):
         logs.values(tmp_path / "log", {"Loss/valid": "loss/valid"}, logs.Start(0.0))
     assert len(logs._rows(tmp_path / "log", logs.Start(0.0))) == 17 + 3
 
