@@ -49,7 +49,8 @@ sys.exit(7)
 def prefix(container_engine: Engine, cpu_image: str, tmp_path: Path) -> list[str]:
     """Return a command that starts Python in a container; the caller appends the stage."""
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False)
-    words = launch(site, ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),)), Geometry())
+    place = ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),), results=str(tmp_path))
+    words = launch(site, place, Geometry())
     assert words[-4:] == ["python", "-P", "-m", "dlscale"]
     return [sys.executable, *words[1:-2]]
 
@@ -159,7 +160,8 @@ def test_a_training_in_a_container_equals_one_outside(
     assert train(tmp_path / "outside", era5_data / "manifest.json") == 0
     mounts = {str(era5_data): str(era5_data), str(ROOT): str(ROOT)} if engine == "shifter" else {}
     site = Site(engine=engine, image=cpu_image, starter="torchrun", gpu=False, mounts=mounts)
-    place = ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(era5_data), str(ROOT)))
+    folder, data = str(tmp_path), (str(era5_data), str(ROOT))
+    place = ContainerMounts(folder, SOURCES, os.getuid(), os.getgid(), data, results=folder)
     arguments = ["--config", tmp_path / "inside/config.yaml", "--manifest", era5_data / "manifest.json"]
     arguments += ["--checkpoints", tmp_path / "inside/checkpoints", "--out", tmp_path / "inside"]
     command = [*launch(site, place, Geometry(gpus_per_node=ranks)), "train", *map(str, arguments), f"--threads={ranks}"]

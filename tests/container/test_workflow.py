@@ -85,7 +85,12 @@ def test_profiled_in_a_container(
     root = real_nsys.parents[2]  # the folder that contains usr/bin/nsys
     site = Site(engine="podman", image=cpu_image, starter="direct", gpu=False, environment={"NSYS": str(real_nsys)})
     place = ContainerMounts(
-        str(tmp_path), str(ROOT / "workflow_scripts"), os.getuid(), os.getgid(), (str(ROOT), str(cosmo_data), str(root))
+        str(tmp_path),
+        str(ROOT / "workflow_scripts"),
+        os.getuid(),
+        os.getgid(),
+        (str(ROOT), str(cosmo_data), str(root)),
+        results=str(tmp_path),
     )
     command = [sys.executable, *launch(site, place, Geometry())[1 : -len(PYTHON)], "python", *words[1:]]
     container_engine.run(["env", f"--chdir={tmp_path}", f"PYTHONPATH={ROOT / 'workflow_scripts'}", *command])
