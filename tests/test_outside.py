@@ -905,11 +905,11 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for kind in (Optimizer, Adam):
         optimizer = kind(0.1)
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
-    (file,) = tmp_path.glob("seen.*")
-    time.sleep(timed.SECONDS)
     with monkeypatch.context() as worker:
         worker.setattr(torch.utils.data._utils.worker, "_worker_info", object())
         optimizer.step()  # in a worker of a loader
+    (file,) = tmp_path.glob("seen.*")
+    time.sleep(timed.SECONDS)
     optimizer.step()  # this step also writes the steps noted before
     assert len(steps.Tail(file).process.steps) == 6, "consecutive steps of two optimisers must count as one"
 
