@@ -177,6 +177,7 @@ def test_a_program_without_a_first_step_is_ended_later(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_user_can_ask_what_a_program_does(tmp_path: Path) -> None:
     """SIGQUIT prints what all processes do; the program continues."""
+    (tmp_path / "results").mkdir()
     process = begin(tmp_path, "sleep", 1000)
     folder = tmp_path / "results/plans/measured/train"
     until("steps of both ranks", lambda: len([*folder.glob("steps/hang.status.*[0-9]")]) == 2, process)

@@ -89,7 +89,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         beside: list[ProgramContext] = [profilers.sample_stacks] if profilers else []
         if args.hang_after is not None:
             before = not (args.rate or args.steps)
-            hang = HangSupervisor(steps, folder, args.hang_after, _say_where(folder, plan), before_first_step=before)
+            hang = HangSupervisor(steps, folder, args.hang_after, say, before_first_step=before)
             more = {**more, **hang.environment}
             beside.append(hang.watch)
         if args.live:
@@ -110,7 +110,8 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         raise
     if hang and hang.finding:  # printed again, after the messages of processes that dlscale ended
         run = replace(run, status=HUNG)
-        say(f"dlscale measure: ended the program: {hang.finding}")
+        kept = plan / folder.name / hang.folder.name
+        say(f"dlscale measure: ended the program: {hang.finding}. Stacks of all processes: {kept}")
     # From this line on an error does not change the exit status. Written records are kept, unless the run is short and
     # has no steps.
     try:
