@@ -358,7 +358,9 @@ def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
         read_json(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("text", ['{"a": ' + "[" * 100_000, f'{{"a": {"9" * 5000}}}', "{"])
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + "[" * 100_000, f'{{"a": {"9" * 5000}}}', "{"], ids=["brackets", "digits", "torn"]
+)
 def test_settings_that_are_not_valid_json(text: str) -> None:
     with pytest.raises(UserError, match=r"^--config: not valid JSON \(.*\); pass valid JSON or a YAML file"):
         read_settings(text)

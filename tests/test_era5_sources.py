@@ -483,6 +483,8 @@ def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     for start in (second + 10, second + 40, second + 110, second + 150):
         path.write_bytes(content[:start] + b"\xff" * 40 + content[start + 40 :])
         assert "incomplete or damaged" in refused(path)
+    path.write_bytes(content[:16] + b"\1" + content[17:])  # length of the identification section
+    assert "ecCodes crashes while it reads the structure" in refused(path)
     reduced = tmp_path / "reduced.grib"
     eccodes = pytest.importorskip("eccodes")
     with open(reduced, "wb") as file:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -555,6 +556,10 @@ def test_a_damaged_pack_is_one_message(tmp_path: Path, folders: dict[str, str]) 
     pack = data / "source/valid-0000.h5"
     blank(pack, 0)
     with pytest.raises(UserError, match=r"valid-0000.h5: image 0 cannot be decoded"):
+        samples(data, "valid").read(0, 0)
+    with h5py.File(pack, "a") as file:
+        file.attrs["form"] = "decoded"
+    with pytest.raises(UserError, match="the index of the images does not fit the file"):
         samples(data, "valid").read(0, 0)
     pack.write_bytes((data / "config.yaml").read_bytes())
     with pytest.raises(UserError, match="not a readable HDF5 file"):

@@ -12,7 +12,7 @@ import signal
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,24 +29,35 @@ MAX_STRUCTURE_SECONDS = 10
 MAX_CHUNKS = 10**6
 
 
-def check_structure(paths: Sequence[Path]) -> None:
-    """Refuse files on which HDF5 loops or crashes, by reading the files' structure in a child process.
+def _walk_hdf5(path: Path, stop: float) -> None:
+    with h5py.File(path, "r") as file:
+        _read_structure(file, stop)
+        file.visititems(lambda _, item: _read_structure(item, stop) or None)
+
+
+def check_structure(
+    paths: Sequence[Path],
+    walk: Callable[[Path, float], object] = _walk_hdf5,
+    library: str = "HDF5",
+    seconds: float | None = None,
+) -> None:
+    """Refuse files on which a library loops or crashes, by reading the files' structure in a child process.
 
     HDF5 may follow a damaged file's addresses in circles. Python's signal handlers run only after HDF5 returns, so a
-    loop can be stopped only in another process.
+    loop can be stopped only in another process. `seconds` is the largest CPU time (default: `MAX_STRUCTURE_SECONDS`).
     """
     for path in paths:
         no_pipe(path)
-    paths = [path for path in paths if path.is_file() and h5py.is_hdf5(path)]
+    paths = [path for path in paths if path.is_file() and (walk != _walk_hdf5 or h5py.is_hdf5(path))]
     if not paths:
         return
     current = mmap.mmap(-1, 8)  # shared with the child: the number of the file that the child reads
     with warnings.catch_warnings():
-        # Python warns about a fork while threads run. This fork is safe, because the threads do not use HDF5.
+        # Python warns about a fork while threads run. This fork is safe, because the threads do not use the library.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        _walk_and_exit(paths, current)
+        _walk_and_exit(paths, current, walk, seconds or MAX_STRUCTURE_SECONDS)
     try:
         status = os.waitpid(child, 0)[1]
     except BaseException:  # this process is ending, as after Ctrl-C
@@ -60,11 +71,15 @@ def check_structure(paths: Sequence[Path]) -> None:
             raise UserError(
                 f"{path}: the process that reads the structure of this file was killed; request more memory"
             )
-        does = "loops" if os.WTERMSIG(status) == signal.SIGXCPU else "crashes"
-        raise UserError(f"{path}: HDF5 {does} while it reads the structure of this file; {TORN}")
+        raise UserError(
+            f"{path}: {library} {'loops' if os.WTERMSIG(status) == signal.SIGXCPU else 'crashes'} while it reads the "
+            f"structure of this file; {TORN}"
+        )
 
 
-def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
+def _walk_and_exit(
+    paths: Sequence[Path], current: mmap.mmap, walk: Callable[[Path, float], object], seconds: float
+) -> NoReturn:
     """Read the structure of files, and end this forked process.
 
     Exceptions are ignored, because the stage's reader of the files will report them.
@@ -75,16 +90,15 @@ def _walk_and_exit(paths: Sequence[Path], current: mmap.mmap) -> NoReturn:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
             signal.signal(each, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         for number, path in enumerate(paths):
             current[:] = number.to_bytes(8, "little")
-            start = time.process_time()
+            stop = time.process_time() + seconds / 2  # ends a long walk: only a loop in the library reaches the limit
             with contextlib.suppress(ValueError):  # the hard limit of this process is lower
-                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + MAX_STRUCTURE_SECONDS), hard))
-            with contextlib.suppress(Exception), h5py.File(path, "r") as file:
-                stop = start + MAX_STRUCTURE_SECONDS / 2  # ends a long walk: only a loop in HDF5 reaches the limit
-                _read_structure(file, stop)
-                file.visititems(lambda _, item, stop=stop: _read_structure(item, stop) or None)
+                resource.setrlimit(
+                    resource.RLIMIT_CPU, (math.ceil(stop + seconds / 2), resource.getrlimit(resource.RLIMIT_CPU)[1])
+                )
+            with contextlib.suppress(Exception):
+                walk(path, stop)
     finally:
         os._exit(0)
 

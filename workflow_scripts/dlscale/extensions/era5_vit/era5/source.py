@@ -28,7 +28,7 @@ from dlscale.core.errors import UserError, nearest
 from dlscale.core.files import TORN
 from dlscale.data import store
 from dlscale.data.kind import Part
-from dlscale.data.source import Source, block_average
+from dlscale.data.source import Source, block_average, check_structure
 from dlscale.data.store import Field
 from dlscale.extensions.era5_vit.era5.kind import SIMULATED_CHANNELS, Era5Dataset, Era5Zarr
 
@@ -61,6 +61,8 @@ SHORT_NAMES = {
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
+#: Largest CPU time in which ecCodes reads the headers of a GRIB file, seconds: a base, and bytes of the file per second.
+GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
 
 #: Ratio of the molar masses of water vapour and dry air, from the gas constants of the IFS (J/kg/K).
@@ -321,12 +323,17 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     except ImportError as error:
         raise UserError(f"{path}: GRIB is not installed ({error}); pip install 'dlscale[grib]'") from None
 
-    _silence_eccodes()
-    stream = messages.FileStream(str(path), errors="raise")
-    with reading(path):
+    def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
         keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
-        index = messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
+        return messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
+
+    _silence_eccodes()
+    stream = messages.FileStream(str(path), errors="raise")
+    # ecCodes uses memory of damaged messages after it has freed the memory.
+    check_structure([path], indexed, "ecCodes", seconds=GRIB_SECONDS + path.stat().st_size / GRIB_BYTES_PER_SECOND)
+    with reading(path):
+        index = indexed(path)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
     series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and offset of each message, by channel and grid
     for (cf_name, own, kind, level, grid, time), offsets in index.iter_index():

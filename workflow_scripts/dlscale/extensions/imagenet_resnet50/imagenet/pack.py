@@ -61,6 +61,13 @@ class Pack:
             self.index: np.ndarray = file["index"][()]
             self.labels: np.ndarray = file["labels"][()]
             self.classes = [name.decode() for name in file["classes"][()]]
+            first, count, height, width = self.index.T
+            right = count > 0 if self.form == "encoded" else count == height * width * 3
+            if (
+                not (right & (first >= 0) & (first + count <= len(self.bytes))).all()
+                or self.labels.shape != first.shape
+            ):
+                raise ValueError("the index of the images does not fit the file")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pack, (self.path,)  # pickling the attributes would copy the mapped images
