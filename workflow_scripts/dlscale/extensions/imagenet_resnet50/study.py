@@ -201,7 +201,7 @@ class ImagenetResNet50(Study):
             return partial(auxiliary_cross_entropy, weight=AUXILIARY.get(run.model.name, 0.0))
         return cross_entropy
 
-    def train_scores(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def train_scores(self, prediction: Any, target: torch.Tensor) -> torch.Tensor:
         import torch
 
         if isinstance(prediction, tuple):  # of a network with auxiliary classifiers
