@@ -19,11 +19,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from dlscale.cli import STOPPED
 from dlscale.config import resolve as config
-from dlscale.config.run import Geometry, load_run
+from dlscale.config.run import Geometry, Training, load_run
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
 from dlscale.data.loaders.base import open_samples, read_batch
@@ -464,3 +466,11 @@ def test_a_training_compares_its_replicas(spoilt: Path, tmp_path: Path, monkeypa
     folder = configured(tmp_path / "run", training={"on_divergence": "skip", "check_replicas": True})
     assert train(folder, spoilt / "manifest.json") == 0
     assert compared == [1, 2, 3]
+
+
+def test_replicas_are_not_compared_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is refused when settings are read, instead of having no effect."""
+    assert Training(epochs=1, check_replicas=True).check_replicas
+    monkeypatch.setattr(registry, "table", lambda name, taken=(): {})
+    with pytest.raises(ValidationError, match="needs dlscale's extension batch"):
+        Training(epochs=1, check_replicas=True)

@@ -213,6 +213,10 @@ class Training(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
         (lambda its: "://" in (its.weights or ""), "weights: an address; fetch the file, and give its path"),
+        (
+            lambda its: its.check_replicas and "check_replicas" not in registry.table("PROVIDES"),
+            "check_replicas: this key needs dlscale's extension batch, which is not installed; remove the key",
+        ),
     )
 
 

@@ -184,7 +184,7 @@ class Trainer:
                         logging.warning("diverged in epoch %d: stopped (training.on_divergence: stop)", record.epoch)
                         break  # unsaved: the newest checkpoint has weights of an earlier epoch
                     if self.run.training.check_replicas:
-                        registry.provided("check_replicas", lambda *_: None)(self.step, self.world, record.epoch)
+                        registry.provided("check_replicas", None)(self.step, self.world, record.epoch)
                     if self._improves(record):
                         shards = self.step.weights.shards()
                         self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
