@@ -123,6 +123,19 @@ def test_the_programs_variables_do_not_reach_the_starter(tmp_path: Path) -> None
     assert found.environment == {} and found.words == ["train"]
 
 
+def test_podman_hpc_takes_no_option_of_the_program(tmp_path: Path) -> None:
+    """podman-hpc parses all words of its command line, so the program's words are one word of a shell."""
+    words = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--gpu", "--mpi=a b", "--", "--help", "$HOME"]
+    run = SimpleNamespace(program=Program(command=words, folder=str(tmp_path)), study="program", batch_size=8)
+    for engine in ("podman-hpc", "podman"):
+        before = ["env", f"ENGINE={engine}"] if engine == "podman" else ["env", "--", engine, "run", "image"]
+        found = run_program.RunProgram(run, json.dumps(before), tmp_path / "out", tmp_path / "steps")
+        after = found.command[len(before) :]
+        assert not {*words[3:]} & {*after} if engine == "podman-hpc" else after == words
+        done = subprocess.run(after, capture_output=True, text=True)
+        assert done.stdout == f"{words[3:]}\n", done.stderr
+
+
 def test_the_programs_secrets_are_in_no_record_and_no_starter_argument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -71,7 +72,10 @@ class RunProgram:
             secret = run.program.secret_variables()
             own = [f"{name}={value}" for name, value in environment.items() if name not in secret]
             inside = ["env", *own] if own else []
-            self.command = [*(word.replace(FOLDER, here) for word in before), *inside, *words.command]
+            own_words = [*inside, *words.command]
+            if "podman-hpc" in before:  # it would take options such as --gpu and `--`, even after the image's name
+                own_words = ["sh", "-c", f"exec {shlex.join(own_words)}"]
+            self.command = [*(word.replace(FOLDER, here) for word in before), *own_words]
             self.environment = {name: environment[name] for name in secret}
             self.contained = True
         self.log = Path(self.folder, words.log) if words.log else None
