@@ -61,7 +61,7 @@ SHORT_NAMES = {
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
-#: Largest CPU time in which ecCodes reads the headers of a GRIB file, seconds: a base, and bytes of the file per second.
+#: Largest CPU time in which ecCodes reads the headers of a GRIB file: seconds, plus bytes of the file per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
 GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
 
