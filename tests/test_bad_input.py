@@ -19,7 +19,7 @@ import pytest
 
 from dlscale import cli
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json
+from dlscale.core.files import read_json, write_json
 from dlscale.core.settings import read_settings, read_yaml
 from dlscale.data import source as data_source
 from dlscale.data.manifest import Manifest
@@ -356,6 +356,12 @@ def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file and run its stage again"):
         read_json(tmp_path / "a.json")
+
+
+def test_a_name_that_is_not_utf8_is_written_and_read(tmp_path: Path) -> None:
+    """Python's name of a file in Latin-1 contains a surrogate, which UTF-8 cannot encode."""
+    write_json(tmp_path / "a.json", found := {"command": os.fsdecode(b"caf\xe9.py")})
+    assert read_json(tmp_path / "a.json") == found
 
 
 @pytest.mark.parametrize(

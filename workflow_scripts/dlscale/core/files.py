@@ -148,9 +148,9 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` (UTF-8) to `path` atomically."""
+    """Write `text` (UTF-8) to `path` atomically, with JSON's escapes for bytes of names that are not UTF-8."""
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
