@@ -270,7 +270,7 @@ def test_programs_that_cannot_be_replayed(train: Path, words: list[str], said: s
 
 
 def test_the_time_before_the_first_step_is_no_step(tmp_path: Path) -> None:
-    """A long import, a slow first batch and a slow first step are no steps without a batch that can be replayed."""
+    """The limit for programs without a loader that can be replayed begins with the first step."""
     now = time.time()
     (tmp_path / "pytorch").touch()
     os.utime(tmp_path / "pytorch", (now - 100, now - 100))
