@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,20 @@ def test_a_machine_without_namespaces_refuses(train: Path, tmp_path: Path, monke
 def test_programs_that_cannot_be_replayed(train: Path, words: list[str], said: str) -> None:
     with pytest.raises(NoHeadroom, match=said):
         replayed(train, *words)
+
+
+def test_the_time_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    """The limit for programs without a loader that can be replayed begins with the first step."""
+    now = time.time()
+    (tmp_path / "pytorch").touch()
+    os.utime(tmp_path / "pytorch", (now - 100, now - 100))
+    notes = tmp_path / "seen.host.1"
+    notes.write_text(f"begin {now - 50} 0 0\nt 1\nb 0 1 0.5 8\n")
+    assert headroom._stepping(tmp_path) == 0
+    notes.write_text(f"{notes.read_text()}s 10 1.0 1\n")
+    assert headroom._stepping(tmp_path) == pytest.approx(40, abs=10)
+    (tmp_path / "turns.host.1.now").touch()
+    assert headroom._stepping(tmp_path) == 0
 
 
 @copies

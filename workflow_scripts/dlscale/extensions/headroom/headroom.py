@@ -29,10 +29,10 @@ from dlscale.core.text import duration
 from dlscale.extensions.headroom import replay, scratch
 from dlscale.extensions.headroom.records import Headroom
 from dlscale.extensions.headroom.replay import REPLAY
+from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram, temporary_folder
 from dlscale.extensions.programs.run_program import RunProgram
 from dlscale.extensions.programs.running import watched
-from dlscale.extensions.programs.steps import WAYS
 
 #: Number of kept batches in plans; maximum fraction of the free memory for the kept batches of one process.
 BATCHES, MEMORY = 16, 0.05
@@ -287,10 +287,9 @@ def _ended(status: int, steps: Path) -> str:
 
 
 def _stepping(steps: Path) -> float:
-    """Return for how many seconds the copy has made steps; 0 if it has replayed batches."""
-    first = min((file.stat().st_mtime for file in steps.glob("pytorch")), default=time.time())
-    noted = any(each for way in WAYS for each in steps.glob(f"{way}.*"))
-    return 0.0 if not noted or any(steps.glob("turns.*.now")) else time.time() - first
+    """Return the seconds since the copy's first step; 0 before this step, and after a batch that can be replayed."""
+    first = min((each.steps[0] for each in seen.read(steps)[1]), default=math.inf)
+    return 0.0 if any(steps.glob("turns.*.now")) else max(0.0, time.time() - first)
 
 
 def _reason(log: Path) -> str:
