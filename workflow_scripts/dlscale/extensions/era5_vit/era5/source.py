@@ -196,7 +196,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
         # Transpose after reading, because a lazy transposition makes the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
-        read = _without_default_fill(read, values)
+        read = _without_missing(read, values, f"{origin}: '{name}'")
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
     chunk = values.encoding.get("preferred_chunks", {})
@@ -216,17 +216,47 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     )
 
 
-def _without_default_fill(read: np.ndarray, variable: xr.Variable) -> np.ndarray:
-    """Replace values that were never written by NaN.
+def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.ndarray:
+    """Replace missing values that xarray does not mask by NaN; refuse values outside the file's valid range.
 
-    NetCDF fills integers by default with a number that xarray does not mask unless the file repeats it in `_FillValue`.
+    NetCDF fills integers by default with a number that xarray masks only if the file repeats it in `_FillValue`. xarray
+    takes `missing_value` in packed units, although files may give a float in unpacked units, and ignores `valid_min`,
+    `valid_max` and `valid_range`.
     """
-    encoding = variable.encoding
-    fill = DEFAULT_FILL.get(np.dtype(encoding.get("dtype", variable.dtype)).str[1:])
-    if fill is None or {"_FillValue", "missing_value"} & encoding.keys():
+    encoding, attrs = variable.encoding, variable.attrs
+    stored = np.dtype(encoding.get("dtype", variable.dtype))
+    scale, offset = (float(np.ravel(encoding.get(name, plain))[0]) for name, plain in PACKING.items())
+    step = abs(scale) if stored.kind in "iu" else 0.0
+    is_packed = step > 0.0 and not PACKING.keys().isdisjoint(encoding)
+
+    def unpacked(given: Any) -> list[float]:
+        values = np.ravel([] if given is None else given)
+        if values.dtype.kind not in "iuf" or (is_packed and values.dtype.kind == "f"):
+            return [float(value) for value in values if values.dtype.kind == "f"]
+        wrap = 256**stored.itemsize if str(encoding.get("_Unsigned")).lower() == "true" else 0
+        return [float(value + wrap * (value < 0)) * scale + offset for value in values.astype(np.float64)]
+
+    marks = [encoding.get(name) for name in ("_FillValue", "missing_value")]
+    fill = DEFAULT_FILL.get(stored.str[1:])
+    missing = unpacked(fill) if marks == [None, None] else [each for given in marks for each in unpacked(given)]
+    for value in missing if step else []:
+        read = np.where(abs(read - value) < step / 2, np.nan, read)
+    span = unpacked(attrs.get("valid_range"))
+    if len(span) != 2:
+        span = [(unpacked(attrs.get(name)) or [math.nan])[0] for name in ("valid_min", "valid_max")]
+    if np.isnan(span).all():
         return read
-    stored = np.rint((read.astype(np.float64) - encoding.get("add_offset", 0.0)) / encoding.get("scale_factor", 1.0))
-    return np.where(stored == fill, np.nan, read)
+    low, high = span[::-1] if scale < 0 and span[0] > span[1] else span
+    low, high = -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
+    if not step:  # the file's limits may have more digits than its values
+        low, high = (float(read.dtype.type(end)) for end in (low, high))
+    if count := int(((read < low - step / 2) | (read > high + step / 2)).sum()):  # comparisons are false for NaN
+        raise UserError(
+            f"{where} has values outside its valid range, {low:g} to {high:g} ({count} such values in this block; "
+            "attributes valid_min, valid_max, valid_range). They count as missing: exclude such times with `split` or "
+            "such points with `crop`, fill the values, or correct the attributes"
+        )
+    return read
 
 
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -428,6 +458,9 @@ Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
 #: NetCDF's default fill values of integers, by type and bytes.
 DEFAULT_FILL = {"i2": -32767, "i4": -2147483647, "u2": 65535, "u4": 4294967295}
+
+#: Attributes of packed values, with their values for plain values.
+PACKING = {"scale_factor": 1.0, "add_offset": 0.0}
 
 #: Maximum valid value; larger values mark missing data (3.4e38 in GRIB, 9.97e36 in NetCDF).
 LARGEST = 1e30
