@@ -341,7 +341,11 @@ def test_damaged_published_folders(tmp_path: Path, refused: Check, case: str) ->
 
 
 @pytest.mark.parametrize(
-    "content", ["", '{"kind": "cosmo", "fie', "null", "[]", '"text"', "{}", '{"kind": 1, "fields": []}']
+    "content",
+    [
+        *("", '{"kind": "cosmo", "fie', "null", "[]", '"text"', "{}", '{"kind": 1, "fields": []}'),
+        '{"kind": "\\ud800", "fields": {}, "splits": {}}',
+    ],
 )
 def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
     manifest = tmp_path / "manifest.json"

@@ -667,8 +667,12 @@ def test_invalid_stores_are_refused(tmp_path: Path) -> None:
             chunk.write_bytes(chunk.read_bytes()[:20])
     write(atmosphere(names=("t2m",)), tmp_path / "interrupted", "zarr")
     next(chunk for chunk in (tmp_path / "interrupted/t2m/c/1").rglob("*") if chunk.is_file()).unlink()
+    write(atmosphere(names=("t2m",)), tmp_path / "damaged", "zarr")
+    about = json.loads((tmp_path / "damaged/t2m/zarr.json").read_text())
+    (tmp_path / "damaged/t2m/zarr.json").write_text(json.dumps({**about, "attributes": []}))
     cases = {
         "none": "the Zarr store cannot be opened",
+        "damaged": "damaged: cannot be read .* copy it again",
         "folder": "the Zarr store cannot be opened",
         "torn": "incomplete or damaged",
         "interrupted": "has no value at .* the copy may be incomplete: copy it again",

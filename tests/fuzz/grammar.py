@@ -68,7 +68,7 @@ YAML_TRAPS = (
         "",
     ),
 )
-#: Words with which a message states the expected values, or the remedy.
+#: Words of a message that states the expected value or the remedy.
 EXPECTATION = re.compile(
     r"expected|did you mean|valid keys|there (are|is)|need|must|remove|rename|choose|change|set |give|write|either|only"
     r"|missing|greater|less|at (most|least)|cannot|not (valid|supported|allowed)|valid YAML|exclude|use |larger"
@@ -76,7 +76,7 @@ EXPECTATION = re.compile(
 
 
 def sample(node: Node, models: Node, random: Random, depth: int = 0) -> Any:
-    """Return a random value for a node of a JSON schema; the node may describe its values only in part."""
+    """Return a random value that fits most constraints of a node of a JSON schema."""
     if "$ref" in node:
         return sample(models[node["$ref"].rpartition("/")[2]], models, random, depth)
     if "anyOf" in node:
@@ -189,7 +189,7 @@ def _change(raw: Node, random: Random) -> list[str]:
 
 
 def load(folder: Path) -> None:
-    """Resolve a configuration; an error must name one of the changed keys (or a line), and the expected values."""
+    """Resolve a configuration; an error must name a changed key or a line, and the expected value or the remedy."""
     places, name = (
         json.loads((folder / "changed").read_text()) if (folder / "changed").exists() else ([], "mnist_cnn.yaml")
     )

@@ -11,11 +11,11 @@ class UserError(Exception):
     """A user's mistake in configuration, arguments or data; exit status 2.
 
     The message is printed without a traceback. It states the problem, the file or key with the problem, the expected
-    value, and the remedy. The middle of a message of more than 1,000 characters is left out.
+    value, and the remedy.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(cut(message, 1_000))
+        super().__init__(cut(message, 1_000))  # a damaged file may contain a name of megabytes
 
 
 class Refused(ValueError):

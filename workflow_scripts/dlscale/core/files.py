@@ -148,8 +148,9 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` (UTF-8) to `path` atomically, with JSON's escapes for bytes of names that are not UTF-8."""
+    """Write `text` (UTF-8) to `path` atomically."""
     with atomic_write(path) as temporary:
+        # Names of files that are not UTF-8 contain surrogates, which are written as in JSON.
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 

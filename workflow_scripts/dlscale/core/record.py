@@ -69,8 +69,7 @@ class Record(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            key = ".".join(map(str, first["loc"]))
             raise UserError(
-                f"{where}: {key + ': ' if key else ''}{first['msg']}; not a {cls.__name__} record of this version; "
-                "delete the file and run the stage again"
+                ": ".join(filter(None, (where, ".".join(map(str, first["loc"])), first["msg"])))
+                + f"; not a {cls.__name__} record of this version; delete the file and run the stage again"
             ) from None

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import stamp
+from dlscale.core.files import reading, stamp
 from dlscale.core.record import Record
 
 
@@ -148,8 +148,7 @@ class Manifest(Record):
     def read(cls, path: str | Path) -> Self:
         """Read a manifest that `write` wrote; raise `UserError` if the file was changed later."""
         manifest = super().read(path).model_copy(update={"folder": Path(path).resolve().parent})
-        if manifest.own != manifest.sealed().own:
-            raise UserError(
-                f"{path}: the manifest was changed after it was written; delete it and run the workflow again"
-            )
+        with reading(path, "the manifest was changed after it was written; delete it and run the workflow again"):
+            if manifest.own != manifest.sealed().own:  # text that is not UTF-8 raises, too
+                raise ValueError("the digest does not fit the content")
         return manifest

@@ -39,12 +39,12 @@ def check_structure(
     paths: Sequence[Path],
     walk: Callable[[Path, float], object] = _walk_hdf5,
     library: str = "HDF5",
-    seconds: float | None = None,
+    seconds: float | None = None,  # largest CPU time; default: MAX_STRUCTURE_SECONDS
 ) -> None:
     """Refuse files on which a library loops or crashes, by reading the files' structure in a child process.
 
     HDF5 may follow a damaged file's addresses in circles. Python's signal handlers run only after HDF5 returns, so a
-    loop can be stopped only in another process. `seconds` is the largest CPU time (default: `MAX_STRUCTURE_SECONDS`).
+    loop can be stopped only in another process.
     """
     for path in paths:
         no_pipe(path)

@@ -14,7 +14,7 @@ import tenacity
 
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.files import atomic_write
+from dlscale.core.files import atomic_write, reading
 from dlscale.data.kind import RawFile
 from dlscale.data.store import MEMORY
 from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
@@ -52,7 +52,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     with contextlib.closing(_opened(raw.origin, remote, advice)) as store:
         variables, names = gridded(store, raw.origin, wanted_names(dataset))
         if not remote:
-            _check_chunks(raw.origin, [name for name in names if base(name) in wanted_names(dataset)])
+            with reading(raw.origin, advice):
+                _check_chunks(raw.origin, [name for name in names if base(name) in wanted_names(dataset)])
         source = Era5Source(dataset, variables, names, raw.period, raw.name, advice)
         with atomic_write(out) as temporary, DeferredErrorFile(temporary) as file_, h5netcdf.File(file_, "w") as file:
             field = source.fields[0]
