@@ -273,7 +273,6 @@ def test_a_submission_that_slurm_accepts_without_an_answer(
     sbatch.chmod(0o755)
     flow.environment["PATH"] = f"{sbatch.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     assert flow.run("--retries=0", "--force", "results/plans/shapes/one/metrics.jsonl") == 0, flow.output[-8000:]
-    assert "Slurm accepted the job of rule train as job" in flow.output
     assert [row[0] for row in flow.jobs("state")] == ["COMPLETED"]
 
 
