@@ -1394,6 +1394,30 @@ def test_loops_of_all_kinds(
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
 
 
+def test_steps_and_batches_of_several_threads_are_all_written(tmp_path: Path) -> None:
+    """No note is lost or credited to another thread if threads change between a note and a write of notes."""
+    code = """
+        import sys, threading
+        from dlscale.extensions.programs import timed
+        timed.SECONDS = timed.MIN_SECONDS = 0.0
+        timed.MAX_NOTES = 10**9
+        log = timed.Log("seen")
+        sys.setswitchinterval(1e-6)
+        def fetch():
+            for _ in range(20_000): log.batch(1, 0.0, 8)
+        def step():
+            for _ in range(20_000): log.step(1)
+        threads = [threading.Thread(target=each) for each in (fetch, step, step)]
+        for each in threads: each.start()
+        for each in threads: each.join()
+    """
+    ended = hooked(tmp_path, "-c", textwrap.dedent(code), PYTHONPATH=str(ROOT / "workflow_scripts"))
+    assert not ended.returncode and not ended.stderr
+    _, (process,) = steps.read(tmp_path / "steps")
+    assert (len(process.steps), len(process.batches), process.damaged) == (40_000, 20_000, 0)
+    assert len(process.trainers) == 2 and not process.trainers & process.fetchers["1"]
+
+
 def test_a_program_continues_if_steps_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording stops if the folder is missing, the file is a folder, or the disk fills within a line."""
     log = writes(tmp_path, monkeypatch)

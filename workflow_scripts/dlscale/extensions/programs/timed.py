@@ -107,9 +107,7 @@ class Log:
         """Note that an iterator delivered a batch now, after `wait` seconds; `samples` is 0 if unknown."""
         now = self.fetched = clock()
         if now >= self._until:
-            if get_ident() != self._thread:
-                self._enter()
-            self._notes.append((now, iterator, wait, samples))
+            self._notes.append((get_ident(), now, iterator, wait, samples))
             if now >= self._due:
                 self._write(now)
 
@@ -127,9 +125,7 @@ class Log:
         """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time."""
         now = self.stepped = clock()
         if now >= self._until:
-            if get_ident() != self._thread:
-                self._enter()
-            self._notes.append((now, computed(), part))
+            self._notes.append((get_ident(), now, computed(), part))
             if now >= self._due:
                 self._write(now)
 
@@ -147,11 +143,6 @@ class Log:
         except Exception:  # the folder is gone, or belongs to another user
             return
 
-    def _enter(self) -> None:
-        """Write down that the next notes come from the current thread."""
-        self._thread = get_ident()
-        self._notes.append(f"t {self._thread}\n")
-
     def _write(self, now: float) -> None:
         if not self._lock.acquire(False):  # another thread writes, or a signal handler interrupted a write
             return
@@ -159,14 +150,16 @@ class Log:
             if self._file is None:
                 self._open(now)
             self.notify()
-            notes, self._notes = self._notes, []
+            # Remove notes from the list instead of replacing it: another thread may be about to append to this list.
+            notes = self._notes[:]
+            del self._notes[: len(notes)]
             self._count += len(notes)
             self._due = now + min(SECONDS, max(MIN_SECONDS, FRACTION * (now - self._begin)))
             if self._count > MAX_NOTES and now - self._since >= NOTED:
                 self._until = self._since = now + GAP * (now - self._begin)
                 self._due = self._until + SECONDS
                 notes.append(f"g {now:.6f} {self._until:.6f}\n")
-            append(self._file, "".join(map(_line, notes)))
+            append(self._file, "".join(map(self._line, notes)))
         except Exception as error:
             self.stop(error)
         finally:
@@ -193,6 +186,14 @@ class Log:
         if self._file is not None and self.on:
             self._write(clock())
 
+    def _line(self, note: Any) -> str:
+        """Return the line of a note, after a line with the note's thread if the previous note is of another thread."""
+        if isinstance(note, str):
+            return note
+        last, self._thread = self._thread, note[0]
+        line = "s {1:.6f} {2:.3f} {3}\n" if len(note) == 4 else "b {2} {1:.6f} {3:.6f} {4}\n"
+        return (line if last == self._thread else "t {0}\n" + line).format(*note)
+
     def _forget(self) -> None:
         """Reset the log; a forked process must not write its parent's notes."""
         self._file, self._notes = None, []
@@ -200,12 +201,6 @@ class Log:
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
         self._until = 0.0 if self.folder else math.inf
-
-
-def _line(note: Any) -> str:
-    if isinstance(note, str):
-        return note
-    return ("s {0:.6f} {1:.3f} {2}\n" if len(note) == 3 else "b {1} {0:.6f} {2:.6f} {3}\n").format(*note)
 
 
 def append(file: str, text: str) -> None:
