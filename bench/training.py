@@ -168,6 +168,8 @@ def steps(options: Options) -> list[Row]:
             _, theirs = published_loop(case)
             counted = counts(case, model, count)
             step, own = case.step(CPU), partial(rate, ours(case), batch, count)
+            unchecked = case.step(CPU)
+            unchecked._gradients.check = lambda *values: None
             contests: list[tuple[str, Callable[[], float], str, Callable[[], float], float]] = [
                 ("trainer", trainer(options, case, count), "a bare loop", partial(rate, bare, batch, count), NO_SLOWER),
                 ("step", own, "published step", partial(rate, theirs, batch, count), NO_SLOWER),
@@ -177,6 +179,13 @@ def steps(options: Options) -> list[Row]:
                     "a bare loop of its step",
                     partial(rate, step, batch, count),
                     NO_COST,
+                ),
+                (
+                    "step with the search for NaN",
+                    partial(rate, step, batch, count),
+                    "step without the search",
+                    partial(rate, unchecked, batch, count),
+                    NO_SLOWER,
                 ),
             ]
             for name, measure, reference, measure_reference, target in contests:
