@@ -226,6 +226,17 @@ def test_an_error_stops_the_watch_only(watching: watch.Watch) -> None:
     assert not watching.on and "ZeroDivisionError" in next(Path(watch.FOLDER).glob("loader.*")).read_text()
 
 
+def test_a_write_while_another_thread_opens_an_array(watching: watch.Watch) -> None:
+    class Files(set[str]):
+        def __len__(self) -> int:  # the other thread's turn
+            watching._arrays.setdefault(2, {"files": {"b.h5"}})
+            return 1
+
+    watching._arrays[1] = {"files": Files()}
+    watching.write()
+    assert watching.on and '"arrays": [{"files": 1}]' in next(Path(watch.FOLDER).glob("loader.*")).read_text()
+
+
 def test_transforms_are_restored(watching: watch.Watch) -> None:
     """After a fetch, also a failed one, the dataset has its own functions."""
 

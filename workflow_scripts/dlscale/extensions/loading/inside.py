@@ -122,7 +122,7 @@ class Watch:
                 "stopped": self._stopped,
                 "worker": self._worker or None,
                 "loaders": list(self._loaders.values()),
-                "arrays": [{**each, "files": len(each["files"])} for each in self._arrays.values()],
+                "arrays": [{**each, "files": len(each["files"])} for each in list(self._arrays.values())],
             }
             place = open_file(self._file + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             try:
