@@ -18,7 +18,7 @@ from tests.conftest import ROOT, error_line, stage
 MODEL: dict[str, Any] = {
     "name": "small",
     "machine": "dgx_h100",
-    "device": {"source": "by hand", "flops": {"bf16": 1e15, "fp8": 2e15}, "bandwidth": 1e12},
+    "device": {"source": "by hand", "reached": 0.79, "flops": {"bf16": 1e15, "fp8": 2e15}, "bandwidth": 1e12},
     "parameters": 10**9,
     "flops": {"bf16": 7.9e12, "fp8": 1.58e13},
     "tokens": [1000, 1000, 10],
@@ -32,6 +32,8 @@ def test_the_time_of_a_sample_by_hand() -> None:
     moved = (2 * 34 + 3 * 34) * 1e3 * 1e3 * 10 + 24 * 1e3 * 1e3
     assert model.bytes == moved
     assert model.sample_seconds == pytest.approx(0.01 + 0.01 + moved / 0.9e12)
+    machine = analytic.Model.model_validate(MODEL | {"device": {**MODEL["device"], "reached": None}})
+    assert machine.sample_seconds == pytest.approx(0.79 / 0.5 * 0.02 + moved / 0.9e12)
     again = analytic.Model.model_validate(MODEL | {"recomputed": 1, "fused": 0.5})
     assert again.bytes == pytest.approx((moved + 2 * 34 * 1e7) / 2)
     one = analytic.fitted(model).rate(Job(1, 4))

@@ -1,7 +1,8 @@
 """Predict a model that was never measured, from its parameters, FLOPs and shapes (`dlscale predict --model FILE`).
 
-The time of a sample is its FLOPs divided by `MATMUL` times the device's peak, plus the bytes of operators other than
-matrix products divided by `COPY` times the memory bandwidth. All other costs are the medians of their priors.
+The time of a sample is its FLOPs divided by the part of the device's peak that trainings reach, plus the bytes of
+operators other than matrix products divided by `COPY` times the memory bandwidth. All other costs are the medians of
+their priors.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from dlscale.core.settings import read_yaml, validate
 from dlscale.extensions.predict.fit import NAMES, PRIORS, Fit
 from dlscale.extensions.predict.model import Costs, Memory, Tokens, Workload, buckets, named
 
-#: Fractions of the data sheet's peak that a large matrix product and a copy reach. Measured by dlscale on an H200: 770
-#: to 800 of 989 TFLOP/s (bf16), and 4.3 of 4.8 TB/s.
-MATMUL, COPY = 0.79, 0.9
+#: Fraction of the memory bandwidth that a copy reaches. Measured by dlscale on an H200: 4.3 of 4.8 TB/s.
+COPY = 0.9
 #: Bytes that operators other than matrix products move per token, unit of width and block. 34 bytes are stored for the
 #: backward pass (Korthikanti et al. 2022, arXiv:2205.05198, equation 2). The forward pass writes and reads these bytes.
 #: The backward pass reads them, and writes and reads as many bytes of gradients.
@@ -42,6 +42,9 @@ class Device(Strict):
     source: str
     flops: dict[str, PositiveFloat] = Field(description="FLOP/s by number format, such as bf16.")
     bandwidth: PositiveFloat = Field(description="Bytes/s of the device's memory.")
+    reached: float | None = Field(
+        None, gt=0, le=1, description="Fraction of `flops` that trainings reach; absent: as in the machine's file."
+    )
 
 
 class Model(Strict):
@@ -88,7 +91,8 @@ class Model(Strict):
     @property
     def sample_seconds(self) -> float:
         """Computing time of a sample on one device."""
-        products = sum(flops / (MATMUL * self.device.flops[kind]) for kind, flops in self.flops.items())
+        reached = self.device.reached or named(self.machine).reached
+        products = sum(flops / (reached * self.device.flops[kind]) for kind, flops in self.flops.items())
         return products + self.bytes / (COPY * self.device.bandwidth)
 
 

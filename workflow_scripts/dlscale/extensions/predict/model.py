@@ -153,6 +153,9 @@ class MachineSettings(Strict):
     devices: list[str] = Field(
         [], description="Parts of device names; devices with such names are assumed to be in this machine."
     )
+    reached: float = Field(
+        0.79, gt=0, le=1, description="Fraction of the data sheet's FLOP/s that trainings of large models reach."
+    )
     levels: list[LevelSettings] = Field(min_length=1, description="Levels, beginning with the nearest level.")
 
     def has(self, device: str) -> bool:
