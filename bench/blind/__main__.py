@@ -86,12 +86,12 @@ def table() -> Iterator[str]:
         sizes.setdefault(str(same), []).append((run["gpus"], error))
     yield "| table | model | tokens | device | row | GPUs: error |"
     yield "|---|---|---|---|---|---|"
-    yield from (f"| {' | '.join(key)} | {'; '.join(group)} |" for key, group in cells.items())
+    yield from (f"| {' | '.join(row)} | {'; '.join(cell)} |" for row, cell in cells.items())
     yield ""
-    for key in dict.fromkeys((run["table"], run["device"]) for run in runs):
-        own = [error for run, error in zip(runs, errors, strict=True) if (run["table"], run["device"]) == key]
-        yield f"- {', '.join(key)}: {_spread(own)}"
-    ends = [(min(group)[1], max(group)[1]) for group in sizes.values() if len(group) > 1]
+    for group in dict.fromkeys((run["table"], run["device"]) for run in runs):
+        own = [error for run, error in zip(runs, errors, strict=True) if (run["table"], run["device"]) == group]
+        yield f"- {', '.join(group)}: {_spread(own)}"
+    ends = [(min(each)[1], max(each)[1]) for each in sizes.values() if len(each) > 1]
     yield f"- scaling from the fewest to the most GPUs: {_spread([(1 + most) / (1 + few) - 1 for few, most in ends])}"
     inside = sum(low <= found <= high for (_, low, high), found in zip(predicted, measured, strict=True))
     yield f"- published figures within the 90 % band: {inside} of {len(measured)}"
