@@ -471,6 +471,7 @@ def test_a_training_compares_its_replicas(spoilt: Path, tmp_path: Path, monkeypa
 def test_replicas_are_not_compared_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is refused when settings are read, instead of having no effect."""
     assert Training(epochs=1, check_replicas=True).check_replicas
-    monkeypatch.setattr(registry, "table", lambda name, taken=(): {})
+    found = registry.table
+    monkeypatch.setattr(registry, "table", lambda name, *taken: {} if name == "PROVIDES" else found(name, *taken))
     with pytest.raises(ValidationError, match="needs dlscale's extension batch"):
         Training(epochs=1, check_replicas=True)

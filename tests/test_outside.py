@@ -1906,8 +1906,8 @@ def test_unbuffered_output_survives_a_kill(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (-9, b"epoch 1 .", b"E")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -> None:
+@pytest.mark.parametrize(("unbuffered", "size"), [("", "2"), ("1", "2"), ("", "")])
+def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str, size: str) -> None:
     """Lines stay complete, even with PYTHONUNBUFFERED, which makes `print` write each argument separately."""
     code = """
         import os, sys
@@ -1919,7 +1919,7 @@ def test_lines_of_several_processes_are_whole(tmp_path: Path, unbuffered: str) -
     path, log = program(tmp_path, code), tmp_path / "log"
     start = f'for rank in 0 1; do RANK=$rank "{sys.executable}" "{path}" & done; wait'
     call = [sys.executable, "-P", "-m", "dlscale", "measure", "--rate", "nersc", "--", "sh", "-c", start]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "WORLD_SIZE": "2"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "workflow_scripts"), "WORLD_SIZE": size}
     environment["PYTHONUNBUFFERED"] = unbuffered
     with log.open("a") as out:
         subprocess.run(call, cwd=tmp_path, env=environment, stdout=out, stderr=out, check=True)
