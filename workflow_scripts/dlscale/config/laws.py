@@ -80,6 +80,14 @@ OF_RUNS: tuple[Law, ...] = (
         "precision fp16_pure: optimizer.eps {its.optimizer.eps:g} is zero in 16 bits; set it to 1e-4, or use "
         "optimizer.kind sgd or precision fp16_master",
     ),
+    (
+        lambda run: run.precision.startswith("fp8") and "float8" not in registry.table("PROVIDES"),
+        "precision {its.precision}: needs dlscale's extension fp8, which is not installed; use precision bf16",
+    ),
+    (
+        lambda run: run.precision.startswith("fp8") and run.geometry.tp > 1,
+        "precision {its.precision} and geometry.tp: divided layers have no 8-bit version; use tp 1, or precision bf16",
+    ),
     # ---- CUDA graphs
     (
         lambda run: run.cuda_graph and _captures(run),

@@ -486,7 +486,9 @@ def loader_classes() -> dict[str, type[Component]]:
     return {each.model_fields["kind"].annotation.__args__[0]: each for each in classes}
 
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure"]
+Precision = Literal[
+    "fp32", "tf32", "fp16", "bf16", "fp16_master", "bf16_master", "fp16_pure", "bf16_pure", "fp8", "fp8_rowwise"
+]
 
 
 LOCAL_BATCH_SIZE = (
@@ -514,7 +516,8 @@ class RunCore(Lawful):
         description="Number format of the computation. fp32: 32 bits without TensorFloat-32. Every other value enables "
         "TensorFloat-32. fp16, bf16: autocast (Apex O1). fp16_master, bf16_master: weights and computation in 16 bits, "
         "updates on float32 copies (O2). fp16_pure, bf16_pure: weights, computation and updates in 16 bits (O3). fp16 "
-        "and fp16_master scale the loss.",
+        "and fp16_master scale the loss. fp8, fp8_rowwise: bf16, and linear layers in 8 bits, scaled by tensor or by row; "
+        "needs torchao and an H100, L40 or newer.",
     )
     compile: Compile = Compile()
     cuda_graph: bool = Field(

@@ -192,11 +192,18 @@ def _bf16() -> bool:
     return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))
 
 
+def _fp8() -> bool:
+    # Queries the first GPU: the GPUs of a node are of one model.
+    found = nvml(lambda driver: driver.nvmlDeviceGetCudaComputeCapability(driver.nvmlDeviceGetHandleByIndex(0)))
+    return bool(found) and tuple(found) >= (8, 9)
+
+
 #: Requirements by name in a run's `needs`, each with a description and a function that checks this machine.
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "compiler": ("a C++ compiler (g++) and Python's headers (python3-dev)", _compiler),
     "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", _dali),
     "bf16": ("a processor with bfloat16 instructions", _bf16),
+    "fp8": ("a GPU with 8-bit matrix products: L40, H100 or newer", _fp8),
 }
 
 

@@ -276,7 +276,7 @@ def common_peaks(precision: str, world: World) -> Peaks | None:
 def measure_peaks(precision: str, device: torch.device) -> Peaks:
     """Measure the peaks of a device in a run's precision."""
     return Peaks(
-        dtype=precision.partition("_")[0],
+        dtype=precision.partition("_")[0].replace("fp8", "bf16"),
         flops=product_rate(compute_dtype(precision), device),
         bytes_per_second=copy_rate(device),
         operator_seconds=operator_seconds(device),

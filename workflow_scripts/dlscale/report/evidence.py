@@ -103,7 +103,7 @@ class Evidence:
         """Settings as YAML that often speed up training, and that the run could use but does not."""
         strategy, captures = self.setting("parallel.kind"), self.setting("compile.mode", "none")
         lacks = {
-            "precision: bf16": "16" not in str(self.setting("precision", "")),
+            "precision: bf16": not any(bits in str(self.setting("precision", "")) for bits in ("8", "16")),
             COMPILED: not self.compiled and strategy != "dp",
             "optimizer: {fused: true}": not self.setting("optimizer.fused")
             and self.setting("optimizer.kind") != "adadelta",

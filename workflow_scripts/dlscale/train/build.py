@@ -118,6 +118,8 @@ def assemble(
 ) -> Step:
     """Return the uncompiled step of a model that is already on its device and in its memory format."""
     exact = convert(model, run.precision)
+    if run.precision.startswith("fp8"):
+        registry.provided("float8", None)(model, run.precision)
     # 4. Wrap model and loss, so that gradients are averaged over the data-parallel ranks.
     network = Network(model, loss, run.precision, memory_format(model, run.memory_format), scores)
     strategy = strategy_of(run, world)

@@ -7,6 +7,7 @@ The formats, with their names in Apex (https://nvidia.github.io/apex/amp.html):
 `fp16`, `bf16`                  O1    autocast: float32 weights, 16 bits in operations that tolerate it
 `fp16_master`, `bf16_master`    O2    16-bit weights and computation, updates on float32 copies (master weights)
 `fp16_pure`, `bf16_pure`        O3    weights, computation and optimiser state in 16 bits
+`fp8`, `fp8_rowwise`            –     as `bf16`, with linear layers in 8 bits (extension `fp8`)
 ==============================  ====  =============================================================================
 
 `fp16` and `fp16_master` scale the loss, because small gradients would become zero in float16. Except in O3,
@@ -44,17 +45,21 @@ CHANNELS = 16
 #: Environment variable that stops oneDNN from using AMX.
 WITHOUT_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 
-FLOAT16 = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Format of operations under autocast.
+FLOAT16 = {
+    "fp16": torch.float16,
+    **dict.fromkeys(("bf16", "fp8", "fp8_rowwise"), torch.bfloat16),
+}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Return the format of matrix products and convolutions."""
+    """Return the format of matrix products and convolutions, except 8-bit products."""
     return FLOAT16.get(precision.split("_")[0], torch.float32)
 
 
 def weight_dtype(precision: str) -> torch.dtype:
     """Return the format of the model's weights and input."""
-    return compute_dtype(precision) if "_" in precision else torch.float32
+    return compute_dtype(precision) if precision.endswith(("_master", "_pure")) else torch.float32
 
 
 def set_matmul_precision(precision: str) -> None:
@@ -65,7 +70,7 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of the forward pass, which is autocast only for `fp16` and `bf16`."""
+    """Return the context of the forward pass, which is autocast for precisions of `FLOAT16`."""
     return torch.autocast(device.type, FLOAT16[precision]) if precision in FLOAT16 else nullcontext()
 
 

@@ -1,0 +1,1 @@
+"""Linear layers whose matrix products are in 8 bits."""
