@@ -219,6 +219,16 @@ def test_waiting_is_that_of_all_processes(tmp_path: Path) -> None:
     assert found and found.waiting == pytest.approx(0.25) and found.waits_of_ranks == pytest.approx([0.0, 0.5])
 
 
+def test_the_wait_of_a_rank_without_a_loader_is_unknown(tmp_path: Path) -> None:
+    """If rank 0 loads the batches of all ranks, as with accelerate's `dispatch_batches`, all ranks wait for it."""
+    Clock(tmp_path, 0).epoch(100, wait=0.05, seconds=0.05)
+    other = Clock(tmp_path, 1)
+    for _ in range(100):
+        other.step(0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.processes == 2 and found.waiting is None and found.waits_of_ranks == []
+
+
 @pytest.mark.parametrize(("made", "counted"), [(11, 8), (101, 90), (1001, 950)])
 def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) -> None:
     """The warm-up is a tenth of the steps whose begin is known (all but the first), at least 2 and at most 50."""

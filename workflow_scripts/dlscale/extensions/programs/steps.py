@@ -420,6 +420,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     begin, end = each[0][0].end - each[0][0].seconds, each[0][-1].end
     lasted = [sum(step.seconds for step in kept) for kept in each]
     waited = [sum(step.waited for step in kept) for kept in each]
+    waits_known = all(iterators) and not any(ahead)  # a rank without a loader may receive its batches from another rank
     return Pace(
         begin=begin,
         end=end,
@@ -433,9 +434,9 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         rank_rates=rank_rates,
         gradients=processes[0].gradients,
         pauses=_pauses(processes[0], iterators[0], (begin, end), away[0]),
-        waiting=sum(waited) / sum(lasted) if all(iterators) and not any(ahead) else None,
+        waiting=sum(waited) / sum(lasted) if waits_known else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
-        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if not any(ahead) else [],
+        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if waits_known else [],
         cores_of_ranks=[sum(step.computed for step in kept) / of for kept, of in zip(each, lasted, strict=True)],
     )
 
