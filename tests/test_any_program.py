@@ -26,6 +26,7 @@ from dlscale.results import read_plan
 from tests.conftest import ROOT
 from tests.programs import write_program
 from tests.test_outside import TRAIN, Clock, program
+from tests.waiting import until
 
 
 def measure(folder: Path, *words: object, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
@@ -208,6 +209,33 @@ def test_functions_are_those_of_main_threads(tmp_path: Path) -> None:
     assert rows["worker", "read (d.py)"].share == 1 and len(rows) == 5
     picture = profile.flames(stacks)
     assert "read (d.py), 33" in picture and "&lt;module&gt;" in picture and "Watcher" not in picture
+
+
+@pytest.mark.parametrize("steps_follow", [True, False])
+def test_stacks_of_a_slow_start_are_replaced_by_those_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_follow: bool
+) -> None:
+    """A program that imports PyTorch for a long time is sampled again after its first step."""
+    tool = tmp_path / "py-spy"
+    tool.write_text(
+        "#!/bin/sh\nfor word; do out=${word#--output=}; [ $out = $word ] || name=$out; done\n"
+        'echo "process 7:\\"python\\";thread (7): MainThread;$(ls $(dirname $name)/../steps | tr -d "\\n") 5" > $name\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(profile, "EARLY", 0.1)
+    (tmp_path / "steps").mkdir()
+    profilers = profile.Profilers(tmp_path)
+    stacks = tmp_path / "profile/py-spy.folded"
+    with profilers.sample_stacks(1):
+        until("a profile of the start", lambda: stacks.exists() and stacks.read_text())
+        clock = Clock(tmp_path / "steps") if steps_follow else None
+        if clock:
+            until("a profile of steps", lambda: "seen.host.0" in (stacks.read_text() if stacks.exists() else ""))
+    after = [steps.Process(0, os.uname().nodename, 7, steps=[9e9, 9.1e9])]
+    assert profilers._by_spy(after)[0].problem == profile.UNBEGUN, "no step was made in these seconds"
+    rows = profilers._by_spy([])[1]
+    assert [row.name for row in rows] == ["seen.host.0" if steps_follow else ""]
 
 
 def rows_of(folder: Path) -> list[TopEntry]:

@@ -219,6 +219,16 @@ def test_waiting_is_that_of_all_processes(tmp_path: Path) -> None:
     assert found and found.waiting == pytest.approx(0.25) and found.waits_of_ranks == pytest.approx([0.0, 0.5])
 
 
+def test_the_wait_of_a_rank_without_a_loader_is_unknown(tmp_path: Path) -> None:
+    """If rank 0 loads the batches of all ranks, as with accelerate's `dispatch_batches`, all ranks wait for it."""
+    Clock(tmp_path, 0).epoch(100, wait=0.05, seconds=0.05)
+    other = Clock(tmp_path, 1)
+    for _ in range(100):
+        other.step(0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.processes == 2 and found.waiting is None and found.waits_of_ranks == []
+
+
 @pytest.mark.parametrize(("made", "counted"), [(11, 8), (101, 90), (1001, 950)])
 def test_a_tenth_of_the_steps_warms_up(tmp_path: Path, made: int, counted: int) -> None:
     """The warm-up is a tenth of the steps whose begin is known (all but the first), at least 2 and at most 50."""
@@ -366,7 +376,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
             clock.batch(0.0, samples)
             clock.step(0.1)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.batch_size == 53, (
+    assert found and found.batch_size == 51, (
         "the batch size must be the mean, because a fifth of the batches is much smaller"
     )
     for _ in range(2):
@@ -375,7 +385,22 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
             clock.batch(0.0, samples)
             clock.step(0.1)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.batch_size == 64 and found.rates[0] == pytest.approx(606.4)
+    assert found and found.batch_size == 64
+    assert found.rates[0] == pytest.approx((7 * 64 + 8) / 0.8), "the first window has one smaller batch"
+
+
+@pytest.mark.parametrize("sizes", [(4, 8, 16, 32), (32, 16, 8, 4)])
+def test_batches_may_grow_or_shrink_during_a_training(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """With a schedule of batch sizes, or batches sorted by length, each window counts its own samples."""
+    for rank in range(2):
+        clock = Clock(tmp_path, rank)
+        for samples in sizes:
+            for _ in range(100):
+                clock.batch(0.0, samples)
+                clock.step(samples / 100)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.rates == pytest.approx([200.0] * 10) and found.rank_rates == pytest.approx([100.0] * 2)
+    assert found.batch_size == pytest.approx(2 * (15 * 400 - 40 * sizes[0]) / 360, abs=1.1), "warm-up does not count"
 
 
 def test_a_step_or_two_have_no_pace(tmp_path: Path) -> None:

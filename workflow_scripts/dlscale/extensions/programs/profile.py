@@ -31,7 +31,7 @@ from dlscale.extensions.profile.machine import PARTS, of_tool
 from dlscale.extensions.profile.profile import first_rows, write
 from dlscale.extensions.profile.torch_profiler import REFUSED, read
 from dlscale.extensions.profile.trace import DEVICE, summarise
-from dlscale.extensions.programs.steps import SETTLING, Process, Span
+from dlscale.extensions.programs.steps import SETTLING, WAYS, Process, Span, files
 from dlscale.extensions.programs.window import FIRST, STEPS
 from dlscale.measure.profilers import Found, Profile, ProfiledTool, TopEntry, overhead
 from dlscale.measure.records import Throughput
@@ -39,8 +39,9 @@ from dlscale.measure.records import Throughput
 #: Rate of py-spy, samples per second, and duration of its profile, seconds.
 RATE, SECONDS = 100, 10
 
-#: Seconds after which py-spy starts: EARLY if the program has not imported PyTorch's optimisers, otherwise LATE. py-spy
-#: starts earlier if the window of PyTorch's profiler has ended.
+#: Seconds after the first step, or without steps after the program's start, at which py-spy starts: EARLY if the
+#: program has not imported PyTorch's optimisers, otherwise LATE. py-spy starts earlier if the window of PyTorch's
+#: profiler has ended.
 EARLY, LATE = 10.0, 60.0
 
 #: Maximum number of steps before a window, and after it, with which the profiled steps are compared.
@@ -48,6 +49,7 @@ BESIDE = 10
 
 MISSING = "py-spy: not found. Put it on PATH, or install it with dlscale: pip install 'dlscale[profile]'"
 ENDED = "the program ended before py-spy sampled it"
+UNBEGUN = "the program ended before py-spy sampled its steps; it only sampled the start"
 FORBIDDEN = (
     "py-spy is not allowed to read other processes. Set kernel.yama.ptrace_scope to 1 or 0; in a container add "
     "--cap-add SYS_PTRACE"
@@ -94,10 +96,18 @@ class Profilers:
             looking.join()
 
     def _look(self, program: int) -> None:
-        start = time.monotonic()
-        while not self._due(time.monotonic() - start):
-            if self._ended.wait(0.2):
-                return
+        """Sample the program once after its first step; if it starts slowly, also once before."""
+        start, stepped = time.monotonic(), False
+        while not self._ended.wait(0.2):
+            if not stepped and any(each for way in WAYS for each in files(self._steps, way)):
+                start, stepped = time.monotonic(), True
+            if (stepped or not self._span) and self._due(time.monotonic() - start):
+                self._sample(program)
+                if stepped:
+                    return
+
+    def _sample(self, program: int) -> None:
+        self._stacks.unlink(missing_ok=True)  # of the program's start
         words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
         words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
         begin = time.time()
@@ -118,7 +128,7 @@ class Profilers:
             self._problem = FORBIDDEN if refused else f"py-spy made no profile: {last.strip()}"
 
     def _due(self, seconds: float) -> bool:
-        """Return whether py-spy must start, `seconds` after the program's start."""
+        """Return whether py-spy must start, `seconds` after the first step or the program's start."""
         if any(self._steps.glob("torch.*.window")):
             return True
         return seconds > (LATE if any(self._steps.glob("torch.*.there")) else EARLY)
@@ -186,8 +196,8 @@ class Profilers:
         begin, end = self._span
         steps = sum(begin < each <= end for each in first)
         seconds = (end - begin) / max(steps, 1)
-        if not stacks:
-            return ProfiledTool(name="py-spy", problem=ENDED), []
+        if not stacks or (first and end < first[0]):
+            return ProfiledTool(name="py-spy", problem=ENDED if not stacks else UNBEGUN), []
         tool = ProfiledTool(
             name="py-spy",
             version=version.group() if version else "",

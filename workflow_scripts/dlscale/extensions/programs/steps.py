@@ -401,21 +401,26 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
     if not each or min(map(len, each)) < 2:
         return None
-    whole = sum(_usual_samples(*one) for one in zip(processes, iterators, sizes, strict=True))
     if not known:
         sizes = [(batch_size or 1) / len(each)] * len(each)
     windows = max(1, min(WINDOWS, min(map(len, each)) // 3))
-    rates, seconds, rank_rates = [0.0] * windows, list[float](), list[float]()
-    for kept, size in zip(each, sizes, strict=True):
+    rates, seconds, rank_rates, whole = [0.0] * windows, list[float](), list[float](), 0
+    for process, training, kept, size in zip(processes, iterators, each, sizes, strict=True):
         edges = [len(kept) * number // windows for number in range(windows + 1)]
         lengths = [sum(step.seconds for step in kept[a:b]) for a, b in itertools.pairwise(edges)]
         parts = [size * (b - a) for a, b in itertools.pairwise(edges)]
+        if known:
+            spans = [kept[a:b] for a, b in itertools.pairwise(edges)]
+            relative = _relative_sizes(process, training, spans)
+            parts = [part * one for part, one in zip(parts, relative, strict=True)]
+            whole += _usual_samples(process, training, sum(parts) / len(kept))
         rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
         seconds = seconds or lengths
         rank_rates.append(sum(parts) / sum(lengths))
     begin, end = each[0][0].end - each[0][0].seconds, each[0][-1].end
     lasted = [sum(step.seconds for step in kept) for kept in each]
     waited = [sum(step.waited for step in kept) for kept in each]
+    waits_known = all(iterators) and not any(ahead)  # a rank without a loader may receive its batches from another rank
     return Pace(
         begin=begin,
         end=end,
@@ -429,9 +434,9 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         rank_rates=rank_rates,
         gradients=processes[0].gradients,
         pauses=_pauses(processes[0], iterators[0], (begin, end), away[0]),
-        waiting=sum(waited) / sum(lasted) if all(iterators) and not any(ahead) else None,
+        waiting=sum(waited) / sum(lasted) if waits_known else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
-        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if not any(ahead) else [],
+        waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if waits_known else [],
         cores_of_ranks=[sum(step.computed for step in kept) / of for kept, of in zip(each, lasted, strict=True)],
     )
 
@@ -456,6 +461,16 @@ def _samples(process: Process, training: set[str], ahead: bool) -> float:
     each = max(round(count / steps), 1)
     exact = abs(count - each * steps) <= each + 1
     return statistics.fmean(sizes) * (each if exact else count / steps)
+
+
+def _relative_sizes(process: Process, training: set[str], spans: Sequence[Sequence[_Step]]) -> list[float]:
+    """Return the mean batch size during each span of successive steps, relative to the mean of all batches."""
+    sized = [(time, samples) for time, iterator, _, samples in process.batches if iterator in training and samples]
+    times, sizes, found = [time for time, _ in sized], [samples for _, samples in sized], list[float]()
+    for span in spans:
+        begin, end = (bisect.bisect_left(times, time) for time in (span[0].end - span[0].seconds, span[-1].end))
+        found.append(statistics.fmean(sizes[begin:end] or sizes) / statistics.fmean(sizes))
+    return found
 
 
 def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
