@@ -33,6 +33,9 @@ LOCAL = "localhost/"
 #: Arguments of Python that run `dlscale.launch.ranks`, which starts a node's ranks or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
+#: Options of srun that bind tasks to CPUs, or that srun does not accept together with --cpu-bind or --hint.
+BINDING = re.compile(r"(?<!\S)(--(cpu[-_]bind|hint|ntasks-per-core|threads-per-core|extra-node-info)(?![\w-])|-B)")
+
 #: Command that runs the container engine's client, and removes the container at the end.
 SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
@@ -110,7 +113,9 @@ def python_command(site: Site) -> list[str]:
 def srun_command(site: Site, geometry: Geometry) -> list[str]:
     """Return the command `srun` with a task per device."""
     # srun needs the geometry again: inside a job, the workflow's executor hides the geometry of the job.
-    srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}", "--cpu-bind=cores"]
+    srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"]
+    # srun ignores --hint if the command has --cpu-bind, so the site's options for binding replace this option.
+    srun += [] if BINDING.search(site.srun_options) else ["--cpu-bind=cores"]
     if site.scheduler:
         srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
         srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
