@@ -132,28 +132,21 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
     assert made - lacking == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--set-resources", "train:slurm_extra='--reservation=tutorial --nice=5'", "--reservation=tutorial --nice=5"),
-        ("--set-resources", "train:slurm_extra=--reservation=tutorial", "--reservation=tutorial"),
-        ("--set-resources", "train:slurm_extra=f'--nice={attempt}'", "--nice=1"),
-        ("--default-resources", "slurm_extra='--nodelist=nid001'", "--nodelist=nid001"),
-    ],
-)
-def test_options_of_the_user_and_the_warning_signal_reach_sbatch(
-    make_tree: Callable[..., Tree], option: str, value: str, expected: str
-) -> None:
+def test_options_of_the_user_and_the_warning_signal_reach_sbatch(make_tree: Callable[..., Tree]) -> None:
     """Without the signal, a training would not save before its time limit."""
     tree = make_tree({"results": "results"})
-    site = ["site='perlmutter'"] if option == "--default-resources" else []
-    outcome = tree.planned("--profile", "perlmutter", option, value, *site, targets=["plan_tiny"])
-    (train,) = {job.resources["slurm_extra"] for job in outcome.jobs if job.rule == "train"}
-    assert train == f"--signal=USR2@120 {expected}"
-    assert f"--signal=USR2@120 {expected}: " in outcome.output
-    others = {job.resources.get("slurm_extra") for job in outcome.jobs if job.rule == "preprocess"}
-    assert others == ({expected} if site else {None})
+    for option, value, expected in [
+        ("--set-resources", "train:slurm_extra='--reservation=tutorial --nice=5'", "--reservation=tutorial --nice=5"),
+        ("--set-resources", "train:slurm_extra=f'--nice={attempt}'", "--nice=1"),
+        ("--default-resources", "slurm_extra='--nodelist=nid001'", "--nodelist=nid001"),
+    ]:
+        site = ["site='perlmutter'"] if option == "--default-resources" else []
+        outcome = tree.planned("--profile", "perlmutter", option, value, *site, targets=["plan_cosmo_demo"])
+        trained = {job.resources["slurm_extra"] for job in outcome.jobs if job.rule == "train"}
+        assert trained == {f"--signal=USR2@120 {expected}"}
+        assert f"--signal=USR2@120 {expected}: " in outcome.output
+        others = {job.resources.get("slurm_extra") for job in outcome.jobs if job.rule == "preprocess"}
+        assert others == ({expected} if site else {None})
 
 
 @pytest.mark.parametrize("option", ["--signal=B:USR1@60", "--nice=5 -N2", "--gpus-per-task=1", "--mem 5G"])
