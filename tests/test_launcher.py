@@ -779,6 +779,7 @@ def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.Mon
     assert "**Train on 2 nodes**: refused. geometry.nodes" in texts["perlmutter with podman.yaml"]
     native = texts["perlmutter with native.yaml"]  # the caller's LD_LIBRARY_PATH must not be replaced
     assert "NCCL_NET_PLUGIN=/global/common/software/nersc9/nccl/" in native and "LD_LIBRARY_PATH" not in native
+    assert "'NCCL_NET=AWS Libfabric'" in native and "NCCL_CROSS_NIC=2" in native
 
 
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
