@@ -322,10 +322,6 @@ class Site(Lawful):
         order = self.gpu_order or []
         return self.scheduler.gpu_nodes.gpus if self.scheduler and order else len(order)
 
-    @property
-    def srun_options(self) -> str:
-        return " ".join(self.start) if self.starter == "srun" else ""
-
     @model_validator(mode="after")
     def _keeps_secrets(self) -> Site:
         for name, value in self.environment.items():
@@ -367,14 +363,18 @@ class Site(Lawful):
             "start: {its.start}: expected only {{ranks}}, {{ranks_per_node}} or {{nodes}} in braces",
         ),
         (
-            lambda its: SET_FOR_SRUN.search(its.srun_options),
-            "start: {its.start}: dlscale sets srun's numbers of nodes, tasks, CPUs and GPUs from each run's geometry, and "
-            "--kill-on-bad-exit; remove these options",
+            lambda its: its.starter == "srun" and SET_FOR_SRUN.search(" ".join(its.start)),
+            "start: {its.start}: dlscale sets srun's numbers of nodes, tasks, CPUs and GPUs from each run's geometry, "
+            "and --kill-on-bad-exit; remove these options",
         ),
         (
-            lambda its: its.gpu_order and re.search(r"(?<!\S)(--distribution|--gpu-bind|-m)\b", its.srun_options),
-            "start and gpu_order: with gpu_order, dlscale sets --distribution and --gpu-bind of srun; remove these "
-            "options or gpu_order",
+            lambda its: (
+                its.gpu_order
+                and its.starter == "srun"
+                and re.search(r"(?<!\S)(--distribution|--gpu-bind|-m)\b", " ".join(its.start))
+            ),
+            "start: {its.start}: with gpu_order, dlscale sets --distribution and --gpu-bind of srun; remove these options "
+            "or gpu_order",
         ),
         (
             lambda its: its.scheduler and any(re.match("(SBATCH|SRUN|SLURM)_", name) for name in its.environment),
