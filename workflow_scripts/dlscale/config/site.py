@@ -373,8 +373,8 @@ class Site(Lawful):
                 and its.starter == "srun"
                 and re.search(r"(?<!\S)(--distribution|--gpu-bind|-m)\b", " ".join(its.start))
             ),
-            "start: {its.start}: with gpu_order, dlscale sets --distribution and --gpu-bind of srun; remove these options "
-            "or gpu_order",
+            "start: {its.start}: with gpu_order, dlscale sets --distribution and --gpu-bind of srun; remove these "
+            "options or gpu_order",
         ),
         (
             lambda its: its.scheduler and any(re.match("(SBATCH|SRUN|SLURM)_", name) for name in its.environment),
