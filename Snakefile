@@ -74,6 +74,9 @@ for file in registry.rules():
     include: file
 
 
+add_user_options()
+
+
 # One target per dataset, per plan and per study, including the shipped ones.
 for name in CONFIG.workflow.datasets:
 

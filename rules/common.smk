@@ -9,12 +9,14 @@ from pathlib import Path
 from snakemake import benchmark
 
 from dlscale.config import resolve
+from dlscale.config.site import SET_FOR_SBATCH
 from dlscale.core import redact, registry, urls
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import ROOT, remember
 from dlscale.core.paths import Results
 from dlscale.core.machine import CALLER, SNAKEMAKES, callers_values
 from dlscale.core.settings import read_yaml
+from dlscale.core.stages import RUN_STAGES
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
 from dlscale.preflight.run import read_target, refuse_late_words, site_words, studies
@@ -165,6 +167,34 @@ DATASETS = Datasets(CONTEXT, COMMANDS)
 PROGRAMS = registry.provided("Programs", Programs)(CONTEXT, COMMANDS)
 RUNS = Runs(CONTEXT, COMMANDS, DATASETS, PROGRAMS)
 PLANS = Plans(CONTEXT)
+
+
+def with_user_options(own, user):
+    """Return the function of a resource: dlscale's and the user's options of sbatch."""
+
+    def options(wildcards, input, attempt, threads, rulename, async_run):
+        more = user.evaluate(
+            wildcards, input=input, attempt=attempt, threads=threads, rulename=rulename, async_run=async_run
+        )
+        return " ".join(filter(None, [own(wildcards, attempt), more.value]))
+
+    return options
+
+
+def add_user_options():
+    """Add the user's resource `slurm_extra` to dlscale's; Snakemake would use only one of the two."""
+    settings = workflow.resource_settings
+    for one in [each for each in workflow.rules if SITE.scheduler and "mpi" in each.resources]:
+        user = settings._parsed_overwrite_resources.get(one.name, {}).get("slurm_extra")
+        user = user or settings._parsed_default_resources.get("slurm_extra")
+        if user and (taken := SET_FOR_SBATCH.search(str(user.raw))):
+            refuse(
+                f"slurm_extra of rule {one.name}: {taken[0]}: dlscale sets this option of sbatch itself, from the site "
+                "and the run's geometry; remove the option"
+            )
+        if user:
+            own = COMMANDS.resources(one.name if one.name in RUN_STAGES else "data")["slurm_extra"]
+            one.resources.update({"slurm_extra": with_user_options(own, user)})
 
 
 def image_options():

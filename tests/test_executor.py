@@ -251,7 +251,13 @@ def to_submit(group: bool = False) -> SimpleNamespace:
     ids=["accepted", "squeue fails twice", "lost"],
 )
 def test_a_job_that_slurm_accepted_without_an_answer_is_adopted(
-    submitting: Executor, tmp_path: Path, first: str, silent: int, calls: int, number: str
+    submitting: Executor,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    first: str,
+    silent: int,
+    calls: int,
+    number: str,
 ) -> None:
     """After a timeout of sbatch, the executor submits a second job only if Slurm lists no job of the first call."""
     (tmp_path / "first").write_text(first)
@@ -260,6 +266,9 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_adopted(
     assert submitting.ended == [(number, Path(f"rule_train/plan_run/{number}.log"))]
     assert len((tmp_path / "calls").read_text().split()) == calls
     assert len((tmp_path / "accepted").read_text().splitlines()) == 1, "Slurm must have one job"
+    # the display prints warnings only
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert any(f"as job {number} without an answer" in text for text in warned) == (first == "accepted")
 
 
 def test_no_job_is_submitted_after_ctrl_c(submitting: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

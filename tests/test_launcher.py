@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from snakemake_executor_plugin_slurm import ExecutorSettings
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 from snakemake_executor_plugin_slurm.utils import set_gres_string
@@ -83,6 +84,54 @@ def test_srun_gets_the_options_of_the_site() -> None:
         *("--network=no_vni", "--mem=8", "--kill-on-bad-exit=1"),
         *PYTHON_HERE,
     ]
+
+
+@pytest.mark.parametrize(
+    "options", [["--cpu-bind=threads"], ["--hint=nomultithread"], ["--hint", "memory_bound"], ["-B", "1:8:1"]]
+)
+def test_options_of_the_site_for_binding_replace_ours(options: list[str]) -> None:
+    """With --cpu-bind, srun would ignore --hint, and refuse or override the site's other options."""
+    found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER, start=options), HERE, EIGHT)
+    assert [word for word in found if word.startswith("--cpu-bind")] == options[:1] * (options[0][:5] == "--cpu")
+    assert found[found.index(options[0]) :][: len(options)] == options
+
+
+@pytest.mark.parametrize("option", ["--threads-per-core-x", "--hinted", "--cpu-bindings"])
+def test_only_options_for_binding_replace_ours(option: str) -> None:
+    assert "--cpu-bind=cores" in launch(
+        site(engine="none", starter="srun", scheduler=SCHEDULER, start=[option]), HERE, EIGHT
+    )
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        *(([word], "dlscale sets srun's numbers") for word in ("--ntasks=4", "-n8", "-N", "-c=4", "--gpus-per-task=1")),
+        *(([word], "dlscale sets srun's numbers") for word in ("--nodes", "-G4", "--kill-on-bad-exit=0", "-K0")),
+        *((["--overlap", word], "") for word in ("--mem=8", "--network=no_vni", "--gpu-bind=none", "-m", "--mpi=pmix")),
+        *(([word], "") for word in ("--nodelist=n1", "--ntasks-per-core=1", "--hint=nomultithread", "--cpu-freq=high")),
+    ],
+)
+def test_options_of_srun_that_dlscale_sets_are_refused(start: list[str], message: str) -> None:
+    if not message:
+        assert site(starter="srun", scheduler=SCHEDULER, start=start).start == start
+        return
+    with pytest.raises(ValidationError, match=f"start: .*{re.escape(start[0])}.*{message}.*remove these options"):
+        site(starter="srun", scheduler=SCHEDULER, start=start)
+    assert site(starter="mpirun", start=["mpirun", *start]).starter == "mpirun"
+
+
+@pytest.mark.parametrize("option", ["--distribution=cyclic", "-m", "--gpu-bind=closest"])
+def test_the_order_of_gpus_excludes_options_of_srun(option: str) -> None:
+    with pytest.raises(ValidationError, match="with gpu_order, dlscale sets --distribution and --gpu-bind"):
+        site(starter="srun", scheduler=SCHEDULER, gpu_order=[3, 2, 1, 0], start=[option])
+
+
+@pytest.mark.parametrize("name", ["SLURM_HINT", "SBATCH_SIGNAL", "SRUN_CPUS_PER_TASK"])
+def test_the_environment_of_the_site_has_no_variables_of_srun(name: str) -> None:
+    """The site's environment is set inside srun's tasks, so srun would not read these variables."""
+    with pytest.raises(ValidationError, match="would reach the stages only"):
+        site(starter="srun", scheduler=SCHEDULER, environment={name: "x"})
 
 
 def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
@@ -730,6 +779,7 @@ def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.Mon
     assert "**Train on 2 nodes**: refused. geometry.nodes" in texts["perlmutter with podman.yaml"]
     native = texts["perlmutter with native.yaml"]  # the caller's LD_LIBRARY_PATH must not be replaced
     assert "NCCL_NET_PLUGIN=/global/common/software/nersc9/nccl/" in native and "LD_LIBRARY_PATH" not in native
+    assert "'NCCL_NET=AWS Libfabric'" in native and "NCCL_CROSS_NIC=2" in native
 
 
 def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from dlscale.config import resolve
 from dlscale.data import parts
+from dlscale.launch import slurm
 from tests.workflow.conftest import Job, Outcome, Tree
 
 PLANS = ["plan_cosmo_profile", "plan_era5_profile"]
@@ -130,3 +131,29 @@ def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tre
         (plan, run) for plan, left_out in configuration.skipped_runs.items() for run in left_out
     }  # runs that this machine does not support
     assert made - lacking == expected
+
+
+def test_options_of_the_user_and_the_warning_signal_reach_sbatch(make_tree: Callable[..., Tree]) -> None:
+    """Without the signal, a training would not save before its time limit."""
+    tree = make_tree({"results": "results"})
+    for option, value, expected in [
+        ("--set-resources", "train:slurm_extra='--reservation=tutorial --nice=5'", "--reservation=tutorial --nice=5"),
+        ("--set-resources", "train:slurm_extra=f'--nice={attempt}'", "--nice=1"),
+        ("--default-resources", "slurm_extra='--nodelist=nid001'", "--nodelist=nid001"),
+    ]:
+        site = ["site='perlmutter'"] if option == "--default-resources" else []
+        outcome = tree.planned("--profile", "perlmutter", option, value, *site, targets=["plan_cosmo_demo"])
+        trained = {slurm.words(job.resources) for job in outcome.jobs if job.rule == "train"}
+        assert trained and all(line.endswith(f" --signal=USR2@120 {expected}") for line in trained)
+        others = {job.resources.get("slurm_extra") for job in outcome.jobs if job.rule == "preprocess"}
+        assert others == {expected if site else ""}
+
+
+@pytest.mark.parametrize("option", ["--signal=B:USR1@60", "--nice=5 -N2", "--gpus-per-task=1", "--mem 5G"])
+def test_an_option_of_sbatch_that_dlscale_sets_is_refused(make_tree: Callable[..., Tree], option: str) -> None:
+    tree = make_tree({"results": "results"})
+    done = tree.snakemake("--profile", "perlmutter", "-n", "--set-resources", f"train:slurm_extra='{option}'")
+    taken = option.removeprefix("--nice=5 ").removesuffix("2").partition("=")[0].partition(" ")[0]
+    assert done.status == 2
+    assert f"slurm_extra of rule train: {taken}: dlscale sets this option of sbatch itself" in done.output
+    assert "Traceback" not in done.output

@@ -161,7 +161,9 @@ class Executor(SlurmExecutor):
             failure = group or "Unable to contact slurm controller"
             self._report_job_error_threadsafe(SubmittedJobInfo(job), failure)
         elif accepted:
-            self.logger.info(f"Slurm accepted the job of rule {job.name} as job {accepted}: no other is submitted.")
+            self.logger.warning(
+                f"Slurm accepted the job of rule {job.name} as job {accepted} without an answer: no other is submitted."
+            )
             log = self.slurm_logdir / f"rule_{job.name}" / wildcards / f"{accepted}.log"
             self._report_job_submission_threadsafe(SubmittedJobInfo(job, accepted, aux={"slurm_logfile": log}))
         else:

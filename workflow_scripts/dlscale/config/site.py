@@ -39,6 +39,19 @@ def _target(path: str) -> str:
     return path
 
 
+#: Options by which Slurm counts nodes, tasks, CPUs and GPUs; dlscale sets them from a run's geometry.
+_COUNTS = (
+    "--(nodes|ntasks|ntasks-per-(node|gpu|socket)|tasks-per-node|cpus-per-(task|gpu)|gpus|gpus-per-(node|task|socket))"
+    r"(?![\w-])|-[NncGK](?![a-zA-Z-])"
+)
+#: Options of srun and of sbatch that users cannot add, because dlscale sets them.
+SET_FOR_SRUN = re.compile(rf"(?<!\S)(?:{_COUNTS}|--kill-on-bad-exit(?![\w-]))")
+SET_FOR_SBATCH = re.compile(
+    rf"(?<![^\s'\"])(?:{_COUNTS}|--(account|partition|qos|constraint|gres|mem|mem-per-(cpu|gpu)|time|signal|requeue)"
+    r"(?![\w-])|-[ApqCt](?![a-zA-Z-]))"
+)
+
+
 class Limits(Strict):
     """Timeouts after which the watchdog ends a run because a process is gone or hangs."""
 
@@ -348,6 +361,25 @@ class Site(Lawful):
         (
             lambda its: {*re.findall(r"\{\w+\}", " ".join(its.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},
             "start: {its.start}: expected only {{ranks}}, {{ranks_per_node}} or {{nodes}} in braces",
+        ),
+        (
+            lambda its: its.starter == "srun" and SET_FOR_SRUN.search(" ".join(its.start)),
+            "start: {its.start}: dlscale sets srun's numbers of nodes, tasks, CPUs and GPUs from each run's geometry, "
+            "and --kill-on-bad-exit; remove these options",
+        ),
+        (
+            lambda its: (
+                its.gpu_order
+                and its.starter == "srun"
+                and re.search(r"(?<!\S)(--distribution|--gpu-bind|-m)\b", " ".join(its.start))
+            ),
+            "start: {its.start}: with gpu_order, dlscale sets --distribution and --gpu-bind of srun; remove these "
+            "options or gpu_order",
+        ),
+        (
+            lambda its: its.scheduler and any(re.match("(SBATCH|SRUN|SLURM)_", name) for name in its.environment),
+            "environment: variables of sbatch and srun (SBATCH_…, SRUN_…, SLURM_…) would reach the stages only; write "
+            "options of srun into start, or export the variable before the call",
         ),
         (
             lambda its: sorted(its.gpu_order or []) != [*range(its.ordered)],

@@ -33,6 +33,9 @@ LOCAL = "localhost/"
 #: Arguments of Python that run `dlscale.launch.ranks`, which starts a node's ranks or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
+#: Options of srun that bind tasks to CPUs, or that srun does not accept together with --cpu-bind or --hint.
+BINDING = re.compile(r"(?<!\S)(--(cpu[-_]bind|hint|ntasks-per-core|threads-per-core|extra-node-info)(?![\w-])|-B)")
+
 #: Command that runs the container engine's client, and removes the container at the end.
 SUPERVISOR = [sys.executable, "-P", "-m", "dlscale.launch.contain"]
 
@@ -88,10 +91,9 @@ def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None)
     if geometry is None or geometry.world_size == 1 or site.starter == "direct":
         return [*container, *python]
     if site.starter == "srun":  # one container, or one bare process, for each task
-        srun = srun_command(site, geometry)
-        if ordered:  # task i gets the i-th block of CPUs, not spread over sockets; every task sees all GPUs
-            srun += ["--distribution=block:block", "--gpu-bind=none"]
-        return [*srun, "--kill-on-bad-exit=1", *container, *python]
+        # Task i gets the i-th block of CPUs, not spread over sockets; every task sees all GPUs.
+        order = ["--distribution=block:block", "--gpu-bind=none"] if ordered else []
+        return [*srun_command(site, geometry), *order, "--kill-on-bad-exit=1", *container, *python]
     if site.starter == "mpirun":
         return [*mpirun_command(site, geometry), *container, *python]
     # `dlscale.launch.ranks` ends all processes when one fails. The arguments after its options are for Python.
@@ -110,11 +112,15 @@ def python_command(site: Site) -> list[str]:
 def srun_command(site: Site, geometry: Geometry) -> list[str]:
     """Return the command `srun` with a task per device."""
     # srun needs the geometry again: inside a job, the workflow's executor hides the geometry of the job.
-    srun = ["srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}", "--cpu-bind=cores"]
-    if site.scheduler:
-        srun.append(f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}")
-        srun += [f"--gpus-per-node={geometry.gpus_per_node}"] if site.scheduler.gpu_nodes.gpus else []
-    return [*srun, *with_numbers(site.start, geometry)]
+    nodes = site.scheduler and site.scheduler.gpu_nodes
+    return [
+        *("srun", f"--nodes={geometry.nodes}", f"--ntasks-per-node={geometry.gpus_per_node}"),
+        # srun ignores --hint if the command has --cpu-bind, so the site's options for binding replace this option.
+        *([] if BINDING.search(" ".join(site.start)) else ["--cpu-bind=cores"]),
+        *([f"--cpus-per-task={slurm.cpus_per_task(site.scheduler, geometry)}"] if site.scheduler else []),
+        *([f"--gpus-per-node={geometry.gpus_per_node}"] if nodes and nodes.gpus else []),
+        *with_numbers(site.start, geometry),
+    ]
 
 
 def mpirun_command(site: Site, geometry: Geometry) -> list[str]:
