@@ -912,7 +912,7 @@ def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
     ratios = [1.0, 110 / 24, 180 / 24]
     assert [bar["share"] for bar in shown["bars"]] == pytest.approx([ratio / 7.5 for ratio in ratios])
     html = ladder.report()
-    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "rate 110 samples/s" in Page(html).text
+    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "speed 110 samples/s" in Page(html).text
 
 
 def test_a_software_difference_to_the_first_run_is_reported(results: Results) -> None:
