@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.run import Run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES, job_name, stage_of
 from dlscale.core.text import are_gone, coloured, many
+from dlscale.data.kind import RowSamples
 from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher
 from dlscale.preflight import cost, live
@@ -113,16 +115,28 @@ class Call:
         Also raise it for a path that the site cannot handle; `files` are the configuration's files.
         """
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
+        works = list(works)
+        making = {work.plan for work in works if not work.run}
         for work in works:
             if work.run:
                 here = f"plans.{work.plan}.runs.{work.run_name}."
                 launcher.check(self.site, work.run.geometry, here)
+                if isinstance(work.run.samples, RowSamples) and not work.run.program:
+                    work.run.samples.check(self._fields(work, work.run, making), here)
                 if (
                     work.stage == "throughput"
                     and work.run.program
                     and (problem := work.run.program.check_trials(work.run))
                 ):
                     raise UserError(f"{here}{problem}")
+
+    def _fields(self, work: Work, run: Run, making: Collection[str]) -> Collection[str]:
+        """Return the fields of a run's dataset; empty if the fields depend on data that the call makes or reads."""
+        outline = registry.kind(work.dataset.kind).outline(work.dataset) if work.dataset else None
+        manifest = Path(self.context.paths.manifest(run.dataset))
+        if outline or run.dataset in making or not manifest.exists():
+            return outline.fields if outline else ()
+        return Manifest.read(manifest).fields
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
         """Check the site, or this machine if it runs the jobs without containers, and return the findings.
