@@ -85,6 +85,11 @@ def jobs_to_run():
     return [job for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
 
 
+def targets_to_reach():
+    """Return the number of target rules, which Snakemake counts as jobs."""
+    return sum(job.rule.norun for job in workflow.dag.needrun_jobs(exclude_finished=False))
+
+
 def requests_to_show():
     """Return resources, rule and wildcards of each job to submit, if commands are printed."""
     settings = workflow.output_settings

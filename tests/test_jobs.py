@@ -388,6 +388,8 @@ def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
     assert [job.share for job in call.expected(asked)] == [1, 1, 0.5, 0.5, 0.5]
     assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
     assert "5 jobs, never timed here: the time is not known" in told
+    assert call.verdict(asked, [], targets=1) == 0
+    assert told[-1] == "5 jobs and 1 target, never timed here: the time is not known"
     ahead = tmp_path / "ahead"
     ahead.touch()
     os.utime(ahead, (time.time() + 3600,) * 2)

@@ -471,7 +471,7 @@ def test_jobs_are_those_that_ended_since_and_know_how_long_they_started(tmp_path
 def test_the_table_has_rules_by_time_and_the_used_cores() -> None:
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
     assert progress.lines(done, 100.0, 130.0, cores=2, busy=15.0) == [
-        "Where the time went: 30.0\u00a0s on 2 cores; this call used 25\u00a0% of them.",
+        "Where the time went: 30.0\u00a0s on 2 cores; this call used 25\u00a0% of these cores.",
         "             jobs        time  of which starting",
         "  train         2      18.0 s              3.5 s",
         "  configure     1       4.0 s",

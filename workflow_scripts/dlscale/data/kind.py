@@ -26,7 +26,6 @@ import datetime as dt
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -35,7 +34,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from dlscale.config.dataset import SPLITS, DatasetSettings, Sha256, Shares, Split, check_digests, refuse_shared
-from dlscale.core.errors import UserError, nearest
+from dlscale.core.errors import UserError
 from dlscale.core.schema import PositiveInt, Strict
 
 
@@ -121,15 +120,6 @@ class RowSamples(Strict):
     valid: PositiveInt | None = Field(
         None, description="Largest number of validation samples and of test samples, evenly spaced (default: all)."
     )
-
-    def check(self, fields: Collection[str], where: str = "") -> None:
-        """Raise a `UserError` if the samples need a field that the dataset lacks; empty `fields` are unknown."""
-        for key, named in (("input", self.input), ("target", self.target)):
-            names = [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named
-            for name in names:
-                if fields and name not in fields:
-                    what = f"the dataset has no field '{name}'{nearest(name, fields)}; it has: {', '.join(fields)}"
-                    raise UserError(f"{where}samples.{key}: {what}")
 
 
 class DatasetKind(ABC):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from dlscale.config.laws import check_fields
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.sampling import Visits
@@ -420,7 +421,7 @@ class Rows(TableSamples):
     """Samples that are rows of all files, in the order of `Visits`."""
 
     def __init__(self, manifest: Manifest, split: str, settings: RowSamples, seed: int) -> None:
-        settings.check(manifest.fields)
+        check_fields(settings, manifest.fields)
         fields = [
             tree_map(functools.partial(RowField, manifest, split, key), getattr(settings, key))
             for key in ("input", "target")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.laws import check_fields
 from dlscale.config.run import Run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
@@ -122,7 +123,7 @@ class Call:
                 here = f"plans.{work.plan}.runs.{work.run_name}."
                 launcher.check(self.site, work.run.geometry, here)
                 if isinstance(work.run.samples, RowSamples) and not work.run.program:
-                    work.run.samples.check(self._fields(work, work.run, making), here)
+                    check_fields(work.run.samples, self._fields(work, work.run, making), here)
                 if (
                     work.stage == "throughput"
                     and work.run.program
@@ -157,8 +158,11 @@ class Call:
             found.append(Finding("budget", "warn", "not checked: this site has no queue that charges hours"))
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
-    def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:
-        """Print cost, problems and verdict of a dry run, and return the exit status."""
+    def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path], targets: int = 0) -> int:
+        """Print cost, problems and verdict of a dry run, and return the exit status.
+
+        Snakemake's number of jobs also contains the `targets`.
+        """
         if not waiting:
             return 0
         scheduler, works, problems = self.site.scheduler, self.works(waiting), list[str]()
@@ -178,7 +182,8 @@ class Call:
             start = "be submitted" if scheduler else "start"
             self.tell("", coloured(f"{fail}: nothing would {start}", "red", sys.stderr))
         else:
-            self.tell(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
+            here = None if scheduler else self.time_of(waiting, works)
+            self.tell(cost.outlook(table, len(waiting), here, targets))
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlscale.config.laws import check_fields
 from dlscale.config.run import DDP, Optimizer, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
@@ -273,7 +274,7 @@ def open_session(
     data.check_files()
     study: Study = registry.study(run.study)
     if isinstance(run.samples, RowSamples):
-        run.samples.check(data.fields)  # before the study reads a missing field
+        check_fields(run.samples, data.fields)  # before the study reads a missing field
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)
