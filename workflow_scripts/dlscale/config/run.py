@@ -87,7 +87,7 @@ class Adam(_Optimizer):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: not all(0 <= beta < 1 for beta in its.betas),
+            lambda adam: not all(0 <= beta < 1 for beta in adam.betas),
             "betas {its.betas}: each must be at least 0 and less than 1",
         ),
     )
@@ -105,7 +105,9 @@ class Adadelta(_Optimizer):
 
     kind: Literal["adadelta"]
 
-    LAWS: ClassVar[tuple[Law, ...]] = ((lambda its: its.fused, "fused: PyTorch has no fused adadelta; leave it out"),)
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda optimizer: optimizer.fused, "fused: PyTorch has no fused adadelta; leave it out"),
+    )
 
 
 def _adam_by_default(value: Any) -> Any:
@@ -141,12 +143,15 @@ class Schedule(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: its.scaling != "none" and its.base_batch_size is None,
+            lambda schedule: schedule.scaling != "none" and schedule.base_batch_size is None,
             "scaling {its.scaling} needs base_batch_size",
         ),
-        (lambda its: its.warmup_steps and its.warmup_epochs, "give either warmup_steps or warmup_epochs"),
         (
-            lambda its: its.milestones != sorted(set(its.milestones)),
+            lambda schedule: schedule.warmup_steps and schedule.warmup_epochs,
+            "give either warmup_steps or warmup_epochs",
+        ),
+        (
+            lambda schedule: schedule.milestones != sorted(set(schedule.milestones)),
             "milestones {its.milestones}: each epoch must come after the one before",
         ),
     )
@@ -211,10 +216,10 @@ class Training(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
-        (lambda its: "://" in (its.weights or ""), "weights: an address; fetch the file, and give its path"),
+        (lambda training: (training.epochs is None) == (training.steps is None), "give either epochs or steps"),
+        (lambda training: "://" in (training.weights or ""), "weights: an address; fetch the file, and give its path"),
         (
-            lambda its: its.check_replicas and "check_replicas" not in registry.table("PROVIDES"),
+            lambda training: training.check_replicas and "check_replicas" not in registry.table("PROVIDES"),
             "check_replicas: this key needs dlscale's extension batch, which is not installed; remove the key",
         ),
     )
@@ -379,7 +384,7 @@ class Geometry(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: its.world_size % its.model_size,
+            lambda geometry: geometry.world_size % geometry.model_size,
             "tp {its.tp} x cp {its.cp} = {its.model_size} devices share a model, and nodes x gpus_per_node = "
             "{its.world_size} is not a multiple of that number; change gpus_per_node, tp or cp",
         ),
@@ -431,8 +436,14 @@ class Profile(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: len({*its.tools}) < len(its.tools), "tools {its.tools}: a tool is listed twice; remove one"),
-        (lambda its: len({*its.ranks}) < len(its.ranks), "ranks {its.ranks}: a rank is listed twice; remove one"),
+        (
+            lambda profile: len({*profile.tools}) < len(profile.tools),
+            "tools {its.tools}: a tool is listed twice; remove one",
+        ),
+        (
+            lambda profile: len({*profile.ranks}) < len(profile.ranks),
+            "ranks {its.ranks}: a rank is listed twice; remove one",
+        ),
     )
 
 
@@ -586,8 +597,8 @@ class RunCore(Lawful):
     @property
     def cpus(self) -> int | None:
         """CPUs per process; None if the run does not set them."""
-        its = self.geometry
-        return its.cpus and its.cpus * its.gpus_per_node // self.processes.gpus_per_node
+        geometry = self.geometry
+        return geometry.cpus and geometry.cpus * geometry.gpus_per_node // self.processes.gpus_per_node
 
     @property
     def selftest(self) -> bool:
