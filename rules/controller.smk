@@ -128,7 +128,7 @@ def reason_to_run(job):
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
-        failed=status.failure(Path(next(iter(job.log), "")), stage_of(job.rule.name)) is not None,
+        failed=status.failure_time(Path(next(iter(job.log), "")), stage_of(job.rule.name)),
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),

@@ -213,8 +213,9 @@ def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None
     """Raise a `UserError` if row samples need a field that the dataset lacks; empty `fields` are unknown."""
     for key in ("input", "target"):
         named = getattr(samples, key)
-        names = [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named
-        for name in names:
+        for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:
             if fields and name not in fields:
-                what = f"the dataset has no field '{name}'{nearest(name, fields)}; it has: {', '.join(fields)}"
-                raise UserError(f"{where}samples.{key}: {what}")
+                raise UserError(
+                    f"{where}samples.{key}: the dataset has no field '{name}'{nearest(name, fields)}; it has: "
+                    f"{', '.join(fields)}"
+                )

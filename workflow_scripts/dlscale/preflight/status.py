@@ -117,8 +117,16 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
         with contextlib.suppress(UserError):  # no epoch has finished
             epochs = read_epochs(folder / "metrics.jsonl")
     measured = RunResult(run, run, folder, f"{plan}/{run}", {}, epochs=epochs, throughput=read_measured(folder))
-    speed = measured.speed if stage == ("throughput" if measured.throughput else "train") else None
-    return Row(f"{plan}.{run}", stage, state, doing, measured.last, error, speed, measured.unit)
+    return Row(
+        f"{plan}.{run}",
+        stage,
+        state,
+        doing,
+        measured.last,
+        error,
+        measured.speed if stage == ("throughput" if measured.throughput else "train") else None,
+        measured.unit,
+    )
 
 
 def read(file: Path) -> StageStatus | None:
@@ -156,6 +164,11 @@ def last_word(log: Path, stage: str) -> str | None:
 def failure(log: Path, stage: str) -> str | None:
     """Return the error message in the last line of a stage's log; None also if the stage was interrupted."""
     return None if (word := last_word(log, stage)) == INTERRUPTED else word
+
+
+def failure_time(log: Path, stage: str) -> str:
+    """Return the time when a stage failed, as in `2026-11-30 00:45`; empty if its last attempt did not fail."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(log.stat().st_mtime)) if failure(log, stage) else ""
 
 
 def describe_failure(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:

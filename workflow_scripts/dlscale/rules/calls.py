@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.config.laws import check_fields
-from dlscale.config.run import Run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
@@ -110,20 +109,19 @@ class Call:
 
     # ---- whether the workflow would start ----------------------------------------------------------------------
 
-    def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
+    def check(self, works: Sequence[Work], files: Iterable[str | Path]) -> None:
         """Raise `UserError` for jobs that cannot start on this site.
 
         Also raise it for a path that the site cannot handle; `files` are the configuration's files.
         """
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
-        works = list(works)
         making = {work.plan for work in works if not work.run}
         for work in works:
             if work.run:
                 here = f"plans.{work.plan}.runs.{work.run_name}."
                 launcher.check(self.site, work.run.geometry, here)
                 if isinstance(work.run.samples, RowSamples) and not work.run.program:
-                    check_fields(work.run.samples, self._fields(work, work.run, making), here)
+                    check_fields(work.run.samples, self._fields(work, work.run.dataset, making), here)
                 if (
                     work.stage == "throughput"
                     and work.run.program
@@ -131,11 +129,11 @@ class Call:
                 ):
                     raise UserError(f"{here}{problem}")
 
-    def _fields(self, work: Work, run: Run, making: Collection[str]) -> Collection[str]:
+    def _fields(self, work: Work, dataset: str, making: Collection[str]) -> Collection[str]:
         """Return the fields of a run's dataset; empty if the fields depend on data that the call makes or reads."""
         outline = registry.kind(work.dataset.kind).outline(work.dataset) if work.dataset else None
-        manifest = Path(self.context.paths.manifest(run.dataset))
-        if outline or run.dataset in making or not manifest.exists():
+        manifest = Path(self.context.paths.manifest(dataset))
+        if outline or dataset in making or not manifest.exists():
             return outline.fields if outline else ()
         return Manifest.read(manifest).fields
 
@@ -182,8 +180,7 @@ class Call:
             start = "be submitted" if scheduler else "start"
             self.tell("", coloured(f"{fail}: nothing would {start}", "red", sys.stderr))
         else:
-            here = None if scheduler else self.time_of(waiting, works)
-            self.tell(cost.outlook(table, len(waiting), here, targets))
+            self.tell(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works), targets))
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:
