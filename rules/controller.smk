@@ -22,6 +22,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from dlscale.core import interrupt, process
@@ -112,6 +113,11 @@ def files_to_make():
     return {str(file) for job in jobs_to_run() for file in job.output}
 
 
+def failure_time(log, stage):
+    """Return the time when a stage failed, as in `2026-11-30 00:45`; empty if its last attempt did not fail."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(log.stat().st_mtime)) if status.failure(log, stage) else ""
+
+
 def reason_to_run(job):
     reason, persistence = workflow.dag.reason(job), workflow.persistence
     known = any(persistence.metadata(file) for file in job.output)
@@ -128,7 +134,7 @@ def reason_to_run(job):
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
-        failed=status.failure_time(Path(next(iter(job.log), "")), stage_of(job.rule.name)),
+        failed=failure_time(Path(next(iter(job.log), "")), stage_of(job.rule.name)),
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),

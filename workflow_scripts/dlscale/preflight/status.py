@@ -166,11 +166,6 @@ def failure(log: Path, stage: str) -> str | None:
     return None if (word := last_word(log, stage)) == INTERRUPTED else word
 
 
-def failure_time(log: Path, stage: str) -> str:
-    """Return the time when a stage failed, as in `2026-11-30 00:45`; empty if its last attempt did not fail."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(log.stat().st_mtime)) if failure(log, stage) else ""
-
-
 def describe_failure(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
     """Return a line on a failed job of a call that began at `since` (seconds since 1970-01-01 UTC)."""
     name = "".join(job_name(rule, wildcards))
