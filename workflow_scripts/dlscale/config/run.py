@@ -110,11 +110,13 @@ class Adadelta(_Optimizer):
     )
 
 
-def _adam_by_default(value: Any) -> Any:
-    return {"kind": "adam", **value} if isinstance(value, dict) else value
+def _with_kind(kind: str, value: Any) -> Any:
+    return {"kind": kind, **value} if isinstance(value, dict) else value
 
 
-Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(_adam_by_default)]
+Optimizer = Annotated[
+    Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(functools.partial(_with_kind, "adam"))
+]
 
 
 class Schedule(Lawful):
@@ -302,11 +304,9 @@ class DP(Strict):
     kind: Literal["dp"]
 
 
-def _ddp_by_default(value: Any) -> Any:
-    return {"kind": "ddp", **value} if isinstance(value, dict) else value
-
-
-Parallel = Annotated[DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(_ddp_by_default)]
+Parallel = Annotated[
+    DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(functools.partial(_with_kind, "ddp"))
+]
 
 
 class Compile(Strict):
