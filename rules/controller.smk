@@ -24,6 +24,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from dlscale.core import interrupt, process
@@ -87,6 +88,11 @@ def jobs_to_run():
     return [job for job in workflow.dag.needrun_jobs(exclude_finished=False) if not job.rule.norun]
 
 
+def targets_to_reach():
+    """Return the number of target rules, which Snakemake counts as jobs."""
+    return sum(job.rule.norun for job in workflow.dag.needrun_jobs(exclude_finished=False))
+
+
 def requests_to_show():
     """Return resources, rule and wildcards of each job to submit, if commands are printed."""
     settings = workflow.output_settings
@@ -109,6 +115,11 @@ def files_to_make():
     return {str(file) for job in jobs_to_run() for file in job.output}
 
 
+def failure_time(log, stage):
+    """Return the time when a stage failed, as in `2026-11-30 00:45`; empty if its last attempt did not fail."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(log.stat().st_mtime)) if status.failure(log, stage) else ""
+
+
 def reason_to_run(job):
     reason, persistence = workflow.dag.reason(job), workflow.persistence
     known = any(persistence.metadata(file) for file in job.output)
@@ -125,7 +136,7 @@ def reason_to_run(job):
             if file in reason.missing_output and not (known and file in job.temp_output)
         ],
         known=known,
-        failed=status.failure(Path(next(iter(job.log), "")), stage_of(job.rule.name)) is not None,
+        failed=failure_time(Path(next(iter(job.log), "")), stage_of(job.rule.name)),
         before=sorted(reason.params_changed.only_old),
         now=sorted(reason.params_changed.only_new),
         newer=sorted(reason.updated_input),

@@ -79,7 +79,7 @@ def looked():
         tell("", "Why:", *(f"  {line}" for line in [*reasons, *lost]))
     if SITE.scheduler:
         tell(*slurm.requests(requests_to_show()))
-    return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles)
+    return CALL.verdict(jobs_to_run(), workflow.config_settings.configfiles, targets_to_reach())
 
 
 have_the_last_word(looked, show_nothing)

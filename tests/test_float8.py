@@ -79,7 +79,7 @@ def test_a_training_converges_as_in_bf16(
     losses = {}
     for precision in ("bf16", "fp8", "fp8_rowwise"):
         folder = tmp_path / precision
-        tiny_run("era5_vit", folder, precision=precision, training={"epochs": 4}, **over)
+        tiny_run("era5_vit", folder, precision=precision, training={"epochs": 20}, **over)
         assert train(folder, tiny_data("era5_vit") / "manifest.json") == 0
         losses[precision] = [epoch["valid_loss"] for epoch in records(folder)]
     assert losses["bf16"][-1] < 0.9 * losses["bf16"][0]
@@ -104,12 +104,12 @@ def test_what_has_no_8_bit_products_is_refused(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
         refused("pip install 'dlscale[fp8]'", nn.Sequential(nn.Linear(16, 16)))
+    found = registry.table
     for words, over in {
         "precision fp8 and geometry.tp": {"geometry": {"gpus_per_node": 2, "tp": 2}, "loader": {"kind": "direct"}},
         "extension fp8, which is not installed": {},
     }.items():
         if not over:
-            found = registry.table
             monkeypatch.setattr(registry, "table", lambda name, *more: {} if name == "PROVIDES" else found(name, *more))
         with pytest.raises(UserError) as error:
             tiny_run("era5_vit", tmp_path / "refused", precision="fp8", **over)

@@ -21,10 +21,12 @@ from dlscale.config import resolve
 from dlscale.config.compute import KEYS, compute_digest
 from dlscale.config.dataset import dataset_type
 from dlscale.config.run import Run, RunCore
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.process import LAUNCHED
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
+from dlscale.data.manifest import Manifest
 from dlscale.extensions.programs.files import kind as files_kind
 from dlscale.extensions.programs.files.describe import describe_prepared
 from dlscale.extensions.programs.jobs import ProgramJobs, probe_scripts
@@ -338,6 +340,32 @@ def test_results_behind_a_link_have_the_same_path_in_a_container(tmp_path: Path)
     assert [word for word in found if str(tmp_path) in word] == [f"--volume={place}:{place}"]
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["simulated", "made"])
+def test_a_field_that_the_dataset_lacks_is_refused_before_the_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    """The fields follow from the settings, or from the manifest, unless the call makes the dataset."""
+    found = jobs(tmp_path, {"samples": {"input": "inputs"}})
+    call = Call(found.context, found.plans, ["p"], [], cores=2, tell=print)
+    works = cost.works(found.context.configuration, ["p"])
+    assert {work.plan for work in works} == {"p", "d"}
+    if made:
+        fields = {"other": (1, ()), "target": (1, ())}
+        monkeypatch.setattr(type(registry.kind("starter")), "outline", lambda *_: None)
+        call.check(works, [])
+        file = Path(found.context.paths.manifest("d"))
+        file.parent.mkdir(parents=True)
+        file.touch()
+        monkeypatch.setattr(Manifest, "read", lambda path: SimpleNamespace(fields=fields))
+        call.check(works, [])
+        works = [work for work in works if work.run]
+    wrong = r"^plans\.p\.runs\.a\.samples\.input: the dataset has no field 'inputs'"
+    with pytest.raises(
+        UserError, match=wrong + (r"; it has: other, target" if made else r" \(did you mean 'input'\?\)")
+    ):
+        call.check(works, [])
+
+
 def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
     told = list[str]()
     found = jobs(tmp_path)
@@ -360,6 +388,8 @@ def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
     assert [job.share for job in call.expected(asked)] == [1, 1, 0.5, 0.5, 0.5]
     assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
     assert "5 jobs, never timed here: the time is not known" in told
+    assert call.verdict(asked, [], targets=1) == 0
+    assert told[-1] == "5 jobs and 1 target, never timed here: the time is not known"
     ahead = tmp_path / "ahead"
     ahead.touch()
     os.utime(ahead, (time.time() + 3600,) * 2)

@@ -198,9 +198,9 @@ def test_nothing_is_watched_unless_asked(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watch.Watch:
+def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> watch.ProcessSums:
     monkeypatch.setattr(watch, "FOLDER", str(tmp_path))
-    return watch.Watch()
+    return watch.ProcessSums()
 
 
 def test_spans_of_selections() -> None:
@@ -217,7 +217,7 @@ def test_spans_of_selections() -> None:
     assert watch.spans(shape, np.int64(-1))[0] == (4, 4, 1)
 
 
-def test_an_error_stops_the_watch_only(watching: watch.Watch) -> None:
+def test_an_error_stops_the_watch_only(watching: watch.ProcessSums) -> None:
     class Odd:
         __dict__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
 
@@ -226,7 +226,7 @@ def test_an_error_stops_the_watch_only(watching: watch.Watch) -> None:
     assert not watching.on and "ZeroDivisionError" in next(Path(watch.FOLDER).glob("loader.*")).read_text()
 
 
-def test_a_write_while_another_thread_opens_an_array(watching: watch.Watch) -> None:
+def test_a_write_while_another_thread_opens_an_array(watching: watch.ProcessSums) -> None:
     class Files(set[str]):
         def __len__(self) -> int:  # the other thread's turn
             watching._arrays.setdefault(2, {"files": {"b.h5"}})
@@ -237,7 +237,7 @@ def test_a_write_while_another_thread_opens_an_array(watching: watch.Watch) -> N
     assert watching.on and '"arrays": [{"files": 1}]' in next(Path(watch.FOLDER).glob("loader.*")).read_text()
 
 
-def test_transforms_are_restored(watching: watch.Watch) -> None:
+def test_transforms_are_restored(watching: watch.ProcessSums) -> None:
     """After a fetch, also a failed one, the dataset has its own functions."""
 
     def double(x: int) -> int:
@@ -276,7 +276,7 @@ class Photos(Dataset[torch.Tensor]):
 
 
 @pytest.fixture
-def watched(watching: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> watch.Watch:
+def watched(watching: watch.ProcessSums, monkeypatch: pytest.MonkeyPatch) -> watch.ProcessSums:
     """Return a watch of PyTorch's loaders in this process, until the test ends."""
     names = {"_BaseDataLoaderIter": ("__init__", "__next__", "_reset"), "DataLoader": ("__init__",)}
     for kind, methods in names.items():
@@ -289,7 +289,7 @@ def watched(watching: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> watch.Wat
     return watching
 
 
-def test_loaders_with_equal_settings_are_told_apart(watched: watch.Watch) -> None:
+def test_loaders_with_equal_settings_are_told_apart(watched: watch.ProcessSums) -> None:
     """A loader is known by its line and its dataset; a loader that is made anew in each epoch stays the same."""
 
     def make(data: Dataset[torch.Tensor]) -> dataloader.DataLoader[torch.Tensor]:
@@ -311,7 +311,7 @@ def test_loaders_with_equal_settings_are_told_apart(watched: watch.Watch) -> Non
     assert len({*names}) == 4 and names[1].endswith(f":{line + 4} (dataset 2)")
 
 
-def test_decoding_is_no_part_of_the_transform(watched: watch.Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_is_no_part_of_the_transform(watched: watch.ProcessSums, monkeypatch: pytest.MonkeyPatch) -> None:
     """PIL decodes an image when the transform first uses it; each call here takes 5 ms."""
     load = ImageFile.ImageFile.load
 
@@ -347,7 +347,7 @@ def test_page_ratio() -> None:
 
 
 @pytest.mark.parametrize("kind", ["HDF5", "Zarr"])
-def test_reads_are_counted(watching: watch.Watch, tmp_path: Path, kind: str) -> None:
+def test_reads_are_counted(watching: watch.ProcessSums, tmp_path: Path, kind: str) -> None:
     """Both libraries return the same values as before; chunks and requests are counted once per call."""
     values = np.arange(40 * 50, dtype="int16").reshape(40, 50)
     if kind == "Zarr":

@@ -1693,7 +1693,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], warn: bool
 ) -> None:
     monkeypatch.setattr(running, "UNSEEN_SECONDS", 0.1)
-    watch = running.Watch(os.getpid(), tmp_path, warn)
+    watch = running.StartWatch(os.getpid(), tmp_path, warn)
     watch.start()
     watch.join(PATIENCE)
     assert not watch.is_alive() and ("no training step was seen" in capfd.readouterr().err) == warn

@@ -444,7 +444,7 @@ def test_the_card_warns_of_a_neighbour(results: Results) -> None:
         "Other programs used 45 % to 60 % of the cores while runs a and b were measured. These rates are probably too"
         in page
     )
-    assert sections.line(plan).endswith(f"; busy machine: {found.summary}")
+    assert sections.line(plan).endswith(f"; speed probably too low (busy machine): {found.summary}")
 
 
 def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> None:
@@ -461,10 +461,10 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
     quiet, busy = (
         read_plan(results.plan(plan, {"a": "a", "b": "b"}, measure=("throughput",))) for plan in ("quiet", "busy")
     )
-    assert re.match(r"quiet: b is fastest, 4.00× .* as fast as a, 200 samples/s$", sections.line(quiet))
+    assert re.match(r"quiet: 200 samples/s with “b”, 4.00× .* as fast as “a”$", sections.line(quiet))
     assert sections.line(busy) == (
-        "busy: 200 samples/s (b), the fastest run is not known; "
-        "busy machine: other programs used 60\u00a0% of the cores while run b was measured"
+        "busy: 200 samples/s with “b”, but the fastest run is not known; "
+        "speed probably too low (busy machine): other programs used 60\u00a0% of the cores while run b was measured"
     )
     page = Page(results.report()).text
     assert "The fastest run is not known, because other programs" in page and page.count("run b over a") == 1
@@ -879,8 +879,8 @@ def test_the_first_view_has_the_main_results(ladder: Results) -> None:
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
         "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
-        "7.50× ± 0.64 Speed-up of run bf16 over baseline. In a separate measurement of training, bf16 reached 180 "
-        "samples/s, loading and",
+        "7.50× ± 0.64 Speed-up of run bf16 over baseline. The speed of bf16, measured separately, is 180 samples/s "
+        "(loading and",
         "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # the fastest run's limit
         "1.40 m s⁻¹ u10 RMSE 30\u00a0% less error than persistence (2.00 m s⁻¹), run workers · 4 workers",  # 0.7 x 2.00
         "published for the full-size model and data: 8.8 samples/s on A100 40 GB (baseline; S2)",
@@ -890,8 +890,8 @@ def test_the_first_view_has_the_main_results(ladder: Results) -> None:
         assert " ".join(answer.split()) in page.text, answer
     assert page.text.count("published for the full-size model") == 2, "once for the first run, once for the fastest"
     assert sections.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
-        "ladder: bf16 is fastest, 7.50× ± 0.64 as fast as baseline, 180 samples/s; 30 % less error than persistence "
-        "(workers · 4 workers)"
+        "ladder: 180 samples/s with “bf16”, 7.50× ± 0.64 as fast as “baseline”; best run “workers · 4 workers”: "
+        "30 % less error than persistence"
     )
 
 
@@ -912,7 +912,7 @@ def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
     ratios = [1.0, 110 / 24, 180 / 24]
     assert [bar["share"] for bar in shown["bars"]] == pytest.approx([ratio / 7.5 for ratio in ratios])
     html = ladder.report()
-    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "rate 110 samples/s" in Page(html).text
+    assert f"width:{100 * ratios[1] / 7.5:.1f}%" in html and "speed 110 samples/s" in Page(html).text
 
 
 def test_a_software_difference_to_the_first_run_is_reported(results: Results) -> None:

@@ -401,8 +401,8 @@ def test_the_charts_show_measured_and_ideal_values(weak: PlanResult) -> None:
 def test_the_first_view_of_weak_scaling_shows_the_efficiency(weak: PlanResult) -> None:
     """The efficiency on 8 devices is 80 %. Communication is 20 %, by comparison with a run without averaging."""
     assert sections.line(weak).replace("\u00a0", " ") == (
-        "plan: efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± 4 % of a step, "
-        "576 samples/s"
+        "plan: 576 samples/s, efficiency 80 % ± 4 % on 8 devices (16 samples per device); communication costs 20 % ± "
+        "4 % of a step"
     )
     found = sections.fastest_bound(weak, "snakemake")
     assert found and found["bound"].what == "communication" and "20\u00a0% ± 4\u00a0% shorter" in found["bound"].why
@@ -435,7 +435,7 @@ def test_an_efficiency_of_noise_or_of_a_busy_machine_is_not_known(
         changed.append(replace(run, throughput=run.throughput.model_copy(update={"full": full})))
     plan = PlanResult(weak.record, changed)
     assert sections.line(plan).startswith(
-        f"plan: the efficiency on 8 devices (16 samples per device) is not known: {why}, 576 samples/s"
+        f"plan: 576 samples/s, the efficiency on 8 devices (16 samples per device) is not known: {why}"
     )
     speed = sections.speed(plan)
     assert speed and (speed["efficiency"]["ratio"], speed["efficiency"]["interval_text"]) == ("not known", why)

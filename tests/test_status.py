@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dlscale.cli import main
 from dlscale.config import resolve
 from dlscale.core import progress
 from dlscale.core.errors import UserError
@@ -24,7 +25,10 @@ from dlscale.core.metrics import Epoch
 from dlscale.core.progress import SUFFIX, Job, Progress, StageStatus
 from dlscale.core.text import duration
 from dlscale.preflight import cost, status
+from dlscale.report import sections
+from dlscale.results import read_plan
 from tests.conftest import variables
+from tests.test_report import Results
 from tests.waiting import PATIENCE, until
 
 RUNS = {"a": {}, "b": {}}
@@ -307,6 +311,27 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
         status.main(args, configuration(results))
 
 
+def test_a_measured_run_has_one_speed_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The speed is FULL's rate if it was measured, or else the median of the epochs after the first."""
+    monkeypatch.chdir(tmp_path)
+    made = Results(tmp_path / "results")
+    for name, triplet, speed in (("a", (200.0, 25.0, 22.0), "22.0"), ("b", None, "22.5")):
+        measure = ("train", "throughput") if triplet else ("train",)
+        made.run("p", name, triplet=triplet)
+        made.plan("p", {name: name}, measure=measure)
+        plan = {"study": "starter_cnn", "settings": {"dataset": "d"}, "measure": [*measure], "runs": {name: {}}}
+        asked = configuration(made.root, plans={"p": plan})
+        text = [line for line in status.lines(status.look(asked, ["p"])) if line.startswith("p.")]
+        assert [f"  {speed} samples/s  " in line for line in text] == [stage == measure[-1] for stage in measure], text
+        assert sum("samples/s" in line for line in text) == 1
+        assert f"{speed} samples/s" in sections.line(read_plan(made.root / "plans/p/plan.yaml"))
+        for command in ("history", "compare"):
+            assert main([command, *["p"] * (2 if command == "compare" else 1)]) == 0
+            assert f" {speed} " in capsys.readouterr().out
+
+
 # ---- progress of a stage -----------------------------------------------------------------------------
 
 
@@ -446,7 +471,7 @@ def test_jobs_are_those_that_ended_since_and_know_how_long_they_started(tmp_path
 def test_the_table_has_rules_by_time_and_the_used_cores() -> None:
     done = [Job("configure", 106.0, 4.0, None), Job("train", 112.0, 8.0, 1.5), Job("train", 125.0, 10.0, 2.0)]
     assert progress.lines(done, 100.0, 130.0, cores=2, busy=15.0) == [
-        "Where the time went: 30.0\u00a0s on 2 cores; this call used 25\u00a0% of them.",
+        "Where the time went: 30.0\u00a0s on 2 cores; this call used 25\u00a0% of these cores.",
         "             jobs        time  of which starting",
         "  train         2      18.0 s              3.5 s",
         "  configure     1       4.0 s",

@@ -70,15 +70,15 @@ class Scaling(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: all(map(_apart, its.variants.values())),
+            lambda scaling: all(map(_apart, scaling.variants.values())),
             "variants: at least one variant must average gradients; add ddp: {{}}",
         ),
         (
-            lambda its: len(its.devices) * len(its.batch_sizes) * len(its.variants) > MAX_RUNS,
+            lambda scaling: len(scaling.devices) * len(scaling.batch_sizes) * len(scaling.variants) > MAX_RUNS,
             f"devices x batch_sizes x variants: expected at most {MAX_RUNS} runs; shorten the lists",
         ),
         (
-            lambda its: any(count > its.per_node and count % its.per_node for count in its.devices),
+            lambda scaling: any(count > scaling.per_node and count % scaling.per_node for count in scaling.devices),
             "devices {its.devices}: each number above per_node {its.per_node} must be a multiple of per_node",
         ),
     )
@@ -146,7 +146,9 @@ class Convergence(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: len(its.batch_sizes) * len(its.scaling) * len(its.seeds) > MAX_RUNS,
+            lambda convergence: (
+                len(convergence.batch_sizes) * len(convergence.scaling) * len(convergence.seeds) > MAX_RUNS
+            ),
             f"batch_sizes x scaling x seeds: expected at most {MAX_RUNS} runs; shorten the lists",
         ),
     )
@@ -218,11 +220,11 @@ class Range(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: sum(ends is not None for _, ends in its) != 1,
+            lambda bounds: sum(ends is not None for _, ends in bounds) != 1,
             "give one of uniform, log_uniform, integers",
         ),
         (
-            lambda its: its.ends[0] >= its.ends[1],
+            lambda bounds: bounds.ends[0] >= bounds.ends[1],
             "[{its.ends[0]}, {its.ends[1]}]: the first end must be less than the second end",
         ),
     )
@@ -295,34 +297,34 @@ class Sweep(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: its.method == "halving" and "promote" not in STAGES,
+            lambda sweep: sweep.method == "halving" and "promote" not in STAGES,
             "method: halving needs dlscale's extension tune, which is not installed; use grid or random",
         ),
         (
-            lambda its: its.method == "grid" and its.trials is not None,
+            lambda sweep: sweep.method == "grid" and sweep.trials is not None,
             "trials: method grid tries all combinations; remove trials, or use method random",
         ),
         (
-            lambda its: its.trials is None and any(isinstance(values, Range) for values in its.over.values()),
+            lambda sweep: sweep.trials is None and any(isinstance(values, Range) for values in sweep.over.values()),
             "over: a range needs a number of trials; set trials with method random or halving, or replace the range by "
             "a list",
         ),
         (
-            lambda its: its.method == "random" and its.trials is None,
+            lambda sweep: sweep.method == "random" and sweep.trials is None,
             "trials: method random needs the number of trials to draw; set trials, or use method grid",
         ),
         (
-            lambda its: its.trials is not None and its.trials > its.count,
+            lambda sweep: sweep.trials is not None and sweep.trials > sweep.count,
             "trials: {its.trials} is more than the number of combinations, {its.count}; use at most {its.count}",
         ),
         (
-            lambda its: its.number > MAX_RUNS,
+            lambda sweep: sweep.number > MAX_RUNS,
             f"over, trials: {{its.number}} trials; expected at most {MAX_RUNS}, since each trial is a run with its "
             "own folder and jobs; set trials to draw fewer, with method random or halving",
         ),
-        (lambda its: its.twice, "over: {its.twice} is listed twice; remove one"),
+        (lambda sweep: sweep.twice, "over: {its.twice} is listed twice; remove one"),
         (
-            lambda its: its.trials is not None and its.different < its.trials,
+            lambda sweep: sweep.trials is not None and sweep.different < sweep.trials,
             "trials: {its.trials} is more than the number of different trials that over gives, {its.different}; lower "
             "trials",
         ),

@@ -6,12 +6,13 @@ message, `{its}` stands for the settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from dlscale.core import registry
+from dlscale.core.errors import UserError, nearest
 from dlscale.core.schema import Strict
 
 #: Rule: function that returns whether settings break the rule, and the message for this case.
@@ -211,3 +212,18 @@ OF_RUNS: tuple[Law, ...] = (
         "micro-batches, so some processes would wait forever for statistics; remove one of the two keys",
     ),
 )
+
+
+# ---- samples that are rows of a dataset's files
+
+
+def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None:
+    """Raise a `UserError` if row samples need a field that the dataset lacks; empty `fields` are unknown."""
+    for key in ("input", "target"):
+        named = getattr(samples, key)
+        for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:
+            if fields and name not in fields:
+                raise UserError(
+                    f"{where}samples.{key}: the dataset has no field '{name}'{nearest(name, fields)}; it has: "
+                    f"{', '.join(fields)}"
+                )

@@ -87,7 +87,7 @@ class Adam(_Optimizer):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: not all(0 <= beta < 1 for beta in its.betas),
+            lambda adam: not all(0 <= beta < 1 for beta in adam.betas),
             "betas {its.betas}: each must be at least 0 and less than 1",
         ),
     )
@@ -105,14 +105,18 @@ class Adadelta(_Optimizer):
 
     kind: Literal["adadelta"]
 
-    LAWS: ClassVar[tuple[Law, ...]] = ((lambda its: its.fused, "fused: PyTorch has no fused adadelta; leave it out"),)
+    LAWS: ClassVar[tuple[Law, ...]] = (
+        (lambda optimizer: optimizer.fused, "fused: PyTorch has no fused adadelta; leave it out"),
+    )
 
 
-def _adam_by_default(value: Any) -> Any:
-    return {"kind": "adam", **value} if isinstance(value, dict) else value
+def _with_kind(kind: str, value: Any) -> Any:
+    return {"kind": kind, **value} if isinstance(value, dict) else value
 
 
-Optimizer = Annotated[Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(_adam_by_default)]
+Optimizer = Annotated[
+    Adam | SGD | Adadelta, Field(discriminator="kind"), BeforeValidator(functools.partial(_with_kind, "adam"))
+]
 
 
 class Schedule(Lawful):
@@ -141,12 +145,15 @@ class Schedule(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: its.scaling != "none" and its.base_batch_size is None,
+            lambda schedule: schedule.scaling != "none" and schedule.base_batch_size is None,
             "scaling {its.scaling} needs base_batch_size",
         ),
-        (lambda its: its.warmup_steps and its.warmup_epochs, "give either warmup_steps or warmup_epochs"),
         (
-            lambda its: its.milestones != sorted(set(its.milestones)),
+            lambda schedule: schedule.warmup_steps and schedule.warmup_epochs,
+            "give either warmup_steps or warmup_epochs",
+        ),
+        (
+            lambda schedule: schedule.milestones != sorted(set(schedule.milestones)),
             "milestones {its.milestones}: each epoch must come after the one before",
         ),
     )
@@ -211,10 +218,10 @@ class Training(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: (its.epochs is None) == (its.steps is None), "give either epochs or steps"),
-        (lambda its: "://" in (its.weights or ""), "weights: an address; fetch the file, and give its path"),
+        (lambda training: (training.epochs is None) == (training.steps is None), "give either epochs or steps"),
+        (lambda training: "://" in (training.weights or ""), "weights: an address; fetch the file, and give its path"),
         (
-            lambda its: its.check_replicas and "check_replicas" not in registry.table("PROVIDES"),
+            lambda training: training.check_replicas and "check_replicas" not in registry.table("PROVIDES"),
             "check_replicas: this key needs dlscale's extension batch, which is not installed; remove the key",
         ),
     )
@@ -297,11 +304,9 @@ class DP(Strict):
     kind: Literal["dp"]
 
 
-def _ddp_by_default(value: Any) -> Any:
-    return {"kind": "ddp", **value} if isinstance(value, dict) else value
-
-
-Parallel = Annotated[DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(_ddp_by_default)]
+Parallel = Annotated[
+    DDP | FSDP | DP, Field(discriminator="kind"), BeforeValidator(functools.partial(_with_kind, "ddp"))
+]
 
 
 class Compile(Strict):
@@ -379,7 +384,7 @@ class Geometry(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            lambda its: its.world_size % its.model_size,
+            lambda geometry: geometry.world_size % geometry.model_size,
             "tp {its.tp} x cp {its.cp} = {its.model_size} devices share a model, and nodes x gpus_per_node = "
             "{its.world_size} is not a multiple of that number; change gpus_per_node, tp or cp",
         ),
@@ -431,8 +436,14 @@ class Profile(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: len({*its.tools}) < len(its.tools), "tools {its.tools}: a tool is listed twice; remove one"),
-        (lambda its: len({*its.ranks}) < len(its.ranks), "ranks {its.ranks}: a rank is listed twice; remove one"),
+        (
+            lambda profile: len({*profile.tools}) < len(profile.tools),
+            "tools {its.tools}: a tool is listed twice; remove one",
+        ),
+        (
+            lambda profile: len({*profile.ranks}) < len(profile.ranks),
+            "ranks {its.ranks}: a rank is listed twice; remove one",
+        ),
     )
 
 
@@ -516,8 +527,8 @@ class RunCore(Lawful):
         description="Number format of the computation. fp32: 32 bits without TensorFloat-32. Every other value enables "
         "TensorFloat-32. fp16, bf16: autocast (Apex O1). fp16_master, bf16_master: weights and computation in 16 bits, "
         "updates on float32 copies (O2). fp16_pure, bf16_pure: weights, computation and updates in 16 bits (O3). fp16 "
-        "and fp16_master scale the loss. fp8, fp8_rowwise: bf16, and linear layers in 8 bits, scaled by tensor or by row; "
-        "needs torchao and an H100, L40 or newer.",
+        "and fp16_master scale the loss. fp8, fp8_rowwise: bf16, and linear layers in 8 bits, scaled by "
+        "tensor or by row; needs torchao and an H100, L40 or newer.",
     )
     compile: Compile = Compile()
     cuda_graph: bool = Field(
@@ -589,8 +600,8 @@ class RunCore(Lawful):
     @property
     def cpus(self) -> int | None:
         """CPUs per process; None if the run does not set them."""
-        its = self.geometry
-        return its.cpus and its.cpus * its.gpus_per_node // self.processes.gpus_per_node
+        geometry = self.geometry
+        return geometry.cpus and geometry.cpus * geometry.gpus_per_node // self.processes.gpus_per_node
 
     @property
     def selftest(self) -> bool:

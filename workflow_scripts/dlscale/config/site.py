@@ -337,52 +337,52 @@ class Site(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
             # The executor removes the variables from a job's command that would inform mpirun of the job's nodes.
-            lambda its: its.scheduler and its.starter in ("torchrun", "mpirun"),
+            lambda site: site.scheduler and site.starter in ("torchrun", "mpirun"),
             "starter: {its.starter} is for machines without a scheduler; use srun",
         ),
         (
-            lambda its: its.scheduler and its.engine == "auto",
+            lambda site: site.scheduler and site.engine == "auto",
             "engine: auto may choose different engines on different nodes; name one engine",
         ),
         (
-            lambda its: its.start and its.starter not in ("mpirun", "torchrun", "srun"),
+            lambda site: site.start and site.starter not in ("mpirun", "torchrun", "srun"),
             "start: only for starter srun, mpirun or torchrun, but starter is {its.starter}; remove start or change "
             "starter",
         ),
         (
-            lambda its: its.rendezvous and its.starter != "torchrun",
+            lambda site: site.rendezvous and site.starter != "torchrun",
             "rendezvous: only for starter torchrun, but starter is {its.starter}; remove rendezvous or change starter",
         ),
         (
-            lambda its: "$" in (its.local_disk or "") and its.engine not in ("none", "shifter"),
+            lambda site: "$" in (site.local_disk or "") and site.engine not in ("none", "shifter"),
             "local_disk: {its.local_disk}: containers of {its.engine} do not get the job's variables; write a path "
             "without variables",
         ),
         (
-            lambda its: {*re.findall(r"\{\w+\}", " ".join(its.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},
+            lambda site: {*re.findall(r"\{\w+\}", " ".join(site.start))} - {"{ranks}", "{ranks_per_node}", "{nodes}"},
             "start: {its.start}: expected only {{ranks}}, {{ranks_per_node}} or {{nodes}} in braces",
         ),
         (
-            lambda its: its.starter == "srun" and SET_FOR_SRUN.search(" ".join(its.start)),
+            lambda site: site.starter == "srun" and SET_FOR_SRUN.search(" ".join(site.start)),
             "start: {its.start}: dlscale sets srun's numbers of nodes, tasks, CPUs and GPUs from each run's geometry, "
             "and --kill-on-bad-exit; remove these options",
         ),
         (
-            lambda its: (
-                its.gpu_order
-                and its.starter == "srun"
-                and re.search(r"(?<!\S)(--distribution|--gpu-bind|-m)\b", " ".join(its.start))
+            lambda site: (
+                site.gpu_order
+                and site.starter == "srun"
+                and re.search(r"(?<!\S)(--distribution|--gpu-bind|-m)\b", " ".join(site.start))
             ),
             "start: {its.start}: with gpu_order, dlscale sets --distribution and --gpu-bind of srun; remove these "
             "options or gpu_order",
         ),
         (
-            lambda its: its.scheduler and any(re.match("(SBATCH|SRUN|SLURM)_", name) for name in its.environment),
+            lambda site: site.scheduler and any(re.match("(SBATCH|SRUN|SLURM)_", name) for name in site.environment),
             "environment: variables of sbatch and srun (SBATCH_…, SRUN_…, SLURM_…) would reach the stages only; write "
             "options of srun into start, or export the variable before the call",
         ),
         (
-            lambda its: sorted(its.gpu_order or []) != [*range(its.ordered)],
+            lambda site: sorted(site.gpu_order or []) != [*range(site.ordered)],
             "gpu_order: {its.gpu_order}: expected each of a node's {its.ordered} GPUs once, from 0",
         ),
     )

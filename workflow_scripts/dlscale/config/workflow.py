@@ -160,30 +160,30 @@ class Plan(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         *(
             (
-                lambda its, block=block, kinds=kinds: getattr(its, block) is not None and its.kind not in kinds,
+                lambda plan, block=block, kinds=kinds: getattr(plan, block) is not None and plan.kind not in kinds,
                 f"{block}: a plan of kind {{its.kind}} does not have this key; write kind: {' or '.join(kinds)}",
             )
             for block, kinds in KINDS.items()
         ),
         (
-            lambda its: its.repeat > 1 and its.kind == "convergence",
+            lambda plan: plan.repeat > 1 and plan.kind == "convergence",
             "repeat: a plan of kind convergence cannot have this key; list the seeds in convergence.seeds",
         ),
         (
-            lambda its: its.repeat > 1 and its.kind == "sweep",
+            lambda plan: plan.repeat > 1 and plan.kind == "sweep",
             "repeat: a plan of kind sweep cannot have this key; list the seeds under seed in sweep.over",
         ),
         (
-            lambda its: its.repeat > 1 and "train" not in its.measure,
+            lambda plan: plan.repeat > 1 and "train" not in plan.measure,
             "repeat: the plan does not train; add train to measure, or remove repeat",
         ),
         (
-            lambda its: its.kind == "sweep" and "train" not in its.measure,
+            lambda plan: plan.kind == "sweep" and "train" not in plan.measure,
             "measure: a sweep ranks trained trials, so it needs the stage train; add train, or write the runs in a "
             "plan of kind set",
         ),
         (
-            lambda its: its.halves and (its.measure != ["train"] or its.only),
+            lambda plan: plan.halves and (plan.measure != ["train"] or plan.only),
             "measure: successive halving only has the stage train, for all trials; remove other stages and the key "
             "'only'. Measure the best trial in a separate plan",
         ),

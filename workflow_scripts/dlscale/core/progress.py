@@ -211,7 +211,11 @@ def lines(done: Iterable[Job], since: float, until: float, cores: int | None = N
     if not rules:
         return []
     elapsed, totals = until - since, {rule: sum(job.seconds for job in own) for rule, own in rules.items()}
-    used = f" on {cores} cores; this call used {percent(min(1.0, busy / (cores * elapsed)))} of them" if cores else ""
+    used = (
+        f" on {cores} cores; this call used {percent(min(1.0, busy / (cores * elapsed)))} of these cores"
+        if cores
+        else ""
+    )
     beside = (
         " Jobs ran in parallel, so their times add up to more than the elapsed time."
         if sum(totals.values()) > 1.02 * elapsed

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from dlscale.core.errors import UserError, nearest
+from dlscale.config.laws import check_fields
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.sampling import Visits
 from dlscale.data.store import Reader
@@ -374,21 +375,11 @@ class GridSamples(Samples):
 # ---- rows of fields of any shape and dtype: for kinds without a `samples` module
 
 
-def known_field(manifest: Manifest, key: str, name: str) -> FieldInfo:
-    """Return the field `name`, selected by the setting `samples.KEY` of a run; raise a `UserError` if unknown."""
-    fields = manifest.fields
-    if name not in fields:
-        raise UserError(
-            f"samples.{key}: the dataset has no field '{name}'{nearest(name, fields)}; it has: {', '.join(fields)}"
-        )
-    return fields[name]
-
-
 class RowField:
     """Rows [n, ...] of one field of every file, in model units; labels are int64, whatever their stored type."""
 
     def __init__(self, manifest: Manifest, split: str, key: str, name: str) -> None:
-        self._info = info = known_field(manifest, key, name)
+        self._info = info = manifest.fields[name]
         if info.channel_axis == 0:
             raise UserError(f"samples.{key}: field '{name}' holds volumes [C, D, H, W]; expected one sample per row")
         stored = "float32" if info.stored == "physical" else info.dtype
@@ -430,6 +421,7 @@ class Rows(TableSamples):
     """Samples that are rows of all files, in the order of `Visits`."""
 
     def __init__(self, manifest: Manifest, split: str, settings: RowSamples, seed: int) -> None:
+        check_fields(settings, manifest.fields)
         fields = [
             tree_map(functools.partial(RowField, manifest, split, key), getattr(settings, key))
             for key in ("input", "target")

@@ -516,18 +516,19 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return aligned(cells, right=range(5, len(cells[0]))) + note
 
 
-def outlook(rows: Sequence[Row], jobs: int, here: Expected | None) -> str:
+def outlook(rows: Sequence[Row], jobs: int, here: Expected | None, targets: int = 0) -> str:
     """Return the summary of a dry run: number of jobs, and their cost on a site or their time `here`."""
+    what = many(jobs, "job") + f" and {many(targets, 'target')}" * bool(targets)  # Snakemake's total has both
     if here is not None:
         if here.untimed >= jobs:
-            return f"{many(jobs, 'job')}, never timed here: the time is not known"
-        return "; ".join(filter(None, [many(jobs, "job"), f"{here} until the end", here.note]))
+            return f"{what}, never timed here: the time is not known"
+        return "; ".join(filter(None, [what, f"{here} until the end", here.note]))
     costs = [
         f"{nodes}{': ' * bool(nodes)}{_hours(charged, 'node_hours')} node-hours "
         f"(charged {_hours(charged, 'charged_hours')})"
         for nodes, charged in by_account(rows).items()
     ]
-    return "; ".join([many(jobs, "job"), *costs])
+    return "; ".join([what, *costs])
 
 
 def _hours(rows: Sequence[Row], kind: Hours) -> str:

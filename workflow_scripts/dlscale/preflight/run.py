@@ -79,7 +79,7 @@ class Waiting:
     wildcards: Mapping[str, str]
     missing: Sequence[str] = ()  #: Missing outputs; names of folders end with a slash.
     known: bool = False  #: Whether the job ran before.
-    failed: bool = False  #: Whether the last attempt failed; Snakemake then removed its outputs.
+    failed: str = ""  #: Time when the last attempt failed, if it did; Snakemake then removed its outputs.
     before: Sequence[str] = ()  #: Recorded parameters (as `repr`) that the job no longer has.
     now: Sequence[str] = ()  #: New parameters (as `repr`), which the last run's record lacks.
     newer: Sequence[str] = ()  #: Inputs that changed since the last run.

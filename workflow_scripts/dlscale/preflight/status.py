@@ -32,7 +32,9 @@ from dlscale.core.progress import LINE_SECONDS, SUFFIX, StageStatus, place
 from dlscale.core.stages import DATA_STAGES, STAGES, job_name, stage_of
 from dlscale.core.text import NONE, aligned, duration, number, percent
 from dlscale.launch import slurm
+from dlscale.measure.records import SAMPLE_RATE
 from dlscale.preflight import cost
+from dlscale.results import RunResult, read_measured
 
 #: States of a stage, in the order in which they are printed.
 State = Literal["running", "silent", "failed", "done", "waiting"]
@@ -58,6 +60,8 @@ class Row:
     error: str | None = (
         None  #: Error message of a failed stage, or time of the last status of a silent stage, in words.
     )
+    speed: float | None = None  #: Speed of the run as on the page, in the row of the stage that measured the speed.
+    unit: str = SAMPLE_RATE
 
     @property
     def of_data(self) -> bool:
@@ -102,7 +106,7 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
     log = Path(paths.log(stage, plan, run))
     doing = read(Path(f"{log}{SUFFIX}"))
     state: State = "done" if Path(paths.run(STAGES[stage].outputs[0], plan, run)).exists() else "waiting"
-    error, epoch = None, None
+    error, epochs, folder = None, list[Epoch](), Path(paths.run("metrics.jsonl", plan, run)).parent
     if doing and alive(doing):
         state = "running"
     elif doing:
@@ -111,8 +115,18 @@ def _row(results: Path, plan: str, run: str, stage: str) -> Row:
         state = "failed"
     if stage == "train" and state != "waiting":
         with contextlib.suppress(UserError):  # no epoch has finished
-            epoch = read_epochs(Path(paths.run("metrics.jsonl", plan, run)))[-1]
-    return Row(f"{plan}.{run}", stage, state, doing, epoch, error)
+            epochs = read_epochs(folder / "metrics.jsonl")
+    measured = RunResult(run, run, folder, f"{plan}/{run}", {}, epochs=epochs, throughput=read_measured(folder))
+    return Row(
+        f"{plan}.{run}",
+        stage,
+        state,
+        doing,
+        measured.last,
+        error,
+        measured.speed if stage == ("throughput" if measured.throughput else "train") else None,
+        measured.unit,
+    )
 
 
 def read(file: Path) -> StageStatus | None:
@@ -175,7 +189,7 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
     counts = Counter(row.state for row in rows)
     text = [", ".join(f"{count} {state}" for state, count in counts.items())]
     text[0] += "".join(f"; {each}" for each in left_words(left)) if left else ""
-    cells = [("run", "stage", "state", "progress", "left", "loss", "samples/s", "valid loss")]
+    cells = [("run", "stage", "state", "progress", "left", "loss", "speed", "valid loss")]
     waiting = dict[str, Counter[str]]()
     for row in rows:
         doing, epoch = row.doing, row.epoch
@@ -185,11 +199,12 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
         elif row.state != "done" or not row.of_data:
             values = doing.values if doing else {}
             loss = values.get("loss", epoch.train_loss if epoch else None)
-            rate = values.get("samples/s", epoch.samples_per_second if epoch else None)
+            rate = values.get(SAMPLE_RATE, row.speed)
             left_ = duration(
                 doing.left if doing and not doing.part else None
             )  # the status of a part lacks the time of the stage's other parts
-            figures = number(loss, 4), number(rate), number(epoch.valid_loss if epoch else None, 4)
+            speed = f"{number(rate)} {row.unit}" if rate else NONE
+            figures = number(loss, 4), speed, number(epoch.valid_loss if epoch else None, 4)
             cells.append((row.name, row.stage, row.state, progress_of(row), left_, *figures))
     text += ["", *aligned(cells)] if cells[1:] else []
     text += [""] * bool(waiting)

@@ -188,7 +188,7 @@ def bound(throughput: Throughput | None) -> Bound | None:
     deviation = max(each.std / each.mean for each in modes)
     if deviation > MAX_DEVIATION:
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s"
-        advice = f"A rate varies by {percent(deviation)} between trials. Measure again on an idle machine."
+        advice = f"One of these rates varies by {percent(deviation)} between trials. Measure again on an idle machine."
     elif full - slower.mean > max(
         MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
     ):

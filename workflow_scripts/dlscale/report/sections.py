@@ -180,13 +180,13 @@ def line(plan: PlanResult) -> str:
     if found := speed(plan):
         told = f"{text.number(found['speed'])} {found['unit']}"
         if found["efficiency"]:
-            told = f"{scaling.glance(plan)}, {text.number(found['efficiency']['speed'])} {found['unit']}"
+            told = f"{text.number(found['efficiency']['speed'])} {found['unit']}, {scaling.glance(plan)}"
         elif not found["known"]:
-            told += f" ({found['fastest']}), the fastest run is {UNKNOWN}"
+            told += f" with “{found['fastest']}”, but the fastest run is {UNKNOWN}"
         elif found["gain"]:
-            told = f"{found['fastest']} is fastest, {found['gain'].words} as fast as {found['first']}, {told}"
+            told += f" with “{found['fastest']}”, {found['gain'].words} as fast as “{found['first']}”"
         elif several and not found["alone"]:
-            told += ", no significant speed-up"
+            told += f" with “{found['fastest']}”, no significant speed-up of other runs"
         said.append(told)
     if found := quality(plan):
         lead = found["lead"]
@@ -198,9 +198,9 @@ def line(plan: PlanResult) -> str:
         else:
             told = f"validation loss {text.number(found['last'].valid_loss)}"
         if not plan.record.sweep:
-            said.append(f"{told} ({found['run']})" if several else told)
+            said.append(f"best run “{found['run']}”: {told}" if several else told)
     if busy := disturbance(plan.runs):
-        said.append(f"{busy.tag}: {busy.summary}" if busy.tag not in busy.summary else busy.summary)
+        said.append(f"speed probably too low ({busy.tag}): {busy.summary}")
     return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 

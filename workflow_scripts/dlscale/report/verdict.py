@@ -57,7 +57,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
 
 def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
     ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
-    which = f"run{'s' * (len(runs) > 1)} {' and '.join(run.called for run in runs)}"
+    which = f"run{'s' * (len(runs) > 1)} {' and '.join(run.name for run in runs)}"
     known = which if len(runs) <= 3 else f"{len(runs)} of {of} runs"
     return f"{programs} used {' to '.join(ends)} of the cores while {known} {did}"
 

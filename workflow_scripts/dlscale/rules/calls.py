@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlscale.config.laws import check_fields
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import gpus
 from dlscale.core.stages import DATA_STAGES, RUN_STAGES, job_name, stage_of
 from dlscale.core.text import are_gone, coloured, many
+from dlscale.data.kind import RowSamples
 from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher
 from dlscale.preflight import cost, live
@@ -107,22 +109,33 @@ class Call:
 
     # ---- whether the workflow would start ----------------------------------------------------------------------
 
-    def check(self, works: Iterable[Work], files: Iterable[str | Path]) -> None:
+    def check(self, works: Sequence[Work], files: Iterable[str | Path]) -> None:
         """Raise `UserError` for jobs that cannot start on this site.
 
         Also raise it for a path that the site cannot handle; `files` are the configuration's files.
         """
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
+        making = {work.plan for work in works if not work.run}
         for work in works:
             if work.run:
                 here = f"plans.{work.plan}.runs.{work.run_name}."
                 launcher.check(self.site, work.run.geometry, here)
+                if isinstance(work.run.samples, RowSamples) and not work.run.program:
+                    check_fields(work.run.samples, self._fields(work, work.run.dataset, making), here)
                 if (
                     work.stage == "throughput"
                     and work.run.program
                     and (problem := work.run.program.check_trials(work.run))
                 ):
                     raise UserError(f"{here}{problem}")
+
+    def _fields(self, work: Work, dataset: str, making: Collection[str]) -> Collection[str]:
+        """Return the fields of a run's dataset; empty if the fields depend on data that the call makes or reads."""
+        outline = registry.kind(work.dataset.kind).outline(work.dataset) if work.dataset else None
+        manifest = Path(self.context.paths.manifest(dataset))
+        if outline or dataset in making or not manifest.exists():
+            return outline.fields if outline else ()
+        return Manifest.read(manifest).fields
 
     def findings(self, works: Sequence[Work]) -> list[Finding]:
         """Check the site, or this machine if it runs the jobs without containers, and return the findings.
@@ -143,8 +156,11 @@ class Call:
             found.append(Finding("budget", "warn", "not checked: this site has no queue that charges hours"))
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
 
-    def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> int:
-        """Print cost, problems and verdict of a dry run, and return the exit status."""
+    def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path], targets: int = 0) -> int:
+        """Print cost, problems and verdict of a dry run, and return the exit status.
+
+        Snakemake's number of jobs also contains the `targets`.
+        """
         if not waiting:
             return 0
         scheduler, works, problems = self.site.scheduler, self.works(waiting), list[str]()
@@ -164,7 +180,7 @@ class Call:
             start = "be submitted" if scheduler else "start"
             self.tell("", coloured(f"{fail}: nothing would {start}", "red", sys.stderr))
         else:
-            self.tell(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works)))
+            self.tell(cost.outlook(table, len(waiting), None if scheduler else self.time_of(waiting, works), targets))
         return int(bool(problems))
 
     def start(self, waiting: Sequence[Any], files: Iterable[str | Path]) -> None:

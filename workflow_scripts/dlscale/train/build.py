@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlscale.config.laws import check_fields
 from dlscale.config.run import DDP, Optimizer, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
+from dlscale.data.kind import RowSamples
 from dlscale.data.loaders.base import Loader, Share, open_loader, open_samples
 from dlscale.data.manifest import Manifest
-from dlscale.data.samples import Samples, known_field, samples_in, tree_map
+from dlscale.data.samples import Samples, samples_in
 from dlscale.parallel.model import ModelParallel, drawing
 from dlscale.parallel.sharding import Sharding
 from dlscale.parallel.strategy import Gradients, strategy_of, synchronised
@@ -273,10 +275,8 @@ def open_session(
     data = Manifest.read(manifest)
     data.check_files()
     study: Study = registry.study(run.study)
-    samples = run.samples.model_dump()
-    for key in ("input", "target"):
-        if samples.get("kind") == "rows" and key in samples:
-            tree_map(partial(known_field, data, key), samples[key])  # before the study reads a missing field
+    if isinstance(run.samples, RowSamples):
+        check_fields(run.samples, data.fields)  # before the study reads a missing field
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
             study.check_grid(run, grid)

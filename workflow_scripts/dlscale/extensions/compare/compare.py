@@ -99,13 +99,17 @@ def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
     columns = [
         ("", "run", [cell(each["run"]) for each in found]),
         *(
-            ("", f"{unit}/s {when}", [cell(each[f"{unit}_per_second"][side]) for each in found])
+            ("", f"speed {when} ({unit}/s)", [cell(each[f"{unit}_per_second"][side]) for each in found])
             for unit in ("samples", "steps")
             for side, when in enumerate(("before", "after"))
             if any(each[f"{unit}_per_second"] != [None, None] for each in found)
         ),
-        ("", "speed", [cell(each["speed"] and each["speed"]["words"]) for each in found]),
-        ("", "over the first run", [cell(each["over_first"] and each["over_first"]["words"]) for each in found]),
+        ("", "speed-up", [cell(each["speed"] and each["speed"]["words"]) for each in found]),
+        (
+            "",
+            "speed-up relative to the first run",
+            [cell(each["over_first"] and each["over_first"]["words"]) for each in found],
+        ),
         ("", "other devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
         ("", "validation loss", [_pair(each["valid_loss"], text.number) for each in found]),
         ("", "settings", [cell("; ".join(each["settings"][:4]) + " …" * bool(each["settings"][4:])) for each in found]),

@@ -47,7 +47,7 @@ SNAPSHOT = "memory_snapshot.pickle"
 #: Function that the trainer calls with a record.
 Then = TypeVar("Then", bound=Callable[[Any], object])
 
-_current: Watch | None = None
+_current: HealthRecorder | None = None
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list
     At the end, write `health.json` into the run's `folder`, unless this is None.
     """
     global _current
-    watch = _current = Watch(trainer.world, folder, len(trainer.train_loader), trainer.last_step)
+    watch = _current = HealthRecorder(trainer.world, folder, len(trainer.train_loader), trainer.last_step)
 
     def before_step(number: int) -> None:
         if watch.phase != TRAINING:
@@ -82,7 +82,7 @@ def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list
     _current = None  # after an error, `place_of_exhaustion` needs the object
 
 
-class Watch:
+class HealthRecorder:
     """Points of memory, which take at most MAX_FRACTION of the time, and compilations of this process."""
 
     def __init__(self, world: World, folder: Path | None, epoch: int, last: int) -> None:

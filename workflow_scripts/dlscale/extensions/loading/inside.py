@@ -59,7 +59,7 @@ STANDARD, INSTALLED = ("<", os.path.dirname(os.__file__) + os.sep), ("/site-pack
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
-class Watch:
+class ProcessSums:
     """Sums of one process, and the wrapped functions that add to the sums."""
 
     def __init__(self) -> None:
@@ -612,7 +612,7 @@ def _layout(array: Any, chunks: Any, compression: str, cache: int, stored: float
 
 def start(log: Any) -> dict[str, Callable[[Any], None]]:
     """Return the functions that dlscale's hook calls after the imports of modules."""
-    watch = Watch()
+    watch = ProcessSums()
     wraps = {
         "torch.optim.optimizer": watch.optimizers,
         "torch.utils.data._utils.fetch": watch.fetchers,

@@ -98,7 +98,7 @@ class RunProgram:
     def go(self, enough: Callable[[int], bool] | None = None) -> Outcome:
         """Run the program until it ends, or until `enough` (given the number of printed rates) returns True."""
         write_status(StageStatus(what="the program runs"))
-        hang = None if enough else self._hang_watch()
+        hang = None if enough else self._hang_supervisor()
         warn_of_lost_hook(self.words, self._reading())
         environment = {**self.environment, **(hang.environment if hang else {})}
         ended = run_command(
@@ -112,7 +112,7 @@ class RunProgram:
             raise UserError(f"ended the program: {hang.finding}. Stacks of all processes: {hang.folder}")
         return ended
 
-    def _hang_watch(self) -> HangSupervisor | None:
+    def _hang_supervisor(self) -> HangSupervisor | None:
         """Return a watch with the site's limits; None without limits, and for programs in an image of their own."""
         remove(self.steps.with_name(FINDING.parts[0]))
         if not os.environ.get(WATCHDOG) or self.run.program.image or not (limits := Limits.from_environment()):

@@ -198,7 +198,7 @@ def run_command(
                 for stream, out in zip(process.streams, (sys.stdout, sys.stderr), strict=True)
                 if stream
             ]
-            watch = Watch(process.pid, steps, warn and "" not in looked)
+            watch = StartWatch(process.pid, steps, warn and "" not in looked)
             for thread in [*copies, watch]:
                 thread.start()
             stopped = enough is not None and _wait(process, lambda: enough(len(found[""]) + len(found[PER_STEP])))
@@ -243,7 +243,7 @@ FRAMEWORKS = {
 UNSEEN_SECONDS = 60.0
 
 
-class Watch(threading.Thread):
+class StartWatch(threading.Thread):
     """Thread that watches a program until its first step, for a minute at most.
 
     If `warn` is true, a minute without a step causes a warning.

@@ -118,43 +118,46 @@ class Program(Lawful):
     )
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda its: its.repository and not its.revision, "repository needs revision; set it to the commit to fetch"),
         (
-            lambda its: "://" in (its.repository or "") and hidden(its.repository) != its.repository,
+            lambda program: program.repository and not program.revision,
+            "repository needs revision; set it to the commit to fetch",
+        ),
+        (
+            lambda program: "://" in (program.repository or "") and hidden(program.repository) != program.repository,
             "repository: the address contains a login or a query, which pages and logs would show; put the login into "
             "~/.netrc",
         ),
         (
-            lambda its: its.rate and not _one_group(RATES.get(its.rate, its.rate)),
+            lambda program: program.rate and not _one_group(RATES.get(program.rate, program.rate)),
             "rate {its.rate}: expected a regular expression with one group for the samples/s, or one of "
             f"{', '.join(RATES)}",
         ),
         (
-            lambda its: not its.log and [each for each in its.losses if not _one_group(each)],
+            lambda program: not program.log and [each for each in program.losses if not _one_group(each)],
             "losses: without a log, expected regular expressions for the printed output, each with one group for the "
             "number; or set log to the path of the log",
         ),
         (
-            lambda its: (
-                its.losses
+            lambda program: (
+                program.losses
                 and (
-                    "loss/valid" not in its.losses.values()
-                    or any(not OURS.fullmatch(ours) for ours in its.losses.values())
+                    "loss/valid" not in program.losses.values()
+                    or any(not OURS.fullmatch(ours) for ours in program.losses.values())
                 )
             ),
             "losses: each key needs a name of dlscale (loss/valid, loss/train, learning_rate, valid/NAME); loss/valid "
             "is required",
         ),
         (
-            lambda its: len(set(its.losses.values())) < len(its.losses),
+            lambda program: len(set(program.losses.values())) < len(program.losses),
             "losses: two keys have the same name of dlscale; expected a different name for each",
         ),
         (
-            lambda its: its.resume and "resume" not in set(its.placeholders()),
+            lambda program: program.resume and "resume" not in set(program.placeholders()),
             "resume: the command has no {{resume}} to replace by these arguments; add it, or remove resume",
         ),
         (
-            lambda its: "/" in its.command[0] and its.command[0].endswith("/"),
+            lambda program: "/" in program.command[0] and program.command[0].endswith("/"),
             "command {its.command[0]}: a folder; expected a program and its arguments",
         ),
     )

@@ -91,9 +91,13 @@ def explain_job(job: Waiting, sources: Sources) -> str:
     reasons = ["interrupted" if job.interrupted else "forced"] if job.forced or job.interrupted else []
     if job.missing and not job.interrupted:
         names = list(dict.fromkeys(f"{Path(path).name}{'/' * path.endswith('/')}" for path in job.missing))
-        reasons.append("the last attempt failed" if job.failed else are_gone(names) if job.known else "never made")
+        reasons.append(
+            f"the last attempt failed at {job.failed}" if job.failed else are_gone(names) if job.known else "never made"
+        )
     reasons += changes(_stage(job.before), _stage(job.now), sources)
-    if job.newer and job.known:  # for a first run all inputs are new
+    # For a first run all inputs are new. After a failed call, the call's other results are new for jobs that wait for
+    # the failed job.
+    if job.newer and job.known and not job.follows:
         reasons.append(f"changed: {listed(job.newer)}")
     if job.inputs and not reasons:
         reasons.append("its list of input files changed")

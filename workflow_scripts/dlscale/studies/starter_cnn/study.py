@@ -45,7 +45,7 @@ class StarterCNNMetrics(Metrics):
 
     @property
     def described(self) -> list[Metric]:
-        naive, answer = "rmse_of_naive", "the training mean, or the input, whichever is closer"
+        naive, answer = "rmse_of_naive", "the better of the training mean and the input"
         error = "root mean squared error over all validation samples and pixels"
         return [
             Metric(name="rmse", title="RMSE", meaning=error, unit=self.unit, naive=naive, answer=answer),
