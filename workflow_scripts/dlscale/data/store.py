@@ -33,10 +33,6 @@ FILTERS = {
     **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
     **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
 }
-#: Value of the attribute `_Unsigned` (NetCDF) that turns integers of a kind into the other kind.
-SIGNS = {"i": "true", "u": "false"}
-#: Values of attributes that do not change numbers.
-PLAIN = {"scale_factor": 1, "add_offset": 0}
 #: Number of values for which statistics are computed at once, so that they fit into the processor's cache.
 BLOCK = 2**16
 
@@ -180,14 +176,20 @@ def check_values(values: h5py.Dataset) -> None:
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
-    if (sign := str(values.attrs.get("_Unsigned", "")).lower().strip("b'")) == SIGNS.get(values.dtype.kind):
+    sign = str(values.attrs.get("_Unsigned", "")).lower().strip("b'")
+    if values.dtype.kind + sign in ("itrue", "ufalse"):
         raise UserError(
             f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; write the values in the type "
             "that they have, e.g. uint8 instead of int8"
         )
     for name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
         given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]
-        if given.dtype.kind in "iuf" and given.size and np.isfinite(given[0]) and given[0] != PLAIN.get(name):
+        if (
+            given.dtype.kind in "iuf"
+            and given.size
+            and np.isfinite(given[0])
+            and given[0] != {"scale_factor": 1, "add_offset": 0}.get(name)
+        ):
             raise UserError(
                 f"{where} has the attribute {name} ({given[0]}), which dlscale does not apply; write unpacked values, "
                 "with NaN for missing values, or delete the attribute if all values are plain"
@@ -205,8 +207,7 @@ def is_written(values: h5py.Dataset) -> bool:
         return True
     if values.chunks is None:
         return values.id.get_storage_size() > 0 or values.is_virtual
-    chunks = math.prod(-(-size // chunk) for size, chunk in zip(values.shape, values.chunks, strict=True))
-    return bool(values.id.get_num_chunks() >= chunks)
+    return bool(values.id.get_num_chunks() >= math.prod(map(math.ceil, np.divide(values.shape, values.chunks))))
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:
