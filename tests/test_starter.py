@@ -368,7 +368,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         ((cut,), r"cut.npy: cannot be read .*expected .npy"),
         ((torn,), r"torn.npz: cannot be read .*expected .npz"),
         ((text,), r"text.h5: cannot be read .*not a readable HDF5 file"),
-        ((objects,), "cannot be read"),
+        ((objects,), "with numbers, not Python objects such as ragged lists"),
         ((words,), "type <U1, shape .*expected numbers"),
         ((good, good, (0.0, 0.1)), "split 'train' is empty: the file has 4 rows"),
     ):
