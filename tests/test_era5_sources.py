@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import h5netcdf
+import h5py
 import numpy as np
 import pytest
 import xarray as xr
@@ -623,23 +624,48 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
         np.testing.assert_array_equal(fields(source)[:, position], plain[channel])
 
 
-@pytest.mark.parametrize("fill", [0.0, math.nan])
-def test_an_unwritten_chunk_of_a_zarr_store_is_refused(tmp_path: Path, fill: float) -> None:
-    """A missing chunk is refused, because Zarr 3 would read it as the fill value, by default 0 K."""
+@pytest.mark.parametrize(
+    ("version", "fill", "mark", "shards", "lacks"),
+    [
+        (3, 0.0, None, None, "2 of 8"),
+        (3, math.nan, None, None, ""),
+        (3, 0.0, math.nan, None, "2 of 8"),  # written by xarray 2024, which left out `fill_value`
+        (3, -1.0, -1.0, None, ""),
+        (2, None, None, None, "2 of 8"),
+        (2, 0.0, None, None, ""),
+        (3, 0.0, None, (4, 10, 12), "2 of 8"),
+        (3, 0.0, None, (12, 5, 12), "2 of 8"),
+        (3, math.nan, None, (12, 5, 12), ""),
+    ],
+)
+def test_an_unwritten_chunk_of_a_zarr_store_is_refused(
+    tmp_path: Path, version: Any, fill: float | None, mark: float | None, shards: Any, lacks: str
+) -> None:
+    """A missing chunk, also of a shard, is refused, because it would be read as the fill value, by default 0 K."""
     states = atmosphere(names=("t2m",))
-    states.to_zarr(tmp_path / "store", zarr_format=3, consolidated=False, encoding={"t2m": {"chunks": (4, 5, 12)}})
+    states.to_zarr(tmp_path / "store", zarr_format=version, consolidated=False)
     group = zarr.open_group(tmp_path / "store", mode="r+")
-    values, attributes = group["t2m"][:], {key: value for key, value in group["t2m"].attrs.items() if key[0] != "_"}
-    dimensions = group["t2m"].metadata.dimension_names
+    values, attributes = (
+        group["t2m"][:],
+        {key: value for key, value in group["t2m"].attrs.items() if key != "_FillValue"},
+    )
+    names = {"dimension_names": group["t2m"].metadata.dimension_names} if version == 3 else {}
     del group["t2m"]
-    made = {"shape": values.shape, "chunks": (4, *values.shape[1:]), "dtype": "f4", "dimension_names": dimensions}
-    array = group.create_array("t2m", fill_value=fill, attributes=attributes, **made)
+    if mark is not None:
+        attributes["_FillValue"] = base64.standard_b64encode(np.float64(mark).tobytes()).decode()
+    made = {"shape": values.shape, "chunks": (4, 5, 12), "shards": shards, "dtype": "f4", "fill_value": fill}
+    array = group.create_array("t2m", attributes=attributes, config={"write_empty_chunks": True}, **made, **names)
+    if fill is None:
+        path = tmp_path / "store" / "t2m" / ".zarray"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "fill_value": None}))
+        array = zarr.open_group(tmp_path / "store", mode="r+")["t2m"]
     array[4:] = values[4:]
     whole = days("2020-02-27", "2020-03-01", tmp_path / "store")
-    with pytest.raises(UserError, match=r"'t2m': 1 of 4 chunks were never written" if fill == 0 else "has no value at"):
+    with pytest.raises(UserError, match=f"'t2m': {lacks} chunks were never written" if lacks else "has no value at"):
         acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
     array[:4] = values[:4]
     acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
+    np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, states.t2m)
 
 
 def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -763,3 +789,57 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
     array = xr.DataArray(np.zeros((2, 2, 2, 2)), axes, [*axes], "t2m")
     with pytest.raises(UserError, match=r"`expver` contains ERA5 and ERA5T.*t2m.max"):
         gridded(array.to_dataset(), "f", {"t2m"})
+
+
+@pytest.mark.parametrize(
+    ("axis", "units", "levels", "channel"),
+    [
+        ("level", "Pascal", (85000, 50000, 20000), "z@500"),
+        ("level", "millibars", LEVELS, "z@500"),
+        ("level", "kPa", (85, 50, 20), ""),
+        ("level", "m", LEVELS, ""),
+        ("latitude", "degrees_north", LEVELS, "z@500"),
+        ("latitude", "radian", LEVELS, ""),
+    ],
+)
+def test_units_of_axes_are_applied_or_refused(
+    tmp_path: Path, axis: str, units: str, levels: tuple[int, ...], channel: str
+) -> None:
+    """Levels are in hPa whatever their unit; heights, model levels and radians are refused."""
+    states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
+    states[axis].attrs["units"] = units
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    if channel:
+        source = open_source(settings([channel]), part(), [tmp_path / "a.nc"])
+        np.testing.assert_array_equal(fields(source)[:, 0], states.z[:, 1])
+    else:
+        message = refused(tmp_path / "a.nc", channels=("z@500",))
+        assert f"'{axis}': '{units.lower()}'" in message and "expected pressure levels in hPa" in message
+
+
+def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path) -> None:
+    """Total cloud cover has one name in GRIB, but is a fraction (paramId 164) or per cent (228164)."""
+    states = atmosphere(names=("t2m",))
+    for number, times in enumerate((slice(0, 8), slice(8, None))):
+        write_grib(states.isel(time=times), tmp_path / "a.grib", "ab", paramId=(164, 228164)[number])
+    message = refused(tmp_path / "a.grib", channels=("tcc",))
+    assert "'tcc' is on another grid or in other units" in message and "in '%'; expected" in message
+
+
+@pytest.mark.parametrize(("declared", "grown"), [(False, True), (False, False), (True, True)])
+def test_times_that_were_never_written_are_refused(tmp_path: Path, declared: bool, grown: bool) -> None:
+    """HDF5 reads unwritten values as 0, and NetCDF pads variables that are shorter than an unlimited dimension."""
+    shape, fill = (8 if grown else 4, 2, 3), {"fillvalue": np.nan} if declared else {}
+    with h5netcdf.File(tmp_path / "a.nc", "w") as file:
+        file.dimensions = {"time": None, "latitude": 2, "longitude": 3}
+        file.resize_dimension("time", 8)
+        clock = file.create_variable("time", ("time",), "f8", data=6.0 * np.arange(8))
+        clock.attrs["units"] = "hours since 2020-01-01"
+        file.create_variable("latitude", ("latitude",), data=np.float32([50, 49]))
+        file.create_variable("longitude", ("longitude",), data=np.float32([0, 1, 2]))
+        file.create_variable("t2m", ("time", "latitude", "longitude"), "f4", chunks=(1, 2, 3), **fill)
+    with h5py.File(tmp_path / "a.nc", "r+") as file:
+        file["t2m"].resize(shape)
+        file["t2m"][:4] = 280.0
+    message = refused(tmp_path / "a.nc")
+    assert ("has no value at 2020-01-02 00:00" if declared else "a part of 't2m' was never written") in message

@@ -119,8 +119,7 @@ def _check_own(file: h5py.File) -> None:
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
             check_link(file, name)
-        item = file.get(name)
-        if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
+        if isinstance(item := file.get(name), h5py.Dataset) and (item.external or item.is_virtual):
             raise UserError(
                 f"{file.filename}: '{name}' lies in other files, which are not read; copy its values into this file, "
                 "e.g. with h5repack"
@@ -177,29 +176,38 @@ def check_values(values: h5py.Dataset) -> None:
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
-    plain = {"scale_factor": 1, "add_offset": 0}
+    sign = str(values.attrs.get("_Unsigned", "")).lower().strip("b'")
+    if values.dtype.kind + sign in ("itrue", "ufalse"):
+        raise UserError(
+            f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; write the values in the type "
+            "that they have, e.g. uint8 instead of int8"
+        )
     for name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
         given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]
-        if given.dtype.kind in "iuf" and given.size and np.isfinite(given[0]) and given[0] != plain.get(name):
+        if (
+            given.dtype.kind in "iuf"
+            and given.size
+            and np.isfinite(given[0])
+            and given[0] != {"scale_factor": 1, "add_offset": 0}.get(name)
+        ):
             raise UserError(
                 f"{where} has the attribute {name} ({given[0]}), which dlscale does not apply; write unpacked values, "
                 "with NaN for missing values, or delete the attribute if all values are plain"
             )
-    if values.size and not _is_written(values):
+    if values.size and not is_written(values):
         raise UserError(
             f"{where}: a part was never written and would be read as {values.fillvalue}; if its writer ended early, "
             "write the array again; if this value is intended, write all values once (x[...] = x[...])"
         )
 
 
-def _is_written(values: h5py.Dataset) -> bool:
+def is_written(values: h5py.Dataset) -> bool:
     """Return whether all values were written, or the file's writer chose the fill value."""
     if values.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED:
         return True
     if values.chunks is None:
         return values.id.get_storage_size() > 0 or values.is_virtual
-    grid = zip(values.shape, values.chunks, strict=True)
-    return bool(values.id.get_num_chunks() >= math.prod(-(-size // chunk) for size, chunk in grid))
+    return bool(values.id.get_num_chunks() >= math.prod(map(math.ceil, np.divide(values.shape, values.chunks))))
 
 
 def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int | None = None) -> h5py.Dataset:

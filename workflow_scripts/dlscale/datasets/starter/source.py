@@ -126,7 +126,10 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
                     f"{path}: '{name}' lies in another file, which is not read; copy the values into this file"
                 )
     else:
-        with reading(path, f"expected {path.suffix}: write or fetch it again"):
+        with reading(
+            path,
+            f"expected {path.suffix} with numbers, not Python objects such as ragged lists: write or fetch it again",
+        ):
             values = np.load(path, mmap_mode="r", allow_pickle=False)
             if path.suffix == ".npz":
                 with values as arrays:

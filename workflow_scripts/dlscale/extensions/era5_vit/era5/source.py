@@ -57,6 +57,11 @@ SHORT_NAMES = {
     "specific_humidity": "q",
     "relative_humidity": "r",
 }
+#: Units of pressure levels, lower case, with their factor to hPa; levels without a unit are in hPa.
+PRESSURES = {
+    **dict.fromkeys(("hpa", "hectopascal", "hectopascals", "mb", "mbar", "millibar", "millibars", ""), 1.0),
+    **dict.fromkeys(("pa", "pascal", "pascals"), 0.01),
+}
 #: Coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
@@ -130,6 +135,7 @@ def open_variables(
             for name, values in opened.items():
                 if base(name) in wanted and hasattr(values, "shape"):
                     store.check_filters(values)
+                    _check_written(values)
     elif head.startswith((b"CDF\x01", b"CDF\x02")):
         engine = "scipy"
     else:
@@ -140,6 +146,19 @@ def open_variables(
         )
     with reading(path):
         return gridded(stack.enter_context(open_xarray(path, engine)), str(path), wanted)
+
+
+def _check_written(values: Any) -> None:
+    """Refuse an array that lacks values, also at the end of an unlimited dimension, if its file declares no filler."""
+    import h5py
+
+    sizes = [max((len(scale) for _, scale in axis.items()), default=0) for axis in values.dims]
+    declared = values.id.get_create_plist().fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED
+    if not declared and (any(map(int.__gt__, sizes, values.shape)) or (values.size and not store.is_written(values))):
+        raise UserError(
+            f"{values.file.filename}: a part of '{values.name.strip('/')}' was never written and would be read as 0. "
+            "If its writer ended early, write the file again, or copy the complete times to another file"
+        )
 
 
 def open_xarray(place: str | Path, engine: str, **options: Any) -> xr.Dataset:
@@ -181,6 +200,14 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
             "grids, e.g. with `cdo remapbil`. Select one of several members or forecasts, e.g. with xarray's `isel`, "
             "and write it to a file"
         )
+    units = {kind: str(axis.attrs.get("units", "")).strip().lower() for kind, axis in axes.items()}
+    factor = PRESSURES.get(units.get("level", ""))
+    is_angle = all(units[kind].startswith(("deg", "°")) or not units[kind] for kind in ("latitude", "longitude"))
+    if factor is None or not is_angle:
+        raise UserError(
+            f"{origin}: '{name}' has axes with the units {units}; expected pressure levels in hPa or Pa, latitudes and "
+            "longitudes in degrees. Convert or interpolate the axes, or correct their attributes `units`"
+        )
     latitude, longitude, south_first = _regular(
         axes["latitude"].values, axes["longitude"].values, f"{origin}: '{name}'"
     )
@@ -188,7 +215,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         array = array.isel({axes["latitude"].dims[0]: slice(None, None, -1)})
     channels: tuple[str, ...] = (short(name),)
     if "level" in axes:
-        hectopascals = axes["level"].values / (100.0 if axes["level"].attrs.get("units") == "Pa" else 1.0)
+        hectopascals = axes["level"].values * factor
         channels = tuple(f"{short(name)}@{value:g}" for value in hectopascals)
     values = array.variable
 
@@ -325,7 +352,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
     def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
-        keys = ["cfVarName", "shortName", "typeOfLevel", "level", "md5GridSection", "valid_time"]
+        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "level", "md5GridSection", "valid_time"]
         return messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
 
     _silence_eccodes()
@@ -335,15 +362,16 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     with reading(path):
         index = indexed(path)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
-    series: dict[tuple[str, str], list[tuple[int, Any]]] = {}  # time and offset of each message, by channel and grid
-    for (cf_name, own, kind, level, grid, time), offsets in index.iter_index():
+    # time and offset of each message, by channel, unit and grid
+    series: dict[tuple[str, str, str], list[tuple[int, Any]]] = {}
+    for (cf_name, own, unit, kind, level, grid, time), offsets in index.iter_index():
         name = own if cf_name in ("unknown", "undef") else cf_name
         if kind.startswith("isobaric"):
             name = f"{name}@{level / (100.0 if kind == 'isobaricInPa' else 1.0):g}"
-        series.setdefault((name, grid), []).extend((time, offset) for offset in offsets)
-    names = list(dict.fromkeys(base(name) for name, _ in series))
+        series.setdefault((name, unit, grid), []).extend((time, offset) for offset in offsets)
+    names = list(dict.fromkeys(base(name) for name, *_ in series))
     with reading(path):
-        return [_messages(path, stream, name, its) for (name, _), its in series.items() if base(name) in wanted], names
+        return [_messages(path, stream, name, its) for (name, *_), its in series.items() if base(name) in wanted], names
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
@@ -607,7 +635,7 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
     holders = {channel: [v for v in variables if channel in v.channels] for channel in channels}
     for channel in (channel for channel, its in holders.items() if not its):
         levels = dict.fromkeys(each for v in variables for each in v.channels if base(each) == base(channel))
-        there = list(levels or dict.fromkeys(names))
+        there = list(levels or dict.fromkeys(names)) or ["no variables outside of groups, which are not read"]
         most = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
         raise UserError(
             f"{label}: no file contains the channel '{channel}'{nearest(channel, there)}; the files contain: {most}"

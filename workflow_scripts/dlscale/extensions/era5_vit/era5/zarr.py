@@ -53,7 +53,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
         variables, names = gridded(store, raw.origin, wanted_names(dataset))
         if not remote:
             with reading(raw.origin, advice):
-                _check_chunks(raw.origin, [name for name in names if base(name) in wanted_names(dataset)])
+                _check_chunks(raw.origin, [store[name] for name in names if base(name) in wanted_names(dataset)])
         source = Era5Source(dataset, variables, names, raw.period, raw.name, advice)
         with atomic_write(out) as temporary, DeferredErrorFile(temporary) as file_, h5netcdf.File(file_, "w") as file:
             field = source.fields[0]
@@ -93,23 +93,46 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         ) from error
 
 
-def _check_chunks(folder: str, names: Sequence[str]) -> None:
+def _check_chunks(folder: str, variables: Sequence[xr.DataArray]) -> None:
     """Refuse arrays with a chunk that was never written and would be read as a number.
 
-    In Zarr 3 the fill value is 0 by default, and does not mark missing values. Only folders are checked, because
-    listing the chunks of a remote store takes too long.
+    In Zarr 3 the fill value is 0 by default, and marks missing values only if it equals `_FillValue`. Only folders are
+    checked, because listing the chunks of a remote store takes too long.
     """
     import zarr
 
     group = zarr.open_group(folder, mode="r")
-    for name in names:
-        array: Any = group[name]
-        if array.metadata.zarr_format == 2 or getattr(array, "shards", None) or "_FillValue" in array.attrs:
-            continue  # version 2 marks missing values by the fill value; chunks within shards cannot be counted
-        lacks = array.nchunks - array.nchunks_initialized
-        if lacks and np.isfinite(array.fill_value):
+    for variable in variables:
+        array: Any = group[str(variable.name)]
+        fill = array.fill_value or 0
+        lacks = _count_missing(array, Path(folder, array.path))
+        if lacks and np.isfinite(fill) and fill != variable.encoding.get("_FillValue"):
             raise UserError(
-                f"{folder}: '{name}': {lacks} of {array.nchunks} chunks were never written, and would be read as "
-                f"{array.fill_value:g}. If the writer ended early, write the array again. If all values of these "
-                "chunks are meant to be this number, write the chunks, too (write_empty_chunks)"
+                f"{folder}: '{variable.name}': {lacks} of {array.nchunks} chunks were never written, and would be read "
+                f"as {fill:g}. If the writer ended early, or several writers changed the same shard at once, write the "
+                "array again. If all values of these chunks are meant to be this number, write the chunks, too "
+                "(write_empty_chunks)"
             )
+
+
+def _count_missing(array: Any, folder: Path) -> int:
+    """Return the number of chunks that were never written, including chunks within shards.
+
+    A shard ends with the position and size of each of its chunks, and a checksum of 4 bytes; a missing chunk has the
+    largest 64-bit number as its position.
+    """
+    if not array.shards:
+        return int(array.nchunks - array.nchunks_initialized)
+    inner, lacks = tuple(shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)), 0
+    for place in np.ndindex(*(-(-size // shard) for size, shard in zip(array.shape, array.shards, strict=True))):
+        positions = np.full(inner, 2**64 - 1, np.uint64)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(folder / array.metadata.encode_chunk_key(place), "rb") as file,
+        ):
+            file.seek(-16 * positions.size - 4, 2)
+            positions = np.frombuffer(file.read(16 * positions.size), "<u8")[::2].reshape(inner)
+        left = (size - at * shard for size, at, shard in zip(array.shape, place, array.shards, strict=True))
+        inside = tuple(slice(-(-size // chunk)) for size, chunk in zip(left, array.chunks, strict=True))
+        lacks += int((positions[inside] == 2**64 - 1).sum())
+    return lacks
