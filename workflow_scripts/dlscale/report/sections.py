@@ -428,7 +428,7 @@ def runs_table(plan: PlanResult) -> Table:
             lambda run, row: cell(run.throughput and run.throughput.peak_memory_bytes, text.size),
         ),
         ("Training", "parameters", column("parameters", text.count)),
-        ("Training", epochs, column("epochs", text.count)),
+        ("Training", epochs, column("epochs", text.count, _left_out)),
         ("Training", "samples", column("samples", text.count)),
         ("Training", "time", lambda run, row: cell(run.last and run.training_seconds, text.duration)),
         ("Training", "goodput", lambda run, row: _goodput(run)),
@@ -459,6 +459,11 @@ def runs_table(plan: PlanResult) -> Table:
 def _spread(run: RunResult, row: Row, name: str) -> str:
     spread = row.get(f"{name}_std")
     return "" if spread is None else f"standard deviation {text.number(spread, 2)}"
+
+
+def _left_out(run: RunResult, row: Row, name: str) -> str:
+    steps = sum(epoch.skipped for epochs in (run.epochs, *run.repeats) for epoch in epochs)
+    return f"left out {text.many(steps, 'step')} whose loss or gradient was not finite" if steps else ""
 
 
 def _goodput(run: RunResult) -> Cell:
