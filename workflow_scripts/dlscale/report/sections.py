@@ -462,8 +462,11 @@ def _spread(run: RunResult, row: Row, name: str) -> str:
 
 
 def _left_out(run: RunResult, row: Row, name: str) -> str:
-    steps = sum(epoch.skipped for epochs in (run.epochs, *run.repeats) for epoch in epochs)
-    return f"left out {text.many(steps, 'step')} whose loss or gradient was not finite" if steps else ""
+    return (
+        f"left out {text.many(steps, 'step')} whose loss or gradient was not finite"
+        if (steps := sum(epoch.skipped for epochs in (run.epochs, *run.repeats) for epoch in epochs))
+        else ""
+    )
 
 
 def _goodput(run: RunResult) -> Cell:
@@ -503,9 +506,11 @@ def _of_best(run: RunResult, row: Row, name: str) -> str:
 
 
 def _reached(run: RunResult, row: Row) -> Cell:
-    if row["target_reached"] == "no":
-        return Cell("not reached", note=row["target"])
-    return cell(row["target_epoch"], text.count, str(row["target"]))
+    return (
+        Cell("not reached", note=row["target"])
+        if row["target_reached"] == "no"
+        else cell(row["target_epoch"], text.count, str(row["target"]))
+    )
 
 
 def channels(plan: PlanResult, page: Page) -> Section | None:
