@@ -283,24 +283,6 @@ def test_a_fit_names_the_value_that_is_not_finite(
     assert str(caught.value).endswith("correct these values, or leave out this part of the input")
 
 
-def test_a_constant_channel_can_be_fitted(era5_data: Path, cosmo_data: Path, tmp_path: Path) -> None:
-    """A fit with many solutions still predicts a constant."""
-    for name, data, fields in (("era5", era5_data, ["fields"]), ("cosmo", cosmo_data, ["Nbody", "Hydro"])):
-        shutil.copytree(data, tmp_path / name)
-        manifest = Manifest.read(tmp_path / name / "manifest.json")
-        for path in (manifest.path(file) for split in ("train", "valid") for file in manifest.files(split)):
-            with h5py.File(path, "r+") as file:
-                for field in fields:
-                    file[field][...] = 0.25
-        if name == "cosmo":
-            line = COSMO_UNET.metrics(None, manifest, CPU).line
-            assert line[:, :-1].sum(dim=1) * 0.25 + line[:, -1] == pytest.approx(0.25)
-        else:
-            run = SimpleNamespace(samples=PairSamples(kind="pairs"))
-            squares = ERA5_VIT.metrics(run, manifest, CPU).naive(range(4, 6))
-            assert squares["regression_square"].numpy() == pytest.approx(0, abs=1e-3)
-
-
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
     """`yesterday` also finds states in the previous file: the day before the first validation pair is training data."""
     channels = Manifest.read(era5_data / "manifest.json").fields["fields"].channels[:1]
