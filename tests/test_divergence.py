@@ -10,6 +10,7 @@ import copy
 import faulthandler
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -298,6 +299,18 @@ def test_a_training_that_skips_equals_a_loop_that_omits_the_step(spoilt: Path, s
     weights = torch.load(skipped / "model.pt", weights_only=True)
     assert equal(weights, {name: value.cpu() for name, value in step.weights.state_dict().items()})
     loader.close()
+
+
+def test_another_policy_keeps_the_skipped_steps_of_a_finished_training(
+    spoilt: Path, skipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a step, the training ends with the records that the page counts (`test_report`)."""
+    shutil.copytree(skipped.parent, tmp_path / "skip")
+    folder = configured(tmp_path / "skip" / "run", training={"on_divergence": "fail"})
+    monkeypatch.delattr(Step, "__call__")
+    assert train(folder, spoilt / "manifest.json") == 0
+    assert [record["skipped"] for record in records(folder)] == [1] * EPOCHS
+    finished_like(folder, skipped)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,16 @@ def test_each_outcome_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(campaign, "LIMIT_S", 0.05 if outcome == "hang" else 10.0)
     rows = campaign.Server("toy", 1, tmp_path / "files").run([3, 4])
     assert [row[:2] for row in rows] == [(3, outcome), (4, outcome)]
+
+
+@pytest.mark.parametrize("runnable", [True, False])
+def test_a_case_on_a_busy_machine_does_not_hang(monkeypatch: pytest.MonkeyPatch, runnable: bool) -> None:
+    """Only sleep and CPU time count, not the wait for a core."""
+    process = SimpleNamespace(cpu_times=lambda: (1.0,), status=lambda: "running" if runnable else "sleeping")
+    monkeypatch.setattr(campaign.psutil, "Process", lambda number: process)
+    answers = iter([False] * 200 + [True])
+    ends = SimpleNamespace(poll=lambda seconds: next(answers))
+    assert campaign._answers(ends, 1) is runnable
 
 
 def test_a_campaign_is_continued(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.cosmo_unet.study import STUDY as COSMO_UNET
@@ -257,6 +260,27 @@ def test_baselines_without_data_are_left_out(era5_data: Path) -> None:
         assert {name: values.shape for name, values in metrics.naive(range(3, 5)).items()} == {
             f"{name}_square": (2, len(manifest.fields["fields"].channels)) for name in left
         }
+
+
+@pytest.mark.parametrize(("name", "field"), [("era5", "fields"), ("cosmo", "Nbody"), ("cosmo", "Hydro")])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_fit_names_the_value_that_is_not_finite(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, field: str, value: float
+) -> None:
+    """Data that were damaged after preparation end in one message, not in an error of linear algebra."""
+    shutil.copytree(request.getfixturevalue(f"{name}_data"), tmp_path / "data")
+    manifest = Manifest.read(tmp_path / "data" / "manifest.json")
+    path = manifest.path(manifest.files("train")[0])
+    with h5py.File(path, "r+") as file:
+        file[field][(9, 1) if name == "era5" else (1, 9)] = value
+    channel = manifest.fields[field].channels[1]
+    with pytest.raises(UserError) as caught:
+        if name == "era5":
+            ERA5_VIT.metrics(SimpleNamespace(samples=PairSamples(kind="pairs")), manifest, CPU).naive(range(4, 5))
+        else:
+            COSMO_UNET.metrics(None, manifest, CPU)
+    assert str(caught.value).startswith(f"{path}: {field}: channel '{channel}' is not finite at row 9 ")
+    assert str(caught.value).endswith("correct these values, or leave out this part of the input")
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:

@@ -639,6 +639,18 @@ def test_a_published_loss_is_shown_below_the_loss_of_the_run(ladder: Results) ->
     assert [row[column].note for row in table.rows] == ["published: 0.347524, S1", "", ""]
 
 
+def test_the_page_counts_left_out_steps(ladder: Results) -> None:
+    """The note counts the steps of all seeds: it also marks a training that finished with another policy."""
+    plan = read_plan(ladder.plans[0])
+    first, second, *rest = plan.runs
+    skipping = [epoch.model_copy(update={"skipped": 2}) for epoch in first.epochs[:2]]
+    runs = [replace(first, epochs=[*skipping, *first.epochs[2:]], repeats=[skipping[:1]]), second, *rest]
+    table = sections.runs_table(replace(plan, runs=runs))
+    column = [name for name, _ in table.columns].index("epochs")
+    expected = "left out 6 steps whose loss or gradient was not finite"
+    assert [row[column].note for row in table.rows] == [expected, *[""] * (len(runs) - 1)]
+
+
 def test_times_are_of_one_loader(results: Results) -> None:
     """After a resume with another loader, only the new loader's speed counts, and the total time is left out."""
     folder = results.run("p", "a", epochs=5, speed=10.0, triplet=None)

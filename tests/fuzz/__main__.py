@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,14 +44,16 @@ from tests.fuzz.readers import READERS
 ACCEPTED, DEFECTS = ("ok", "message"), ("long message", "unclear", "traceback", "memory", "hang", "crash")
 #: Largest message, characters.
 MAX_MESSAGE = 1000
-#: Limit of a case, seconds of CPU time; factor for its duration; address space that a process may add, bytes.
+#: Limit of a case, seconds of CPU time; factor for its sleep; address space that a process may add, bytes.
 LIMIT_S, PATIENCE, MEMORY = 10.0, 6.0, 2 * 2**30
+#: Interval between checks of a case, seconds.
+POLL_S = 0.5
 #: Cases of a process.
 BATCH = 100
 FORK = multiprocessing.get_context("fork")
 
-#: Number, outcome, and message or traceback of a case.
-Row = tuple[int, str, str]
+#: Number, outcome, message or traceback, CPU time (seconds), and memory that its process has added (bytes).
+Row = tuple[int, str, str, float, int]
 
 
 class Server:
@@ -87,11 +90,11 @@ class Server:
             assert child.pid
             for number in left:
                 try:
-                    rows.append(ends.recv() if _answers(ends, child.pid) else (number, "hang", ""))
+                    rows.append(ends.recv() if _answers(ends, child.pid) else (number, "hang", "", LIMIT_S, 0))
                 except EOFError:
                     child.join()
                     how = "memory" if child.exitcode == -signal.SIGKILL else "crash"
-                    rows.append((number, how, f"exit status {child.exitcode}"))
+                    rows.append((number, how, f"exit status {child.exitcode}", 0.0, 0))
                 if rows[-1][1] in ("hang", "crash", "memory"):
                     break
             with contextlib.suppress(ProcessLookupError):
@@ -102,13 +105,16 @@ class Server:
     def _serve(self, numbers: Sequence[int], words: Any) -> None:
         os.setsid()
         faulthandler.disable()
-        size = psutil.Process().memory_info().vms + MEMORY
+        used = psutil.Process().memory_info()
+        size = used.vms + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         warnings.simplefilter("ignore")
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         for number in numbers:
-            words.send((number, *self._case(number)))
+            begin, (outcome, text) = time.process_time(), self._case(number)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            words.send((number, outcome, text, time.process_time() - begin, max(0, peak - used.rss)))
         os._exit(0)
 
     def _case(self, number: int) -> tuple[str, str]:
@@ -128,11 +134,13 @@ class Server:
 
 
 def _answers(ends: Any, process: int) -> bool:
-    """Wait for a case; return False if it takes `LIMIT_S` of CPU time, or `PATIENCE` times as long."""
-    used, begin = psutil.Process(process).cpu_times, time.monotonic()
-    before = sum(used())
-    while not ends.poll(0.5):
-        if sum(used()) - before > LIMIT_S or time.monotonic() - begin > PATIENCE * LIMIT_S:
+    """Wait for a case; return False if it takes `LIMIT_S` of CPU time, or sleeps `PATIENCE` times as long."""
+    watched, slept = psutil.Process(process), 0.0
+    before = sum(watched.cpu_times())
+    while not ends.poll(POLL_S):
+        if watched.status() != psutil.STATUS_RUNNING:  # on a busy machine, a process may wait long for a core
+            slept += POLL_S
+        if sum(watched.cpu_times()) - before > LIMIT_S or slept > PATIENCE * LIMIT_S:
             return False
     return True
 
@@ -151,22 +159,24 @@ def main() -> int:
     args = parser.parse_args()
     if args.only is not None:
         server = Server(args.readers[0], args.seed, args.work / f"only-{args.only}")
-        ((_, outcome, text),) = server.run([args.only])
+        ((_, outcome, text, *_),) = server.run([args.only])
         print(f"{outcome}\n{text}\nkept: {server.copy}")
         return int(outcome in DEFECTS)
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     log, folder, failed = args.log or args.work / "log.jsonl", args.work / str(os.getpid()), list[str]()
-    columns = [*ACCEPTED, *DEFECTS]
+    columns = ["cases", "accepted", "refused", *DEFECTS, "s", "slowest, s", "peak, MiB"]
     table = [
-        f"commit {commit}, seed {args.seed}",
-        f"{'reader':24}{'cases':>8}{''.join(map('{:>14}'.format, columns))}{'s':>8}",
+        f"dlscale {version('dlscale')}, commit {commit}, seed {args.seed}",
+        f"{'reader':24}{''.join(map('{:>13}'.format, columns))}",
     ]
     for name in args.readers:
         rows = list(batches(name, args.count, log, {"commit": commit, "seed": args.seed, "reader": name}, folder))
         counts = sum((Counter(row["outcomes"]) for row in rows), Counter[str]())
-        cells = "".join(f"{counts[each] or '':>14}" for each in columns)
-        table.append(f"{name:24}{counts.total():8}{cells}{sum(row['seconds'] for row in rows):8.0f}")
+        slowest, peak = (max(row[key] for row in rows) for key in ("slowest", "peak_bytes"))
+        cells = [counts.total(), *(counts[each] for each in (*ACCEPTED, *DEFECTS))]
+        cells += [f"{sum(row['seconds'] for row in rows):.0f}", f"{slowest:.1f}", f"{peak / 2**20:.0f}"]
+        table.append(f"{name:24}{''.join(map('{:>13}'.format, cells))}")
         print(table[-1], flush=True)
         again = f"python -m tests.fuzz --readers '{name}' --seed {args.seed} --only"
         failed += [f"{outcome}: {again} {number}" for row in rows for number, outcome, _ in row["defects"]]
@@ -189,8 +199,9 @@ def batches(name: str, count: int, log: Path, key: dict[str, Any], folder: Path)
         begin, numbers = time.monotonic(), range(done, done := min(done + BATCH, count))
         found = server.run(numbers)
         row = {**key, "begin": numbers.start, "end": done, "seconds": round(time.monotonic() - begin, 2)}
-        row["outcomes"] = Counter(outcome for _, outcome, _ in found)
-        row["defects"] = [(k, outcome, text[-3000:]) for k, outcome, text in found if outcome in DEFECTS]
+        row["outcomes"] = Counter(outcome for _, outcome, *_ in found)
+        row |= {"slowest": round(max(each[3] for each in found), 2), "peak_bytes": max(each[4] for each in found)}
+        row["defects"] = [(k, outcome, text[-3000:]) for k, outcome, text, *_ in found if outcome in DEFECTS]
         with log.open("a") as file:
             file.write(f"\n{json.dumps(row)}\n")  # the last line may be incomplete
         yield row

@@ -358,13 +358,12 @@ def _cosmo(kind: str) -> Settings:
     return lambda folder: cosmo([folder / "a.h5"], [folder / "b.h5"], kind)
 
 
-#: All readers, by name.
+#: All readers, by name; the slowest reader comes last.
 READERS: dict[str, Reader] = {
     "configurations": Reader(grammar.bases, grammar.load, "*.yaml", grammar.mistake),
     "settings": Reader(_settings, settings),
     "records": Reader(_records, records),
     "records of a training": Reader(_trained, _of_training, "*.json*"),
-    "results": Reader(_results, page, "**/*.[jyc]*"),
     "manifest": Reader(_described, described, "data/manifest.json"),
     "described data": Reader(_described, described, "data/**/*.[hn]*"),
     "weights": Reader(_trained, lambda folder: read_weights(folder / "model.pt"), "model.pt"),
@@ -400,4 +399,5 @@ READERS: dict[str, Reader] = {
         f"arrays{end}": Reader(_arrays, paired("starter", "arrays", ("input", "target"), end), f"*{end}")
         for end in ENDS
     },
+    "results": Reader(_results, page, "**/*.[jyc]*"),
 }

@@ -428,7 +428,7 @@ def runs_table(plan: PlanResult) -> Table:
             lambda run, row: cell(run.throughput and run.throughput.peak_memory_bytes, text.size),
         ),
         ("Training", "parameters", column("parameters", text.count)),
-        ("Training", epochs, column("epochs", text.count)),
+        ("Training", epochs, column("epochs", text.count, _left_out)),
         ("Training", "samples", column("samples", text.count)),
         ("Training", "time", lambda run, row: cell(run.last and run.training_seconds, text.duration)),
         ("Training", "goodput", lambda run, row: _goodput(run)),
@@ -459,6 +459,14 @@ def runs_table(plan: PlanResult) -> Table:
 def _spread(run: RunResult, row: Row, name: str) -> str:
     spread = row.get(f"{name}_std")
     return "" if spread is None else f"standard deviation {text.number(spread, 2)}"
+
+
+def _left_out(run: RunResult, row: Row, name: str) -> str:
+    return (
+        f"left out {text.many(steps, 'step')} whose loss or gradient was not finite"
+        if (steps := sum(epoch.skipped for epochs in (run.epochs, *run.repeats) for epoch in epochs))
+        else ""
+    )
 
 
 def _goodput(run: RunResult) -> Cell:
@@ -498,9 +506,11 @@ def _of_best(run: RunResult, row: Row, name: str) -> str:
 
 
 def _reached(run: RunResult, row: Row) -> Cell:
-    if row["target_reached"] == "no":
-        return Cell("not reached", note=row["target"])
-    return cell(row["target_epoch"], text.count, str(row["target"]))
+    return (
+        Cell("not reached", note=row["target"])
+        if row["target_reached"] == "no"
+        else cell(row["target_epoch"], text.count, str(row["target"]))
+    )
 
 
 def channels(plan: PlanResult, page: Page) -> Section | None:

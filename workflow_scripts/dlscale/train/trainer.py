@@ -258,7 +258,9 @@ class Trainer:
         if not bad or self.step.skips:
             valid_loss, metrics = self.validate([requests])
             if not math.isfinite(valid_loss) and self.run.training.on_divergence != "stop":
-                raise UserError(f"epoch {epoch + 1}: the validation loss is {valid_loss}; {ADVICE}")
+                raise UserError(
+                    f"epoch {epoch + 1}: the validation loss is {valid_loss}. If its data is sound, {ADVICE}"
+                )
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,

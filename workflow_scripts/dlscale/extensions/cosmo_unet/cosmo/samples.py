@@ -17,7 +17,7 @@ from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import BoxField, BoxIndex, GridSamples
-from dlscale.data.store import Reader
+from dlscale.data.store import Field, Reader, check_finite
 
 if TYPE_CHECKING:
     from dlscale.extensions.cosmo_unet.cosmo.kind import CropSamples
@@ -191,10 +191,15 @@ def line(manifest: Manifest) -> np.ndarray:
     for block in range(BLOCKS):
         file = block % len(x.readers)
         start = np.array([rng.integers(edge - size + 1) for edge, size in zip(grids[file], extent, strict=True)])
-        values = x.read(file, start, 0).reshape(inputs - 1, -1).astype(np.float64)
+        given, wanted = (box.read(file, start, 0) for box in (x, y))
+        for name, box, values in (("Nbody", x, given), ("Hydro", y, wanted)):
+            info = manifest.fields[name]
+            field = Field(name, tuple(info.channels), tuple(info.units), values.shape, 0)
+            check_finite(values, field, box.readers[file].path, int(start[0]))
+        values = given.reshape(inputs - 1, -1).astype(np.float64)
         terms = np.concatenate([values, np.ones((1, values.shape[1]))])
         gram += terms @ terms.T
-        moment += terms @ y.read(file, start, 0).reshape(outputs, -1).T.astype(np.float64)
+        moment += terms @ wanted.reshape(outputs, -1).T.astype(np.float64)
     return (np.linalg.pinv(gram, hermitian=True) @ moment).T.astype(np.float32)
 
 

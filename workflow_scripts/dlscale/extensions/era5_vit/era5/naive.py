@@ -27,7 +27,7 @@ import torch
 
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
-from dlscale.data.store import Reader
+from dlscale.data.store import Field, Reader, check_finite
 from dlscale.extensions.era5_vit.era5.extra import Extra
 from dlscale.extensions.era5_vit.era5.samples import Pairs, file_before
 
@@ -109,7 +109,10 @@ class NaiveAnswers:
 
     def _read(self, file: str, row: int) -> torch.Tensor:
         height, width = self._info.grid
-        return self._model_units(self._readers[file][row : row + 1, :, :height, :width][0])
+        values = self._readers[file][row : row + 1, :, :height, :width]
+        field = Field("fields", tuple(self._info.channels), tuple(self._info.units), values.shape, 1)
+        check_finite(values, field, self._readers[file].path, row)
+        return self._model_units(values[0])
 
     def _state(self, file: str, row: int) -> torch.Tensor | None:
         """Return a state, [C, H, W]; a negative row is in the preceding file. Return None without such a file."""
