@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests import changed
 
@@ -209,7 +210,7 @@ def chosen(patterns: Iterable[str]) -> list[Mutation]:
 
 
 #: Operators and functions, each with its replacement in drawn mutations.
-SWAPS: dict[object, type[ast.AST] | str] = {
+SWAPS: dict[Any, Any] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
@@ -242,7 +243,10 @@ def mutated(part: ast.AST) -> Iterator[str]:
 
 
 def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
-    """Return random mutations of modules in the package; each statement that has mutations is equally likely."""
+    """Return random mutations of modules in the package; each statement that has mutations is equally likely.
+
+    Statements that only set a constant are left out. Of `if` and `while`, the condition is mutated.
+    """
     found, choose, folder = list[Mutation](), random.Random(seed), ROOT / PACKAGE
     files = sorted({file for path in paths for file in [*folder.glob(path), *folder.glob(f"{path}/**/*.py")]})
     places = [
@@ -254,7 +258,7 @@ def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
     ]
     tests = sorted((ROOT / "tests").glob("**/test_*.py"), key=lambda test: len(changed.reached(test)))
     for file, node in choose.sample(places, len(places)):
-        part = node if not hasattr(node, "body") else getattr(node, "test", None)
+        part: Any = node if not hasattr(node, "body") else getattr(node, "test", None)
         choices = [] if part is None else [*mutated(part), *([] if part is node else [f"not ({ast.unparse(part)})"])]
         if part is None or not choices or len(found) == count:
             continue
