@@ -3,16 +3,20 @@
 `python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that
 should catch the mutation. The exit status is 1 if a mutation survives. Arguments select mutations by name; names may
 contain `*` and `?`: `python -m tests.mutate_code 'schedule*' lock`. `test_mutate_code.py` fails if the list no longer
-matches the code.
+matches the code. With `--draw N`, arguments are paths in the package, in which N random mutations are drawn: the tests
+of `make test` that import the module must catch each, and a person judges the survivors.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import copy
 import fnmatch
 import os
 import queue
+import random
 import re
 import shutil
 import signal
@@ -20,10 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests import changed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
@@ -35,6 +42,9 @@ CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 #: Time limit of a test, seconds. After some mistakes, processes wait for each other forever.
 LIMIT_S = 600.0
 
+#: Tests that each change waits for, as an argument of pytest.
+FAST = "not (slow or long or parallel or cluster or container)"
+
 
 @dataclass(frozen=True)
 class Mutation:
@@ -45,6 +55,7 @@ class Mutation:
     old: str
     new: str
     test: str  #: Test that catches the mistake quickly: FILE::NAME in tests/, with parameters in brackets.
+    options: tuple[str, ...] = ()  #: Further arguments of pytest.
 
     @property
     def path(self) -> str:
@@ -137,7 +148,7 @@ class Copy:
         try:
             file.write_text(mutation.applied(text))
             # Python identifies compiled code by size and time, so compiled code of the mistake must not be kept.
-            status, said = self.test([mutation.node], PYTHONDONTWRITEBYTECODE="1")
+            status, said = self.test([mutation.node, *mutation.options], PYTHONDONTWRITEBYTECODE="1")
         finally:
             file.write_text(text)
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -152,7 +163,10 @@ class Copy:
 def run(
     root: Path, mutations: Sequence[Mutation], jobs: int, show: Callable[[str], object] = print
 ) -> list[Outcome] | None:
-    """Return the outcome of each mutation; None if a test fails in unchanged code."""
+    """Return the outcome of each mutation; None if a test fails in unchanged code.
+
+    Drawn mutations have many tests: of these, only those that caught a mutation are run in unchanged code, at the end.
+    """
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
     def look(mutation: Mutation) -> Outcome:
@@ -165,18 +179,25 @@ def run(
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="dlscale-mutations-") as folder, ThreadPoolExecutor(jobs) as pool:
         made = [Copy(root, Path(folder).resolve() / f"{number}") for number in range(jobs)]
-        nodes = list(dict.fromkeys(mutation.node for mutation in mutations))
-        parts = [(copy, part) for number, copy in enumerate(made) if (part := nodes[number::jobs])]
-        for status, said in pool.map(lambda each: each[0].test(each[1]), parts):
-            if status != 0:
-                show(f"{said}\nthe tests fail without a mutation (status {status}); repair them first")
-                return None
+
+        def pass_unchanged(nodes: Iterable[str]) -> bool:
+            tests = list(dict.fromkeys(nodes))
+            parts = [(copy, part) for number, copy in enumerate(made) if (part := tests[number::jobs])]
+            for status, said in pool.map(lambda each: each[0].test(each[1]), parts):
+                if status != 0:
+                    show(f"{said}\nthe tests fail without a mutation (status {status}); repair them first")
+                    return False
+            return True
+
+        if not pass_unchanged(mutation.node for mutation in mutations if not mutation.options):
+            return None
         for copy in made:
             copies.put(copy)
         for outcome in pool.map(look, mutations):
             show(outcome.line())
             outcomes.append(outcome)
-    return outcomes
+        drawn = [each for each, mutation in zip(outcomes, mutations, strict=True) if mutation.options and each.caught]
+        return outcomes if pass_unchanged(f"tests/{each.by}" for each in drawn if "::" in each.by) else None
 
 
 def chosen(patterns: Iterable[str]) -> list[Mutation]:
@@ -188,13 +209,89 @@ def chosen(patterns: Iterable[str]) -> list[Mutation]:
     return [each for each in MUTATIONS if any(fnmatch.fnmatch(each.name, pattern) for pattern in wanted)]
 
 
+#: Operators and functions, each with its replacement in drawn mutations.
+SWAPS: dict[Any, Any] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+    **{"min": "max", "max": "min", "any": "all", "all": "any"},
+}
+
+
+def mutated(part: ast.AST) -> Iterator[str]:
+    """Yield the source of a statement or an expression with each possible mistake."""
+    if isinstance(part, ast.Raise | ast.AugAssign | ast.Expr):
+        yield "pass"
+    if isinstance(part, ast.Return) and part.value is not None:
+        yield "return None"
+    for number in range(len(list(ast.walk(part)))):
+        twin = copy.deepcopy(part)
+        match list(ast.walk(twin))[number]:
+            case ast.Compare() as node if type(node.ops[0]) in SWAPS:
+                node.ops = [SWAPS[type(node.ops[0])](), *node.ops[1:]]
+            case ast.BinOp() | ast.BoolOp() | ast.AugAssign() as node if type(node.op) in SWAPS:
+                node.op = SWAPS[type(node.op)]()
+            case ast.Name(id=name) as node if name in SWAPS:
+                node.id = SWAPS[name]
+            case ast.Constant(value=bool() | int() | float()) as node:
+                node.value = not node.value if isinstance(node.value, bool) else node.value + 1
+            case ast.IfExp() as node:
+                node.body, node.orelse = node.orelse, node.body
+            case _:
+                continue
+        yield ast.unparse(twin)
+
+
+def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
+    """Return random mutations of modules in the package; each statement that has mutations is equally likely.
+
+    Statements that only set a constant are left out. Of `if` and `while`, the condition is mutated.
+    """
+    found, choose, folder = list[Mutation](), random.Random(seed), ROOT / PACKAGE
+    files = sorted({file for path in paths for file in [*folder.glob(path), *folder.glob(f"{path}/**/*.py")]})
+    places = [
+        (file, node)
+        for file in files
+        if file.suffix == ".py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.stmt) and not isinstance(getattr(node, "value", None), ast.Constant)
+    ]
+    tests = sorted((ROOT / "tests").glob("**/test_*.py"), key=lambda test: len(changed.reached(test)))
+    for file, node in choose.sample(places, len(places)):
+        part: Any = node if not hasattr(node, "body") else getattr(node, "test", None)
+        choices = [] if part is None else [*mutated(part), *([] if part is node else [f"not ({ast.unparse(part)})"])]
+        if part is None or not choices or len(found) == count:
+            continue
+        text, new = file.read_bytes(), choose.choice(choices)
+        starts = [0, *(match.end() for match in re.finditer(rb"\n", text))]
+        first, last = starts[part.lineno - 1] + part.col_offset, starts[part.end_lineno - 1] + part.end_col_offset
+        name = f"{file.relative_to(folder)}:{part.lineno}: {ast.unparse(part)} -> {new}"
+        module = ".".join(file.relative_to(folder.parent).with_suffix("").parts)
+        users = next(
+            users
+            for used in (file, file.parent / "__init__.py", file.parents[1] / "__init__.py")
+            if (users := [test for test in tests if used in changed.reached(test)])
+        )
+        users.sort(key=lambda test: module not in changed._imported(test))
+        test, *more = [str(test.relative_to(ROOT)) for test in users[:3]]
+        result = (text[:first] + new.encode() + text[last:]).decode()
+        options = (*more, "-m", FAST)
+        found.append(
+            Mutation(name, str(file.relative_to(folder)), text.decode(), result, test.removeprefix("tests/"), options)
+        )
+    return found
+
+
 def main() -> int:
     """Print a line per mutation; return 1 if a mutation survived, 2 if the tests fail in unchanged code."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*", metavar="NAME", help="mutations, by name or pattern (default: all)")
     arguments.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="copies in parallel")
+    arguments.add_argument("--draw", type=int, metavar="N", help="draw N mutations of the modules and folders NAME")
+    arguments.add_argument("--seed", type=int, default=0, help="seed of the drawn mutations (default: 0)")
     args = arguments.parse_args()
-    start, mutations = time.perf_counter(), chosen(args.names)
+    start = time.perf_counter()
+    mutations = draw(args.names, args.draw, args.seed) if args.draw else chosen(args.names)
     jobs = max(1, min(args.jobs, len(mutations)))
     outcomes = run(ROOT, mutations, jobs, lambda text: print(text, flush=True))
     if outcomes is None:

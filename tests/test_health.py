@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dlscale.config.places import MEASURED
-from dlscale.extensions.health import noted
+from dlscale.extensions.health import noted, training
 from dlscale.extensions.health.causes import describe, repeated
 from dlscale.extensions.health.programs import Phases, read_process
 from dlscale.extensions.health.records import FILE, MAX_POINTS, Compilation, Health, Memory
@@ -147,6 +147,13 @@ def test_a_peak_of_short_epochs_is_found() -> None:
     (memory,) = read_process([f"{line}\n".encode() for line in lines], process, {"0", "2"}, None).memory
     peaks = {phase: (peak.bytes, peak.last) for phase, peak in memory.peaks.items()}
     assert peaks == {"start": (310e6, 20), "training": (310e6, 20), "validation": (700e6, 20)}
+
+
+def test_each_point_has_the_peak_since_the_last_point() -> None:
+    block = b"1" * 2**27
+    del block
+    (_, before), _, (_, after) = noted.host_memory() or (0, 0), training._reset_peak(), noted.host_memory() or (0, 0)
+    assert 0 < after < before - 2**26
 
 
 def test_phases_follow_from_steps_and_batches() -> None:

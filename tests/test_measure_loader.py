@@ -424,6 +424,12 @@ def test_advice(changes: dict[str, Any], cores: int, cause: str | None) -> None:
     assert (advice and advice.cause) == cause
 
 
+def test_advice_on_a_first_batch_names_no_part() -> None:
+    fetch = {"batches": 0, "seconds": 0.0, "parts": {}, "first": 0.05}
+    advice = report.advise(Loading(cores=8, processes=1, loaders=[loader(fetch=fetch)]))
+    assert advice and advice.cause == "workers" and advice.why.endswith("suffice.")
+
+
 @pytest.mark.parametrize(("opens", "words"), [(1, "Store the data"), (900, "Keep the dataset open (x = file['x']")])
 def test_reopened_datasets_lose_their_cache(opens: int, words: str) -> None:
     """HDF5 reads a chunk again if the program opens the dataset again for each request."""

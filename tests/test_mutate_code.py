@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, run
+from tests.mutate_code import MUTATIONS, PACKAGE, ROOT, Mutation, draw, mutated, run
 
 #: Parts of the package that need mutations, because they compute, decide or print.
 PARTS = {
@@ -50,6 +50,28 @@ def test_each_mutation_has_a_test_that_each_change_waits_for() -> None:
 def test_mutations_are_many_and_everywhere() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 48
     assert {mutation.file.partition("/")[0] for mutation in MUTATIONS} == PARTS
+
+
+def test_mistakes_of_a_statement() -> None:
+    """Each mutation of a statement has one mistake."""
+    (statement,) = ast.parse("return min(a + 1, b) if a < b and c else None").body
+    assert [*mutated(statement)] == [
+        "return None",
+        "return None if a < b and c else min(a + 1, b)",
+        "return min(a + 1, b) if a < b or c else None",
+        "return min(a + 1, b) if a <= b and c else None",
+        "return max(a + 1, b) if a < b and c else None",
+        "return min(a - 1, b) if a < b and c else None",
+        "return min(a + 2, b) if a < b and c else None",
+    ]
+
+
+@pytest.mark.slow
+def test_a_draw_is_repeatable() -> None:
+    drawn = draw(["report/speedup.py", "extensions/crate"], 5, seed=1)
+    assert drawn == draw(["extensions/crate", "report/speedup.py"], 5, seed=1) and len({*drawn}) == 5
+    for mutation in drawn:
+        ast.parse(mutation.applied((ROOT / mutation.path).read_text()))
 
 
 @pytest.mark.slow

@@ -461,12 +461,12 @@ def test_a_tag_of_several_folders_is_refused_or_chosen(tmp_path: Path) -> None:
     }
     (file,) = (tmp_path / "valid").iterdir()
     assert len(logs.values(file, {"loss": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 3600)["loss/valid"]) == 3
-    write("version_1", 2.0, 100, first=2)
-    write("version_2", 3.0, 200, first=4)
+    write("version_9", 2.0, 100, first=2)
+    write("version_10", 3.0, 200, first=4)
     points = read({"loss": "loss/valid"}, 1.7e9 + 50)["loss/valid"]
     assert [value for _, _, value in points] == [2.0] * 3 + [3.0] * 3, "a resumed try may write into a new folder"
-    write("version_3", 4.0, 300, first=4)
-    with pytest.raises(UserError, match="version_1, version_2, version_3"):
+    write("version_11", 4.0, 300, first=4)
+    with pytest.raises(UserError, match="version_9, version_10, version_11"):
         read({"loss": "loss/valid"}, 1.7e9 + 50)
 
 

@@ -28,8 +28,10 @@ from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
+from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.hangs.record import hang_of
 from dlscale.extensions.programs import checkout, logs, run_program, turns
+from dlscale.extensions.programs.files.preview import preview
 from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.extensions.programs.keeper import temporary_folder
 from dlscale.extensions.programs.launch import PROGRAM_SHELL, TORCHRUN_VARIABLES, launch_program
@@ -413,6 +415,13 @@ def words(**program: Any) -> list[str]:
 def test_invalid_words_are_refused(program: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         words(**program)
+
+
+@pytest.mark.parametrize(("sizes", "shown"), [([2000, 500], [2.0, 0.5]), ([], [0.0])])
+def test_the_preview_of_files_shows_their_sizes(sizes: list[int], shown: list[float]) -> None:
+    files = [File.model_construct(bytes=size) for size in sizes]
+    (panel,) = preview(Manifest.model_construct(splits={"train": files}))
+    assert panel.values.tolist() == shown and panel.unit == "kB"
 
 
 def test_words_of_values() -> None:

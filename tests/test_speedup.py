@@ -15,7 +15,7 @@ from dlscale.extensions.compare.compare import change, relative_to_first
 from dlscale.measure.records import Outside, PairedTiming, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
-from dlscale.report.speedup import FLOOR, VAGUE, SpeedUp, SpeedUps, measured_apart
+from dlscale.report.speedup import FLOOR, VAGUE, SpeedUp, SpeedUps, _key, measured_apart
 from dlscale.results import PlanResult, read_plan
 from tests.test_report import Page, Results
 
@@ -61,6 +61,10 @@ def test_the_interval_contains_the_mean_in_95_per_cent() -> None:
             centre, error = interval(list(values))
             held += abs(centre - 0.3) <= error
         assert 0.93 < held / 2000 < 0.985, (burst, held)
+
+
+def test_the_order_of_settings_separates_no_series() -> None:
+    assert _key(8, {"a": 1, "b": 2}) == _key(8, {"b": 2, "a": 1}) != _key(4, {"a": 1, "b": 2})
 
 
 def test_few_values_use_students_t() -> None:

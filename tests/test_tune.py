@@ -148,6 +148,13 @@ def test_a_real_gain_is_detected() -> None:
     assert verdicts((130, 100), 200, 8)[1] > 0.95
 
 
+def test_only_a_challenger_with_rates_has_a_duel() -> None:
+    rates = {0: [1.0, 1.0, 1.0], 1: [2.0, 2.0, 2.0]}
+    assert tune.duel(None, rates) is tune.duel(0, rates) is tune.duel(2, rates) is None
+    found = tune.duel(1, rates)
+    assert found and found.challenger == 1 and found.ratio == pytest.approx(2.0)
+
+
 def test_a_search_among_equal_settings_shows_no_gain() -> None:
     """The luckiest of many equal settings is measured again, in a duel with the run's own setting, and seldom wins."""
     won = 0

@@ -497,6 +497,18 @@ def test_the_limit_of_an_external_program(measured: Throughput, expected: list[s
     assert all(each.why and each.todo for each in found)
 
 
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        ({"rank_cores": [0.5, 1.0], "rank_waiting": [0.0, 0.0]}, "computes for 100 % of a step (100 % is one core), "),
+        ({"rank_cores": [1.0, 1.0], "rank_waiting": [0.0, 0.5]}, "waits for batches for 50 % of a step, "),
+    ],
+)
+def test_only_a_computing_rank_is_counted_in_cores(seen: dict[str, Any], words: str) -> None:
+    found = verdict(Evidence({}, program(usage(1.5), **seen))).findings[0]
+    assert found.why.replace("\xa0", " ").startswith(f"Rank 1 {words}while")
+
+
 def test_code_in_a_verdict_is_formatted_on_the_page(tmp_path: Path) -> None:
     results = Results(tmp_path / "results")
     found, _, *_ = CASES["workers"]

@@ -257,7 +257,7 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
     fits = max(loading.processes, 1) * (needed + 1) <= loading.cores
     parts = parts_of(loader)
     largest = max(parts, key=lambda name: parts[name], default="")
-    fraction = parts[largest] / sum(parts.values()) if largest and sum(parts.values()) else 0.0
+    fraction = parts[largest] / sum(parts.values()) if largest else 0.0
     named = {"transform": f"The transform ({', '.join(loader.fetch.transforms)})", "read": "Reading"}
     named["decode"] = "Decoding images"
     name = named.get(largest, f"The {PARTS.get(largest)}")

@@ -80,7 +80,6 @@ class Log:
         self._notes: list[Any] = []
         #: Functions of extensions that are called whenever notes are written; they must not raise.
         self.on_write: list[Callable[[], None]] = []
-        self._count, self._begin, self._since, self._due, self._until = 0, 0.0, 0.0, 0.0, math.inf
         self._forget()
         if self.folder and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
