@@ -84,6 +84,14 @@ class Log:
         if self.folder and hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
+    def _forget(self) -> None:
+        """Reset the log; a forked process must not write its parent's notes."""
+        self._file, self._notes = None, []
+        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 without one
+        self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
+        self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
+        self._until = 0.0 if self.folder else math.inf
+
     @property
     def rank(self) -> int:
         """Rank of this process."""
@@ -192,14 +200,6 @@ class Log:
         last, self._thread = self._thread, note[0]
         line = "s {1:.6f} {2:.3f} {3}\n" if len(note) == 4 else "b {2} {1:.6f} {3:.6f} {4}\n"
         return (line if last == self._thread else "t {0}\n" + line).format(*note)
-
-    def _forget(self) -> None:
-        """Reset the log; a forked process must not write its parent's notes."""
-        self._file, self._notes = None, []
-        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 without one
-        self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
-        self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
-        self._until = 0.0 if self.folder else math.inf
 
 
 def append(file: str, text: str) -> None:
