@@ -332,8 +332,31 @@ def test_skipped_values_of_a_log_are_counted(tmp_path: Path, caplog: pytest.LogC
     points = logs.values(log, {"val": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 9)
     assert points == {"loss/valid": [(1.7e9 + 2, 2, 0.5)]}
     assert caplog.messages == [
-        f"log of steps {log}: skipped 3 values of `val` without a number; the first is null in line 1"
+        f"log of steps {log}: skipped 3 values of `val` without a number, a step or a time; the first is null in line 1"
     ]
+
+
+def test_lines_without_a_time_or_with_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A validation's line without a time has the time of the line before; a damaged line with the tag is counted."""
+    log = tmp_path / "log.jsonl"
+    lines = [
+        '{"step": 1, "val": 9}',  # no time is known yet
+        f'{{"step": 2, "time": {1.7e9 + 2}, "loss": 3}}',
+        '{"step": 2, "val": 0.5}',
+        f'{{"step": 4, "time": {1.7e9 + 4}, "loss": 2}}',
+        '{"step": 4, "val": 0.25, "oth',
+        '{"epoch": 4, "val": 0.125}',
+        '{"step": 5, "val": 0.0625}',
+        '{"step": 6, "val": 0.03',
+    ]
+    log.write_text("\n".join(lines), encoding="utf-8-sig")
+    points = logs.values(log, {"val": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 9)
+    assert points == {"loss/valid": [(1.7e9 + 2, 2, 0.5), (1.7e9 + 4, 5, 0.0625)]}
+    assert caplog.messages == [
+        f"log of steps {log}: skipped 3 values of `val` without a number, a step or a time; the first is 9 in line 1"
+    ]
+    log.write_text(f'{{"step": 1, "time": {1.7e9 + 1}, "val": 0.5}}\n', encoding="utf-8-sig")
+    assert logs.values(log, {"val": "a"}, logs.Start(1.7e9), (), 1.7e9 + 9) == {"a": [(1.7e9 + 1, 1, 0.5)]}
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:

@@ -170,22 +170,28 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
         return [*itertools.chain.from_iterable(found.values())]
     rows, wrong, known, unread = list[Row](), "", False, list[tuple[str, int, object]]()
     empty, last = dict[int, int](), dict[str, int]()  # line of each null, by row; last row with a number, by tag
+    given: Any = None  # time of the last line with a time
     with _opened(path) as lines:
         # If the program has replaced its log, all lines are new.
         lines.seek(max(start.size - len(start.tail), 0))
         if lines.read(len(start.tail)) != start.tail:
             lines.seek(0)
         for number, line in enumerate(lines, 1):
+            text = plain(line.decode(errors="replace").removeprefix("\ufeff"))
             try:
-                entry = json.loads(plain(line.decode(errors="replace")))
+                entry = json.loads(text)
                 keys = [key for key in STEP_KEYS if key in entry][:1]
-                if isinstance(entry, dict) and not (keys and "time" in entry):
+                # A line without a time, such as a validation's, has the time of the line before it.
+                late = tags is not None and given is not None
+                if isinstance(entry, dict) and not (keys and (late or "time" in entry)):
                     wrong = wrong or f"line {number}: {_missing(entry)}"
+                    unread += [(tag, number, entry[tag]) for tag in tags or () if tag in entry]
                     continue
-                step, given = _step(entry[keys[0]]), entry["time"]
-            except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
+                step, given = _step(entry[keys[0]]), entry.get("time", given)
+            except (ValueError, TypeError, IndexError, OverflowError, RecursionError, AttributeError):
                 # The incomplete last line of a killed program, or a line of other text.
                 wrong = wrong or f"line {number}: expected JSON with `step` and `time`"
+                unread += [(tag, number, text) for tag in tags or () if f'"{tag}"' in text and text.endswith("\n")]
                 continue
             try:
                 when = _time(given)
@@ -216,7 +222,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     for tag in sorted({each[0] for each in unread}):
         skipped = sorted(((line, value) for name, line, value in unread if name == tag), key=lambda each: each[0])
         logging.warning(
-            "log of steps %s: skipped %s of `%s` without a number; the first is %s in line %d",
+            "log of steps %s: skipped %s of `%s` without a number, a step or a time; the first is %s in line %d",
             path,
             many(len(skipped), "value"),
             tag,
