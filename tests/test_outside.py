@@ -1491,6 +1491,9 @@ def test_the_longest_of_consecutive_trainings_counts(tmp_path: Path) -> None:
         clock.epoch(count, wait=0.0, seconds=0.1)
     _, processes = steps.read(tmp_path)
     assert [process.rank for process in processes] == [1, 2]
+    # The others are counted, and the time to the first step is that of the first attempt.
+    pace, _, trainings = running._pace_by("seen", running.Reading(), outcome([]), tmp_path, processes, ())
+    assert trainings == 3 and pace.first_step == pytest.approx(1.7e9 + 0.1)
 
 
 #: Training that can be measured in four ways during one run.

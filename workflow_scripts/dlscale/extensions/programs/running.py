@@ -577,11 +577,12 @@ def _pace_by(
 
     `way` is the way of detecting steps. Profiled steps count only if there are too few other steps.
     """
-    trainings, several = 1, seen.longest_training(processes)
+    several = seen.longest_training(processes)
+    trainings = (several[1] if several else 1) + sum(len(each.others) for each in processes)
     if way == "rate":
         begin, printed = run.begin, run.printed
         if several and (own := seen.printed_in(printed, several[0], processes[0])):
-            (begin, _), trainings, printed = *several, own
+            (begin, _), printed = several[0], own
         compute_pace = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
@@ -593,7 +594,6 @@ def _pace_by(
         trainings = len([training for training in found if len(training) > 2])
     else:
         compute_pace = partial(seen.pace, processes, reading.batch_size)
-        trainings = several[1] if several else 1
     if pace := compute_pace(apart=apart):
         if way == "rate" and trainings > 1:
             pace = replace(pace, first_step=run.printed[0][0])

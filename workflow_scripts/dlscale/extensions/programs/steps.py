@@ -74,6 +74,7 @@ class Process:
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Spans in which no steps were noted.
+    others: list[Span] = field(default_factory=list)  #: Of the first process: trainings of earlier and later processes.
     #: Times at which an optimiser's first and last step ended, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
@@ -109,7 +110,8 @@ class Pace:
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
-    Left out are processes that did not run at the same time as the process with the longest training, and helpers.
+    Left out are helpers, and processes that did not run at the same time as the process with the longest training
+    (`Process.others`), such as those of an earlier attempt.
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
@@ -117,8 +119,11 @@ def read(folder: Path) -> tuple[str, list[Process]]:
         if known := [process for process in known if not _is_helper(process, known)]:
             # Processes that ended before the longest process began, or began after its end, are another training.
             longest = max((process.steps for process in known), key=lambda steps: steps[-1] - steps[0])
-            known = [one for one in known if one.steps[0] <= longest[-1] and one.steps[-1] >= longest[0]]
-            return way, sorted(known, key=lambda process: process.rank)
+            others = [one for one in known if one.steps[0] > longest[-1] or one.steps[-1] < longest[0]]
+            spans = [(one.steps[0], one.steps[-1]) for one in others if len(one.steps) > MIN_WARM_UP_STEPS]
+            known = sorted([one for one in known if one not in others], key=lambda process: process.rank)
+            known[0].others = merged(spans)
+            return way, known
     return "", []
 
 
@@ -390,7 +395,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     not count. If there are several trainings, only the longest training counts, unless it is short (see
     `longest_training`).
     """
-    first_step = min((process.steps[0] for process in processes), default=0.0)
+    first_step = min((time for each in processes for time in (each.steps[0], *sum(each.others, ()))), default=0.0)
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [training_iterators(process) for process in processes], [_away(each, apart) for each in processes]
