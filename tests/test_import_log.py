@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
@@ -18,9 +19,11 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 from torch.utils.tensorboard import SummaryWriter
 
 from dlscale.core.errors import UserError
+from dlscale.extensions.logs.events import scalar
 from dlscale.extensions.logs.reference import Reference
 from dlscale.extensions.programs import logs
 from dlscale.report.curves import Over
@@ -97,6 +100,13 @@ def test_numbers_as_tensors_and_files_in_turn(results: Path, tmp_path: Path) -> 
     found = Reference.read(results / "references/theirs/reference.json")
     # Without a step 0, time counts from the beginning of the first file, 30 s before `START`.
     assert found.curves == {"loss/valid": [(8, 38, 1.0), (16, 46, 1.0), (24, 144, 0.5), (32, 152, 0.5)]}
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "float16", "int32", "int64"])
+def test_numbers_of_each_type_count(kind: str) -> None:
+    assert scalar(Summary.Value(tensor=make_tensor_proto(np.array(3, kind)))) == 3.0
+    assert scalar(Summary.Value(tensor=make_tensor_proto(np.array([3], kind)))) is None
+    assert scalar(Summary.Value(tensor=make_tensor_proto("3"))) is None
 
 
 def test_epochs_and_per_cent(results: Path, tmp_path: Path) -> None:

@@ -65,13 +65,14 @@ def scalar(value: Summary.Value) -> float | None:
 
     Return None for other values.
     """
-    from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
+    from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_HALF, DT_INT32, DT_INT64
     from tensorboard.util.tensor_util import make_ndarray
 
     if value.HasField("simple_value"):
         return float(value.simple_value)
     tensor = value.tensor
-    if not value.HasField("tensor") or tensor.tensor_shape.dim or tensor.dtype not in (DT_FLOAT, DT_DOUBLE):
+    kinds = (DT_FLOAT, DT_DOUBLE, DT_HALF, DT_INT32, DT_INT64)
+    if not value.HasField("tensor") or tensor.tensor_shape.dim or tensor.dtype not in kinds:
         return None
     try:
         return float(make_ndarray(tensor))
