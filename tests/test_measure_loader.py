@@ -311,6 +311,20 @@ def test_loaders_with_equal_settings_are_told_apart(watched: watch.ProcessSums) 
     assert len({*names}) == 4 and names[1].endswith(f":{line + 4} (dataset 2)")
 
 
+def test_a_loader_of_the_programs_class_has_the_line_that_makes_it(watched: watch.ProcessSums) -> None:
+    class Repeating(dataloader.DataLoader[torch.Tensor]):
+        def __init__(self, data: Dataset[torch.Tensor]) -> None:
+            super().__init__(data, batch_size=4)
+
+    train = Repeating(Photos(lambda image: torch.ones(1)))
+    valid = Repeating(Photos(lambda image: torch.ones(1)))
+    assert len([*train]) == len([*valid]) == 4
+    watched.write()
+    line = test_a_loader_of_the_programs_class_has_the_line_that_makes_it.__code__.co_firstlineno
+    made = [each.made.rpartition(":")[2] for each in report.read_loading(Path(watch.FOLDER)).loaders]
+    assert made == [str(line + 5), str(line + 6)]
+
+
 def test_decoding_is_no_part_of_the_transform(watched: watch.ProcessSums, monkeypatch: pytest.MonkeyPatch) -> None:
     """PIL decodes an image when the transform first uses it; each call here takes 5 ms."""
     load = ImageFile.ImageFile.load

@@ -294,7 +294,7 @@ class ProcessSums:
         def __init__(made: Any, *args: Any, **kwargs: Any) -> None:
             make(made, *args, **kwargs)
             with contextlib.suppress(Exception):
-                made.__dict__["_dlscale_made"] = place_of_caller()
+                made.__dict__["_dlscale_made"] = place_of_caller(made)
 
         @functools.wraps(begin_epochs)
         def begin(iterator: Any, made: Any, *args: Any, **kwargs: Any) -> None:
@@ -535,20 +535,24 @@ def _has_axes(part: Any) -> bool:
     return bool(getattr(part, "shape", ()))
 
 
-def place_of_caller() -> str:
-    """Return the line `FILE:LINE` of the program that called this function, as far as possible not of a package."""
+def place_of_caller(made: Any = None) -> str:
+    """Return the line `FILE:LINE` of the program that called this function, as far as possible not of a package.
+
+    Lines in methods of the object `made` do not count, such as in `__init__` of a program's own class of loaders.
+    """
     torch = os.path.dirname(str(sys.modules["torch"].__file__))  # noqa: PTH120
     frame: Any = sys._getframe(1)
     places = []
     while frame:
         file = frame.f_code.co_filename
-        if file != __file__ and (not file.startswith(STANDARD) or any(part in file for part in INSTALLED)):
+        own = made is not None and frame.f_code.co_argcount and frame.f_locals.get(frame.f_code.co_varnames[0]) is made
+        if not own and file != __file__ and (not file.startswith(STANDARD) or any(part in file for part in INSTALLED)):
             places.append((file, frame.f_lineno))
         frame = frame.f_back
     # A package with its own command, in `bin`, is the program.
     apart = (*INSTALLED, f"{torch}{os.sep}", f"{os.path.dirname(sys.executable)}{os.sep}")  # noqa: PTH120
-    own = [each for each in places if not any(part in each[0] for part in apart)]
-    file, line = next(iter(own or [each for each in places if not each[0].startswith(torch)]), ("", 0))
+    outside = [each for each in places if not any(part in each[0] for part in apart)]
+    file, line = next(iter(outside or [each for each in places if not each[0].startswith(torch)]), ("", 0))
     here = os.getcwd() + os.sep  # noqa: PTH109
     return f"{file[len(here) :] if file.startswith(here) else file}:{line}" if file else ""
 
