@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def test_what_has_no_8_bit_products_is_refused(tmp_path: Path, monkeypatch: pyte
         model: Any = SimpleNamespace(parameters=lambda: iter([weight]))
         refused("NVIDIA A100 has no 8-bit matrix products", model)
     with monkeypatch.context() as patched:
-        patched.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+        patched.setitem(sys.modules, "torchao", None)
         refused("pip install 'dlscale[fp8]'", nn.Sequential(nn.Linear(16, 16)))
     found = registry.table
     for words, over in {

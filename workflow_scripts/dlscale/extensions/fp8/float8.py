@@ -8,9 +8,7 @@ it is e5m2 (Micikevicius et al. 2022, arXiv:2209.05433). Weights, the optimiser'
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +43,7 @@ def convert(model: nn.Module, precision: str) -> None:
             "newer GPUs have them); use precision bf16"
         )
     try:
-        float8: Any = importlib.import_module("torchao.float8")
+        from torchao import float8
     except ImportError:
         raise UserError(f"precision: {precision}: torchao is not installed; pip install 'dlscale[fp8]'") from None
     if not (count := sum(map(_fits, model.modules()))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -104,6 +104,8 @@ def _check_chunks(folder: str, variables: Sequence[xr.DataArray]) -> None:
     group = zarr.open_group(folder, mode="r")
     for variable in variables:
         array: Any = group[str(variable.name)]
+        if not isinstance(array.metadata.attributes, Mapping):  # xarray takes an empty list for no attributes
+            raise TypeError(f"{variable.name}: its attributes are not a mapping")
         fill = array.fill_value or 0
         lacks = _count_missing(array, Path(folder, array.path))
         if lacks and np.isfinite(fill) and fill != variable.encoding.get("_FillValue"):
