@@ -194,7 +194,7 @@ class Log:
             self._write(clock())
 
     def _line(self, note: Any) -> str:
-        """Return the line of a note, after a line with the note's thread if the previous note is of another thread."""
+        """Return the line of a note; if the thread has changed, first a line with the new thread."""
         if isinstance(note, str):
             return note
         last, self._thread = self._thread, note[0]

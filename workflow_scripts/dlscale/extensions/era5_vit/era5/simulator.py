@@ -104,8 +104,8 @@ class Sphere:
         self.weights: Real = weights / 2
         self.table, self.eps = legendre(truncation, self.mu), coupling(truncation)
         wavenumbers = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 2]
-        self.m: Real = wavenumbers[0]  # zonal, [T+1, 1]
-        self.n: Real = wavenumbers[1]  # total, [1, T+2]
+        self.m: Real = wavenumbers[0]  # zonal wavenumber, [T+1, 1]
+        self.n: Real = wavenumbers[1]  # total wavenumber, [1, T+2]
         self.kept: NDArray[np.bool_] = (self.n >= self.m) & (self.n <= truncation)
 
     def to_grid(self, spectral: Complex) -> Real:
