@@ -43,7 +43,7 @@ RATE, SECONDS = 100, 10
 #: imported PyTorch's optimisers, otherwise EARLY. py-spy starts earlier if the window of PyTorch's profiler has ended.
 EARLY, LATE = 10.0, 60.0
 
-#: Maximum number of steps before a window, and after it, with which the profiled steps are compared.
+#: Maximum number of plain steps, before and after a window, with which the profiled steps are compared.
 BESIDE = 10
 
 MISSING = "py-spy: not found. Put it on PATH, or install it with dlscale: pip install 'dlscale[profile]'"

@@ -185,7 +185,7 @@ class Log:
         atexit.register(self.write)
         for begin in hooked("begin"):
             begin(self)
-        if util := sys.modules.get("multiprocessing.util", self._util):  # its forked children end without `atexit`
+        if util := sys.modules.get("multiprocessing.util", self._util):  # forked children end without `atexit`
             util.Finalize(None, self.write, exitpriority=0)
 
     def write(self) -> None:
@@ -223,7 +223,7 @@ def rank(default: int = 0) -> int:
 
 def parent() -> int:
     """Return the id of the process that started this process."""
-    try:  # a forked child of multiprocessing's fork server has another parent in the system
+    try:  # with the start method forkserver, the system's parent is the server
         return int(sys.modules["multiprocessing.process"].parent_process().pid)
     except Exception:
         return os.getppid()

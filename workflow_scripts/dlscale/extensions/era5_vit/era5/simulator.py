@@ -31,7 +31,7 @@ from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
 
-RADIUS = 6.371e6  # of the Earth, m
+RADIUS = 6.371e6  # Earth's radius, m
 OMEGA = 7.292e-5  # rotation rate of the Earth, s-1
 
 CHUNK_BYTES = 1 << 20  # bytes of a variable that are kept in memory and then written together
