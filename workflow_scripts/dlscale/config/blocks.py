@@ -306,8 +306,8 @@ class Sweep(Lawful):
         ),
         (
             lambda sweep: sweep.trials is None and any(isinstance(values, Range) for values in sweep.over.values()),
-            "over: a range needs a number of trials; set trials with method random or halving, or replace the range "
-            "with a list",
+            "over: a range needs a number of trials; set trials with method random or halving, or replace the range by "
+            "a list",
         ),
         (
             lambda sweep: sweep.method == "random" and sweep.trials is None,
