@@ -165,7 +165,7 @@ def run(
 ) -> list[Outcome] | None:
     """Return the outcome of each mutation; None if a test fails in unchanged code.
 
-    Drawn mutations have many tests: of these, only those that caught a mutation are run in unchanged code, at the end.
+    The tests of drawn mutations are run in unchanged code at the end, and only those that caught a mutation.
     """
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 

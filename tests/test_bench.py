@@ -215,7 +215,7 @@ def test_each_check_detects_an_error() -> None:
 
 @pytest.mark.parametrize("case", [training.UNET, training.VIT], ids=str)
 def test_the_published_form_is_the_same_training(case: Case) -> None:
-    """The tutorials' loop agrees with dlscale in predictions, losses and weights; the bare loop in predictions."""
+    """The tutorials' loop has dlscale's predictions, losses and weights; the bare loop has dlscale's predictions."""
     x, y = case.batch(torch.device("cpu"))
     theirs, published_step = training.published_loop(case)
     bare, bare_step = training.bare_loop(case)

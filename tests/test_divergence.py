@@ -304,7 +304,7 @@ def test_a_training_that_skips_equals_a_loop_that_omits_the_step(spoilt: Path, s
 def test_another_policy_keeps_the_skipped_steps_of_a_finished_training(
     spoilt: Path, skipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a step, the training ends with the records that the page counts (`test_report`)."""
+    """The training takes no step, and keeps the records that the page counts (`test_report`)."""
     shutil.copytree(skipped.parent, tmp_path / "skip")
     folder = configured(tmp_path / "skip" / "run", training={"on_divergence": "fail"})
     monkeypatch.delattr(Step, "__call__")

@@ -641,7 +641,7 @@ def test_zarr_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consol
 def test_an_unwritten_chunk_of_a_zarr_store_is_refused(
     tmp_path: Path, version: Any, fill: float | None, mark: float | None, shards: Any, lacks: str
 ) -> None:
-    """A missing chunk, also of a shard, is refused, because it would be read as the fill value, by default 0 K."""
+    """A missing chunk, also within a shard, is refused: it would be read as the fill value, by default 0 K."""
     states = atmosphere(names=("t2m",))
     states.to_zarr(tmp_path / "store", zarr_format=version, consolidated=False)
     group = zarr.open_group(tmp_path / "store", mode="r+")
@@ -805,7 +805,7 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
 def test_units_of_axes_are_applied_or_refused(
     tmp_path: Path, axis: str, units: str, levels: tuple[int, ...], channel: str
 ) -> None:
-    """Levels are in hPa whatever their unit; heights, model levels and radians are refused."""
+    """Pressure levels are converted to hPa; heights, model levels and radians are refused."""
     states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
     states[axis].attrs["units"] = units
     states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")

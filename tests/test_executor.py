@@ -268,7 +268,7 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_adopted(
     assert len((tmp_path / "accepted").read_text().splitlines()) == 1, "Slurm must have one job"
     # the display prints warnings only
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert any(f"as job {number} without an answer" in text for text in warned) == (first == "accepted")
+    assert any(f"as job {number}: not resubmitted." in text for text in warned) == (first == "accepted")
 
 
 def test_no_job_is_submitted_after_ctrl_c(submitting: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,7 +344,7 @@ def test_results_behind_a_link_have_the_same_path_in_a_container(tmp_path: Path)
 def test_a_field_that_the_dataset_lacks_is_refused_before_the_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
 ) -> None:
-    """The fields follow from the settings, or from the manifest, unless the call makes the dataset."""
+    """Fields are known from the settings, or from a manifest that the call does not replace."""
     found = jobs(tmp_path, {"samples": {"input": "inputs"}})
     call = Call(found.context, found.plans, ["p"], [], cores=2, tell=print)
     works = cost.works(found.context.configuration, ["p"])

@@ -115,7 +115,7 @@ def test_the_best_survives_an_interruption_and_a_worse_epoch_after_it(
 ) -> None:
     """The best weights survive an interruption, and a worse epoch after the interruption.
 
-    The multi-GPU tutorial's program forgot the best loss on resume and replaced the best model by a worse one.
+    The multi-GPU tutorial's program forgot the best loss on resume and replaced the best model with a worse one.
     """
     losses = [3.0, 1.0, 2.5, 2.0, 1.5]
     settings = {"epochs": 5}

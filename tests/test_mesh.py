@@ -416,7 +416,7 @@ def test_each_compiled_strategy_learns_like_one_process(tmp_path: Path, name: st
 
 def test_the_first_axis_of_the_order_has_neighbours() -> None:
     geometry = Geometry(nodes=2, gpus_per_node=12, tp=2, cp=3)
-    ranks = arrangement(geometry)  # tp-cp-dp
+    ranks = arrangement(geometry)  # order tp-cp-dp
     assert ranks.shape == (4, 3, 2)
     assert (
         ranks[0, 0].tolist() == [0, 1]

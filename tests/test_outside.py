@@ -1420,7 +1420,7 @@ def test_loops_of_all_kinds(
 
 
 def test_steps_and_batches_of_several_threads_are_all_written(tmp_path: Path) -> None:
-    """No note is lost or credited to another thread if threads change between a note and a write of notes."""
+    """No note is lost, or assigned to another thread, if threads switch between noting and writing."""
     code = """
         import sys, threading
         from dlscale.extensions.programs import timed

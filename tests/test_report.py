@@ -640,7 +640,7 @@ def test_a_published_loss_is_shown_below_the_loss_of_the_run(ladder: Results) ->
 
 
 def test_the_page_counts_left_out_steps(ladder: Results) -> None:
-    """The note counts the steps of all seeds: it also marks a training that finished with another policy."""
+    """The note counts the steps of all seeds, also for a training that finished with another policy."""
     plan = read_plan(ladder.plans[0])
     first, second, *rest = plan.runs
     skipping = [epoch.model_copy(update={"skipped": 2}) for epoch in first.epochs[:2]]

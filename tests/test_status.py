@@ -314,7 +314,7 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
 def test_a_measured_run_has_one_speed_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The speed is FULL's rate if it was measured, or else the median of the epochs after the first."""
+    """The speed is the rate of FULL or, without FULL, the median rate of the epochs after the first."""
     monkeypatch.chdir(tmp_path)
     made = Results(tmp_path / "results")
     for name, triplet, speed in (("a", (200.0, 25.0, 22.0), "22.0"), ("b", None, "22.5")):

@@ -209,7 +209,7 @@ def test_a_user_can_ask_for_all_stacks(tmp_path: Path, era5_data: Path) -> None:
 def test_a_rank_that_hangs_between_epochs_is_named(
     tmp_path: Path, era5_data: Path, where: str, culprit: int, call: int
 ) -> None:
-    """A rank that hangs between epochs is named, even if only the thread hangs that writes a checkpoint."""
+    """A rank that hangs between epochs is named, even if only its thread for checkpoints hangs."""
     folder = configure(tmp_path / "run", "era5_vit", 2, training={"steps": 100_000})
     output = end_of(begin_faulty(folder, era5_data, where, call, culprit, **{WATCHDOG: "between=8"}), folder)
     assert f"all other processes have waited for 8 s for process {culprit} on " in output and f"({where})" in output, (

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SELECTIVE = 0.5
 #: Table to which `reached` in `machines.yaml` was fitted after the blind test.
 FITTED = "llm-foundry"
-#: `reached` of all devices when the predictions were made: a large matrix product on an H200, measured by dlscale.
+#: `reached` of all devices in the blind test: dlscale's measurement of a large matrix product on an H200.
 REACHED = 0.79
 
 
@@ -96,7 +96,7 @@ def table() -> Iterator[str]:
     inside = sum(low <= found <= high for (_, low, high), found in zip(predicted, measured, strict=True))
     yield f"- published figures within the 90 % band: {inside} of {len(measured)}"
     yield ""
-    yield f"With `reached` of `machines.yaml`, fitted to {FITTED} up to 8,192 tokens, and tested on the other tables:"
+    yield f"With `reached` from `machines.yaml`, which is fitted to {FITTED} up to 8,192 tokens, on the other tables:"
     yield ""
     tested = [(run, found) for run, found in zip(runs, measured, strict=True) if run["table"] != FITTED]
     now = [(*predict(run, every, None), found) for run, found in tested]

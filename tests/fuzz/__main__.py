@@ -44,7 +44,7 @@ from tests.fuzz.readers import READERS
 ACCEPTED, DEFECTS = ("ok", "message"), ("long message", "unclear", "traceback", "memory", "hang", "crash")
 #: Largest message, characters.
 MAX_MESSAGE = 1000
-#: Limit of a case, seconds of CPU time; factor for its sleep; address space that a process may add, bytes.
+#: Limits of a case: CPU time, seconds; sleep, as a multiple of this time; additional address space, bytes.
 LIMIT_S, PATIENCE, MEMORY = 10.0, 6.0, 2 * 2**30
 #: Interval between checks of a case, seconds.
 POLL_S = 0.5
@@ -52,7 +52,7 @@ POLL_S = 0.5
 BATCH = 100
 FORK = multiprocessing.get_context("fork")
 
-#: Number, outcome, message or traceback, CPU time (seconds), and memory that its process has added (bytes).
+#: Case: number, outcome, message or traceback, CPU time (seconds), additional memory of its process (bytes).
 Row = tuple[int, str, str, float, int]
 
 

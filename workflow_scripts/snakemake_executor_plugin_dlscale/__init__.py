@@ -162,7 +162,7 @@ class Executor(SlurmExecutor):
             self._report_job_error_threadsafe(SubmittedJobInfo(job), failure)
         elif accepted:
             self.logger.warning(
-                f"Slurm accepted the job of rule {job.name} as job {accepted} without an answer: no other is submitted."
+                f"sbatch failed, but Slurm accepted the job of rule {job.name} as job {accepted}: not resubmitted."
             )
             log = self.slurm_logdir / f"rule_{job.name}" / wildcards / f"{accepted}.log"
             self._report_job_submission_threadsafe(SubmittedJobInfo(job, accepted, aux={"slurm_logfile": log}))

@@ -123,7 +123,7 @@ class LogHandler(LogHandlerBase):
     def _show(self, text: str, console: Console, colour: str = "") -> None:
         try:
             console.print(text, style=colour, markup=False, highlight=False, soft_wrap=True)
-        except (BrokenPipeError, SystemExit):  # rich replaces BrokenPipeError by SystemExit
+        except (BrokenPipeError, SystemExit):  # rich replaces BrokenPipeError with SystemExit
             if not self._ended.is_set():
                 self._ended.set()
                 # End the call, because the reader of its output is gone, as after `... | head`.

@@ -218,7 +218,7 @@ OF_RUNS: tuple[Law, ...] = (
 
 
 def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None:
-    """Raise a `UserError` if row samples need a field that the dataset lacks; empty `fields` are unknown."""
+    """Raise a `UserError` if row samples need a field that the dataset lacks; skip empty `fields`."""
     for key in ("input", "target"):
         named = getattr(samples, key)
         for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:

@@ -39,7 +39,7 @@ def _target(path: str) -> str:
     return path
 
 
-#: Options by which Slurm counts nodes, tasks, CPUs and GPUs; dlscale sets them from a run's geometry.
+#: Options for the numbers of nodes, tasks, CPUs and GPUs; dlscale sets these options from a run's geometry.
 _COUNTS = (
     "--(nodes|ntasks|ntasks-per-(node|gpu|socket)|tasks-per-node|cpus-per-(task|gpu)|gpus|gpus-per-(node|task|socket))"
     r"(?![\w-])|-[NncGK](?![a-zA-Z-])"

@@ -179,8 +179,8 @@ def check_values(values: h5py.Dataset) -> None:
     sign = str(values.attrs.get("_Unsigned", "")).lower().strip("b'")
     if values.dtype.kind + sign in ("itrue", "ufalse"):
         raise UserError(
-            f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; write the values in the type "
-            "that they have, e.g. uint8 instead of int8"
+            f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; store the values with their "
+            "true type, e.g. uint8 instead of int8"
         )
     for name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
         given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]

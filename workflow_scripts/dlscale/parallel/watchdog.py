@@ -33,7 +33,7 @@ from dlscale.parallel.world import BACKGROUND
 BEAT = 1.0  #: Seconds between two heartbeats.
 #: Timeout of a range of a step (`core.ranges`), as a multiple of the longest recent range; at least `Limits.stuck` s.
 MAX_RANGE_RATIO = 10.0
-WINDOW = 200  #: Number of recent ranges; `MAX_RANGE_RATIO` multiplies the longest of them.
+WINDOW = 200  #: Number of recent ranges in which the longest is searched, for `MAX_RANGE_RATIO`.
 GRACE = 1800.0  #: Seconds allowed without progress while data and code are set up, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
@@ -97,7 +97,7 @@ def connect() -> Any:
         store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
         raise PeerLost(
-            f"{address}:{port}, at which the processes met, accepted no connection in {CONNECT:.0f} s "
+            f"The store of the processes, {address}:{port}, accepted no connection in {CONNECT:.0f} s "
             f"({brief(error)}). This process also ends"
         ) from error
     store.set_timeout(timedelta(seconds=ANSWER))

@@ -518,7 +518,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 def outlook(rows: Sequence[Row], jobs: int, here: Expected | None, targets: int = 0) -> str:
     """Return the summary of a dry run: number of jobs, and their cost on a site or their time `here`."""
-    what = many(jobs, "job") + f" and {many(targets, 'target')}" * bool(targets)  # Snakemake's total has both
+    what = many(jobs, "job") + f" and {many(targets, 'target')}" * bool(targets)  # Snakemake's total counts both
     if here is not None:
         if here.untimed >= jobs:
             return f"{what}, never timed here: the time is not known"

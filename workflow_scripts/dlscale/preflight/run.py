@@ -343,7 +343,7 @@ def refuse_option(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def main(words: Sequence[str]) -> int:
-    """Check the words of the command line, then replace this process by Snakemake."""
+    """Check the words of the command line, then replace this process with Snakemake."""
     call = sort(words)
     if call.help:
         print(HELP, end="")

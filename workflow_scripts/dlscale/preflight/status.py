@@ -60,7 +60,7 @@ class Row:
     error: str | None = (
         None  #: Error message of a failed stage, or time of the last status of a silent stage, in words.
     )
-    speed: float | None = None  #: Speed of the run as on the page, in the row of the stage that measured the speed.
+    speed: float | None = None  #: Speed of the run, as on the page; only in the row of the stage that measured it.
     unit: str = SAMPLE_RATE
 
     @property

@@ -130,7 +130,7 @@ class Call:
                     raise UserError(f"{here}{problem}")
 
     def _fields(self, work: Work, dataset: str, making: Collection[str]) -> Collection[str]:
-        """Return the fields of a run's dataset; empty if the fields depend on data that the call makes or reads."""
+        """Return the fields of a run's dataset, from settings or manifest; empty if they are not known yet."""
         outline = registry.kind(work.dataset.kind).outline(work.dataset) if work.dataset else None
         manifest = Path(self.context.paths.manifest(dataset))
         if outline or dataset in making or not manifest.exists():
@@ -159,7 +159,7 @@ class Call:
     def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path], targets: int = 0) -> int:
         """Print cost, problems and verdict of a dry run, and return the exit status.
 
-        Snakemake's number of jobs also contains the `targets`.
+        Snakemake also counts the `targets` as jobs.
         """
         if not waiting:
             return 0

@@ -143,7 +143,7 @@ class Datasets:
         dataset = self.context.dataset(wildcards)
         part = self.part(wildcards)
         settings = parts.kind_of(dataset).part_settings(dataset, part)
-        # A user may replace a file by an older file, which Snakemake's comparison of times does not notice.
+        # A user may replace a file with an older file, which Snakemake's comparison of times does not notice.
         raws = [raw for raw in part.raws if not parts.acquired(dataset, raw)]
         if files := {raw.origin: seen for raw in raws if (seen := self._stamp(wildcards.dataset, raw))}:
             settings = {**settings, "files": files}
@@ -158,7 +158,7 @@ class Datasets:
         settings: Params = {"parts": [part.label for part in parts.parts(dataset)]}
         if parts.kind_of(dataset).prepared(dataset):
             settings["dataset"] = dataset.model_dump(mode="json")
-            # A user may replace a file by an older file, which Snakemake's comparison of times does not notice.
+            # A user may replace a file with an older file, which Snakemake's comparison of times does not notice.
             files = [Path(file) for file in self.files_of(wildcards.dataset)]
             settings["files"] = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.exists()]
         return self.context.params(data_modules("describe", dataset.kind), settings)

@@ -263,7 +263,7 @@ class Step:
             for p in self.weights.updated:
                 if "step" in self.optimizer.state.get(p, {}):  # indexing `state` would add an empty state
                     self.optimizer.state[p]["step"].copy_(next(counters))
-        known = self.scaler.state_dict()  # its integers are floats in `scaler`
+        known = self.scaler.state_dict()  # counts are integers here, floats in `scaler`
         self.scaler.load_state_dict({name: type(value)(scaler[name]) for name, value in known.items()})
         if isinstance(self._train, Graphed):
             self._train.reset()

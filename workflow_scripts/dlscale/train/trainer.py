@@ -259,7 +259,7 @@ class Trainer:
             valid_loss, metrics = self.validate([requests])
             if not math.isfinite(valid_loss) and self.run.training.on_divergence != "stop":
                 raise UserError(
-                    f"epoch {epoch + 1}: the validation loss is {valid_loss}. If its data is sound, {ADVICE}"
+                    f"epoch {epoch + 1}: the validation loss is {valid_loss}. If the data are correct, {ADVICE}"
                 )
         return Epoch(
             epoch=epoch + 1,

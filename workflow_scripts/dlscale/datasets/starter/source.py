@@ -128,7 +128,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
     else:
         with reading(
             path,
-            f"expected {path.suffix} with numbers, not Python objects such as ragged lists: write or fetch it again",
+            f"expected {path.suffix} with numbers, not Python objects such as ragged lists; replace the file",
         ):
             values = np.load(path, mmap_mode="r", allow_pickle=False)
             if path.suffix == ".npz":

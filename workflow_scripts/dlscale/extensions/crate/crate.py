@@ -172,7 +172,7 @@ class Crate:
     # ---- entities ------------------------------------------------------------------------------------
 
     def add(self, identifier: str, type: str, **properties: Any) -> Any:
-        """Add an entity without a file; skip empty properties, and replace a list of a single value by the value."""
+        """Add an entity without a file; skip empty properties, and replace a list of a single value with the value."""
         from rocrate.model.contextentity import ContextEntity
 
         known = {key: _one(value) for key, value in properties.items() if value not in (None, "", [])}

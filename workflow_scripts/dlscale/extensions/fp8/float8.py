@@ -1,8 +1,9 @@
 """Linear layers whose matrix products are in 8 bits, as torchao makes them.
 
-Forward pass and backward pass round their factors to 8 bits, multiplied by a scale: the largest absolute value of a
-tensor, or of a row (`fp8_rowwise`), becomes the largest value of the format. The format is e4m3; for gradients of `fp8`
-it is e5m2 (Micikevicius et al. 2022, arXiv:2209.05433). Weights, the optimiser's state and results keep their formats.
+The factors of each product, forward and backward, are multiplied by a scale, then rounded to 8 bits. The scale
+maps the largest absolute value of a tensor, or of a row (`fp8_rowwise`), to the largest value of the format: e4m3, or
+e5m2 for gradients of `fp8` (Micikevicius et al. 2022, arXiv:2209.05433). Weights, optimiser state and results keep
+their formats.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 
 
 def convert(model: nn.Module, precision: str) -> None:
-    """Replace linear layers of a model, in place; parameters and their names stay.
+    """Replace linear layers of a model in place; keep parameters and their names.
 
-    Layers with other sizes than multiples of `MULTIPLE` are not replaced. On a CPU, factors are rounded to 8 bits and
-    multiplied in the format of autocast, which is slower than `bf16`: it shows the effect on the loss only.
+    Only layers whose sizes are multiples of `MULTIPLE` are replaced. On a CPU, factors are rounded to 8 bits, but
+    multiplied in the format of autocast: this is slower than `bf16`, and only shows the effect on the loss.
 
     Raises
     ------

@@ -137,7 +137,7 @@ class Reporter:
             self._ended = False
             self._open()
             atexit.register(self._end)
-            if util := sys.modules.get("multiprocessing.util"):  # its forked children end without `atexit`
+            if util := sys.modules.get("multiprocessing.util"):  # forked children end without `atexit`
                 util.Finalize(None, self._end, exitpriority=0)
             self._thread = threading.Thread(target=self._watch, name="dlscale hang", daemon=True)
             self._thread.start()

@@ -83,13 +83,13 @@ class ProcessHealth(Record):
 
 
 class Health(Record):
-    """`health.json`."""
+    """Content of `health.json`."""
 
     processes: list[ProcessHealth] = []
 
 
 def read_record(folder: Path | None) -> Health:
-    """Read the record of a run; a missing or damaged record is empty."""
+    """Read a run's record; a missing or damaged record is empty."""
     try:
         file = folder and folder / FILE
         return _read(file, file.stat().st_mtime_ns) if file else Health()

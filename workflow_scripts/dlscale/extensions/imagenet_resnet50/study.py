@@ -204,7 +204,7 @@ class ImagenetResNet50(Study):
     def train_scores(self, prediction: Any, target: torch.Tensor) -> torch.Tensor:
         import torch
 
-        if isinstance(prediction, tuple):  # of a network with auxiliary classifiers
+        if isinstance(prediction, tuple):  # the network has auxiliary classifiers
             prediction = prediction[0]
         best = prediction.topk(min(BEST, prediction.shape[1]), dim=1).indices == target[:, None]
         return torch.stack([best[:, 0], best.any(dim=1)], dim=1).float()

@@ -37,7 +37,7 @@ MAX_LOADERS, MAX_ARRAYS, MAX_REGIONS, MAX_NAMES, MAX_TIMES, MAX_SEEDS, MAX_FILES
 #: Number of files in the folder of steps above which new processes do not write, since each epoch may start workers.
 MAX_PROCESSES = 1000
 
-#: The bytes of the first ALWAYS reads and batches are measured, and of each EVERY-th after them.
+#: Measured reads and batches: the first ALWAYS, then every EVERY-th.
 ALWAYS, EVERY = 200, 16
 
 #: Attributes of a dataset that transform its samples (torchvision), and attributes with the datasets that it wraps.
@@ -140,7 +140,7 @@ class ProcessSums:
             raise OSError("too many processes")
         self._file = f"{FOLDER}/loader.{os.uname().nodename}.{os.getpid()}"
         atexit.register(self._end, os.getpid())
-        if "multiprocessing.util" in sys.modules:  # its forked children end without `atexit`
+        if "multiprocessing.util" in sys.modules:  # forked children end without `atexit`
             sys.modules["multiprocessing.util"].Finalize(None, self._end, (os.getpid(),), exitpriority=0)
 
     def _end(self, pid: int) -> None:

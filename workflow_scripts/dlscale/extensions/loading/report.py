@@ -232,7 +232,7 @@ def _copies(loader: Loader, loading: Loading) -> Advice | None:
         return None
     each = loader.bytes / loader.sized
     pinning = (
-        "Give the type of its batches a method pin_memory, because pin_memory=True does not reach their tensors"
+        "Define a method pin_memory in the batches' class, because pin_memory=True alone does not pin their tensors"
         if loader.pin_memory
         else "Set pin_memory=True in the DataLoader"
     )

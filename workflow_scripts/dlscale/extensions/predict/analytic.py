@@ -1,8 +1,7 @@
 """Predict a model that was never measured, from its parameters, FLOPs and shapes (`dlscale predict --model FILE`).
 
-The time of a sample is its FLOPs divided by the part of the device's peak that trainings reach, plus the bytes of
-operators other than matrix products divided by `COPY` times the memory bandwidth. All other costs are the medians of
-their priors.
+The time of a sample is FLOPs / (`reached` · peak) + bytes / (`COPY` · memory bandwidth), with the bytes of operators
+other than matrix products. All other costs are the medians of their priors.
 """
 
 from __future__ import annotations

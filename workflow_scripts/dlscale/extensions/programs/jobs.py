@@ -122,7 +122,7 @@ class ProgramJobs(Programs):
         seen = run.slice(stage)
         own = ("program", "geometry", "dataset", *STAGES[stage].settings)
         settings = json.dumps({key: seen[key] for key in own})
-        # A user may replace a file by an older file, which Snakemake's comparison of times does not notice.
+        # A user may replace a file with an older file, which Snakemake's comparison of times does not notice.
         digests = {file: sha256(file) for file in self.named_files(run)}
         return self.context.params([str(STAGES[stage].program)], settings) | {"files": digests}
 

@@ -275,7 +275,7 @@ def _check_folders(path: Path, tag: str, found: Mapping[Path, Sequence[Row]], st
 def _value(value: object) -> float:
     """Return a logged value; raise ValueError if it is not a number.
 
-    Many writers replace NaN and infinities, which JSON lacks, by null or by texts such as "NaN" and "-inf".
+    Many writers replace NaN and infinities, which JSON lacks, with null or with texts such as "NaN" and "-inf".
     """
     if value is None:
         return math.nan

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         )
     if args.hang_after is not None and not MIN_SECONDS <= args.hang_after <= MAX_SECONDS:
         raise UserError(f"--hang-after: {args.hang_after}: expected {MIN_SECONDS:.0f} to {MAX_SECONDS:,.0f} seconds")
-    remove_left(Path(tempfile.gettempdir()), f"dlscale-replay.{HOST}")  # of a killed call whose keeper was killed, too
+    remove_left(Path(tempfile.gettempdir()), f"dlscale-replay.{HOST}")  # of a call that was killed with its keeper
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)

@@ -39,17 +39,16 @@ from dlscale.measure.records import Throughput
 #: Rate of py-spy, samples per second, and duration of its profile, seconds.
 RATE, SECONDS = 100, 10
 
-#: Seconds after the first step, or without steps after the program's start, at which py-spy starts: EARLY if the
-#: program has not imported PyTorch's optimisers, otherwise LATE. py-spy starts earlier if the window of PyTorch's
-#: profiler has ended.
+#: Seconds from the first step (without steps: from the program's start) to the start of py-spy: LATE if the program has
+#: imported PyTorch's optimisers, otherwise EARLY. py-spy starts earlier if the window of PyTorch's profiler has ended.
 EARLY, LATE = 10.0, 60.0
 
-#: Maximum number of steps before a window, and after it, with which the profiled steps are compared.
+#: Maximum number of plain steps, before and after a window, with which the profiled steps are compared.
 BESIDE = 10
 
 MISSING = "py-spy: not found. Put it on PATH, or install it with dlscale: pip install 'dlscale[profile]'"
 ENDED = "the program ended before py-spy sampled it"
-UNBEGUN = "the program ended before py-spy sampled its steps; it only sampled the start"
+UNBEGUN = "the program ended before py-spy sampled its steps; the stacks show only its start"
 FORBIDDEN = (
     "py-spy is not allowed to read other processes. Set kernel.yama.ptrace_scope to 1 or 0; in a container add "
     "--cap-add SYS_PTRACE"
@@ -107,7 +106,7 @@ class Profilers:
                     return
 
     def _sample(self, program: int) -> None:
-        self._stacks.unlink(missing_ok=True)  # of the program's start
+        self._stacks.unlink(missing_ok=True)  # stacks of the program's start
         words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
         words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
         begin = time.time()

@@ -192,7 +192,7 @@ class Tail:
             if found.steps and time < found.steps[-1]:
                 if len(found.trainers) == 1:
                     raise ValueError("steps go back in time")
-                time = found.steps[-1]  # another thread noted its step before this step, which ended earlier
+                time = found.steps[-1]  # threads may note their steps in another order
             # If several optimisers step once each, as in a GAN, their steps are one training step.
             if words[2] in self._optimizers or not self._optimizers:
                 self._optimizers = set()

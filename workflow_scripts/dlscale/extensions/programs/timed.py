@@ -185,7 +185,7 @@ class Log:
         atexit.register(self.write)
         for begin in hooked("begin"):
             begin(self)
-        if util := sys.modules.get("multiprocessing.util", self._util):  # its forked children end without `atexit`
+        if util := sys.modules.get("multiprocessing.util", self._util):  # forked children end without `atexit`
             util.Finalize(None, self.write, exitpriority=0)
 
     def write(self) -> None:
@@ -194,7 +194,7 @@ class Log:
             self._write(clock())
 
     def _line(self, note: Any) -> str:
-        """Return the line of a note, after a line with the note's thread if the previous note is of another thread."""
+        """Return the line of a note; if the thread has changed, first a line with the new thread."""
         if isinstance(note, str):
             return note
         last, self._thread = self._thread, note[0]
@@ -223,7 +223,7 @@ def rank(default: int = 0) -> int:
 
 def parent() -> int:
     """Return the id of the process that started this process."""
-    try:  # a forked child of multiprocessing's fork server has another parent in the system
+    try:  # with the start method forkserver, the system's parent is the server
         return int(sys.modules["multiprocessing.process"].parent_process().pid)
     except Exception:
         return os.getppid()

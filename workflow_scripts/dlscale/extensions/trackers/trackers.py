@@ -113,7 +113,7 @@ class Mlflow:
     """
 
     def __init__(self, out: Path, run: dict[str, Any], history: Iterable[Epoch], kept: Path) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would go online
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow's telemetry would use the network
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the default waits minutes for a lost server
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds
         with _needed("mlflow"):

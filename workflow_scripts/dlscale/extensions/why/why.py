@@ -95,8 +95,7 @@ def explain_job(job: Waiting, sources: Sources) -> str:
             f"the last attempt failed at {job.failed}" if job.failed else are_gone(names) if job.known else "never made"
         )
     reasons += changes(_stage(job.before), _stage(job.now), sources)
-    # For a first run all inputs are new. After a failed call, the call's other results are new for jobs that wait for
-    # the failed job.
+    # All inputs of a first run are new. For a job that waits for a failed job, the failed call's other results are new.
     if job.newer and job.known and not job.follows:
         reasons.append(f"changed: {listed(job.newer)}")
     if job.inputs and not reasons:

@@ -57,12 +57,12 @@ class CosmoSource(Source):
             raw = reader[:, rows]
             for one, averaged in zip(raw, values[:, first - start : last - start], strict=True):
                 block_average(one[None], self._factor, (1, 2, 3), out=averaged[None])
-            # The check precedes the logarithm, because the logarithm would replace a NaN by the floor.
+            # The check precedes the logarithm, because the logarithm would replace a NaN with the floor.
             if not np.isfinite(values[:, first - start : last - start].sum()):
                 store.check_finite(raw, field, str(self._path), rows.start)
         described = zip(field.channels, field.units, field.transforms, values, strict=True)
         for name, unit, transform, channel in described:
-            # The logarithm would silently replace negative values by the floor.
+            # The logarithm would silently replace negative values with the floor.
             if transform.kind == "log" and channel.min() < 0:
                 hint = "; add 1 to an overdensity (x / mean - 1)" if "density" in name else ""
                 raise UserError(

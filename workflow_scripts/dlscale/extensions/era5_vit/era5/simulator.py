@@ -31,7 +31,7 @@ from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 Real = NDArray[np.float64]
 Complex = NDArray[np.complex128]
 
-RADIUS = 6.371e6  # of the Earth, m
+RADIUS = 6.371e6  # Earth's radius, m
 OMEGA = 7.292e-5  # rotation rate of the Earth, s-1
 
 CHUNK_BYTES = 1 << 20  # bytes of a variable that are kept in memory and then written together
@@ -104,8 +104,8 @@ class Sphere:
         self.weights: Real = weights / 2
         self.table, self.eps = legendre(truncation, self.mu), coupling(truncation)
         wavenumbers = np.ogrid[0.0 : truncation + 1, 0.0 : truncation + 2]
-        self.m: Real = wavenumbers[0]  # zonal, [T+1, 1]
-        self.n: Real = wavenumbers[1]  # total, [1, T+2]
+        self.m: Real = wavenumbers[0]  # zonal wavenumber, [T+1, 1]
+        self.n: Real = wavenumbers[1]  # total wavenumber, [1, T+2]
         self.kept: NDArray[np.bool_] = (self.n >= self.m) & (self.n <= truncation)
 
     def to_grid(self, spectral: Complex) -> Real:

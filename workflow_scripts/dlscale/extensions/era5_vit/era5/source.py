@@ -149,7 +149,7 @@ def open_variables(
 
 
 def _check_written(values: Any) -> None:
-    """Refuse an array that lacks values, also at the end of an unlimited dimension, if its file declares no filler."""
+    """Refuse an array without a declared fill value that lacks values, also at the end of an unlimited dimension."""
     import h5py
 
     sizes = [max((len(scale) for _, scale in axis.items()), default=0) for axis in values.dims]
@@ -635,7 +635,7 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
     holders = {channel: [v for v in variables if channel in v.channels] for channel in channels}
     for channel in (channel for channel, its in holders.items() if not its):
         levels = dict.fromkeys(each for v in variables for each in v.channels if base(each) == base(channel))
-        there = list(levels or dict.fromkeys(names)) or ["no variables outside of groups, which are not read"]
+        there = list(levels or dict.fromkeys(names)) or ["no variables (groups are not read)"]
         most = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
         raise UserError(
             f"{label}: no file contains the channel '{channel}'{nearest(channel, there)}; the files contain: {most}"

@@ -112,8 +112,7 @@ def _check_chunks(folder: str, variables: Sequence[xr.DataArray]) -> None:
             raise UserError(
                 f"{folder}: '{variable.name}': {lacks} of {array.nchunks} chunks were never written, and would be read "
                 f"as {fill:g}. If the writer ended early, or several writers changed the same shard at once, write the "
-                "array again. If all values of these chunks are meant to be this number, write the chunks, too "
-                "(write_empty_chunks)"
+                "array again. If these chunks really contain only this number, write them, too (write_empty_chunks)"
             )
 
 

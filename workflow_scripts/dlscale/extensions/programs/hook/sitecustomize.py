@@ -261,9 +261,9 @@ def let_look() -> None:
 def write_whole_lines() -> None:
     """Make this process write complete lines if dlscale reads them, or if it is one of several processes.
 
-    Parts of lines of several processes would mix in a shared log. A terminal's stream is left unchanged, and so is an
-    unbuffered stream (`python -u`, PYTHONUNBUFFERED), which loses nothing at a kill, unless dlscale reads the lines.
-    Then PYTHONUNBUFFERED is dlscale's, and forked processes, which no variable announces, would write parts of lines.
+    Parts of lines of several processes would mix in a shared log. A terminal's stream is left unchanged. An unbuffered
+    stream (`python -u`, PYTHONUNBUFFERED) loses nothing at a kill, and changes only if dlscale reads the lines: dlscale
+    then sets PYTHONUNBUFFERED itself, and forked processes, which no variable announces, would write parts of lines.
     """
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if not READ and all(os.environ.get(name, "1") in ("", "1") for name in sizes):
