@@ -74,7 +74,7 @@ class Process:
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Spans in which no steps were noted.
-    others: list[Span] = field(default_factory=list)  #: Of the first process: trainings of earlier and later processes.
+    others: list[Span] = field(default_factory=list)  #: Trainings of earlier and later processes, in the first process.
     #: Times at which an optimiser's first and last step ended, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
