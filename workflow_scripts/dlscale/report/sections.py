@@ -146,12 +146,12 @@ def lead(card: View) -> str:
 
 
 def devices(runs: Iterable[RunResult]) -> list[str]:
-    """Return the devices that runs were measured on, each once."""
-    names = []
+    """Return the devices that runs were measured on, each once; CPUs with their numbers of threads."""
+    found = dict[str, set[int]]()
     for device in (run.device for run in runs if run.device.name):
-        threads = device.threads if device.kind == "cpu" else None
-        names.append(f"{device.name}, {text.many(threads, 'thread')}" if threads else device.name)
-    return list(dict.fromkeys(names))
+        found.setdefault(device.name, set()).update({device.threads or 0} if device.kind == "cpu" else ())
+    threads = {name: " or ".join(map(str, sorted(numbers - {0}))) for name, numbers in found.items()}
+    return [name + f", {own} thread{'s' * (own != '1')}" * bool(own) for name, own in threads.items()]
 
 
 def environments(plan: PlanResult) -> list[str]:
