@@ -239,11 +239,16 @@ class Photographs(Dataset["tuple[Image.Image, int]"]):
 
         path, label = self.files[index]
         with open(path, "rb") as file:
-            image = Image.open(file).convert("RGB")
+            return self.augmented(Image.open(file).convert("RGB")), label
+
+    def augmented(self, image: Image.Image) -> Image.Image:
+        """Return a random crop of an image, resized, and mirrored at random."""
+        from PIL import Image
+
         top, left, height, width = self._crop(*image.size)
         image = image.crop((left, top, left + width, top + height))
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
-        return (image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(1) < 0.5 else image), label
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand(1) < 0.5 else image
 
     def _crop(self, width: int, height: int) -> tuple[int, int, int, int]:
         logs = torch.log(torch.tensor((3 / 4, 4 / 3)))

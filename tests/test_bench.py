@@ -33,7 +33,7 @@ from tests.waiting import PATIENCE
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All benchmarks run, except those of the workflow, which other tests cover."""
     groups = [
-        *("crops", "pairs", "images", "steps", "full", "rungs", "models"),
+        *("crops", "pairs", "images", "packs", "steps", "full", "rungs", "models"),
         *("digits", "ranks", "watching", "outside", "profilers", "preprocess"),
     ]
     command = [sys.executable, str(ROOT / "bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
