@@ -130,7 +130,7 @@ def check_environments(tree: Tree) -> None:
     callers = {name: value for name, value in tree.environment.items() if not name.startswith("DLSCALE_")}
     for each in found:
         assert each.pop("DLSCALE_STEPS_EVERY", "0.1") == "0.1"
-        assert Path(each.pop("DLSCALE_STEPS")).name == "steps"
+        assert Path(each.pop("DLSCALE_STEPS")).name == "steps" and each.pop("DLSCALE_HOOKS") == "health/noted.py"
         hook = tree.path / "workflow_scripts/dlscale/extensions/programs/hook"
         assert each == {**callers, "PYTHONPATH": f"{hook}{os.pathsep}{tree.environment['PYTHONPATH']}"}
 
@@ -169,7 +169,8 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
     (found,) = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
     hook = tree.path / "workflow_scripts/dlscale/extensions/programs/hook"
     assert Path(found.pop("DLSCALE_STEPS")).name == "steps"
-    assert found == {**given, "PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{hook}{os.pathsep}{given['PYTHONPATH']}"}
+    added = {"PYTHONUNBUFFERED": "1", "DLSCALE_READ": "1", "DLSCALE_HOOKS": "health/noted.py"}
+    assert found == {**given, **added, "PYTHONPATH": f"{hook}{os.pathsep}{given['PYTHONPATH']}"}
     assert read_plan(tree.results / "plans/p/plan.yaml").runs[0].throughput
     (file,) = tree.path.glob("own/environment.*.json")
     found = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("DLSCALE_")}
