@@ -34,8 +34,7 @@ from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
-from dlscale.rules.commands import Commands
-from dlscale.rules.context import Context
+from dlscale.rules.context import Commands, Context
 from dlscale.rules.datasets import Datasets
 from dlscale.rules.plans import Plans
 from dlscale.rules.runs import ALL_CORES, Runs, decisive_settings

@@ -16,8 +16,7 @@ from dlscale.core.fingerprint import fingerprint, run_modules
 from dlscale.core.stages import STAGES
 from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding
-from dlscale.rules.commands import Commands
-from dlscale.rules.context import Context, Params, Wildcards
+from dlscale.rules.context import Commands, Context, Params, Wildcards
 from dlscale.rules.datasets import Datasets
 
 #: Cores requested by timed jobs: more than a machine has, so that no other job runs at the same time.
