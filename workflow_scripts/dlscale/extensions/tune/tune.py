@@ -81,17 +81,29 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
     `threads`: number of CPU threads per node, which the node's processes share.
     """
-    settings: Tune = run.tune
-    began, devices = time.perf_counter(), run.processes.gpus_per_node
+    devices = run.processes.gpus_per_node
     cores = run.cpus or max(1, (threads or torch.get_num_threads() * devices) // devices)
     changes = candidates(run, cores, world.device)
-    duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
+    return compete(
+        run.tune, changes, lambda progress: contextlib.closing(_Trials(run, manifest, world, cores, changes, progress))
+    )
+
+
+def compete(
+    settings: Tune,
+    changes: Sequence[dict[str, Any]],
+    open_trials: Callable[[Progress], contextlib.AbstractContextManager[Any]],
+) -> Tuning:
+    """Search for the best candidate, and compare it with the run's original settings in a duel.
+
+    `changes`: changes of each candidate to the run. `open_trials` returns a context with a `Measure`, whose `problems`
+    are the reasons why candidates were skipped; its `keeps` is true during the duel.
+    """
+    began, duel_seconds = time.perf_counter(), settings.seconds * (DUEL if len(changes) > 2 else 1)
     total = TURNS * sum(number + 1 for number in rungs(len(changes) - 1)) + 2 * settings.rounds
-    with (
-        Progress("tuning", total, "trials") as progress,
-        contextlib.closing(_Trials(run, manifest, world, cores, changes, progress)) as trials,
-    ):
+    with Progress("tuning", total, "trials") as progress, open_trials(progress) as trials:
         best, found = search(len(changes), trials, settings.seconds - duel_seconds)
+        trials.keeps = True
         rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
     tuning = Tuning(
         seconds=time.perf_counter() - began,
