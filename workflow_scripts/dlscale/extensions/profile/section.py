@@ -10,8 +10,23 @@ from dlscale.core import text
 from dlscale.extensions.profile.machine import PARTS, StepTime, step
 from dlscale.measure.profilers import Profile, ProfiledTool, TopEntry
 from dlscale.parallel.records import Memory
-from dlscale.report.charts import FIT, Chart, View, bars, rounded, scale_of, styles, tooltip
-from dlscale.report.figures import Fold, Item, Link, Section, Table, cell, table
+from dlscale.report.figures import (
+    FIT,
+    Chart,
+    Fold,
+    Item,
+    Link,
+    Section,
+    Table,
+    View,
+    bars,
+    cell,
+    rounded,
+    scale_of,
+    styles,
+    table,
+    tooltip,
+)
 from dlscale.report.sections import Page
 from dlscale.results import PlanResult, RunResult
 
