@@ -320,11 +320,6 @@ def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
     return rows
 
 
-def stages(taken: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the rows that extensions add to the table of stages; no extension may use the names `taken`."""
-    return table("STAGES", taken)
-
-
 def rules() -> list[str]:
     """Return the files `rules.smk` that extensions have next to `extension.py`, for Snakemake."""
     files = [Path(str(module.__file__)).with_name("rules.smk") for module in extensions().values()]
@@ -342,7 +337,7 @@ def hooks() -> dict[Path, str]:
 def page_modules() -> list[str]:
     """Return the modules with which extensions complete a page; the page is made again if one of them changes."""
     functions = (name for each in ("CAUSES", "SECTIONS", "CARDS") for name in table(each).values())
-    names = (*functions, *(row.record for row in stages().values() if row.record))
+    names = (*functions, *(row.record for row in table("STAGES").values() if row.record))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
