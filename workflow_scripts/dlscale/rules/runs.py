@@ -110,9 +110,6 @@ class Runs:
         """Return the parameter function of a stage that depends only on the run."""
         return lambda wildcards: self._params(stage, self.context.run(wildcards))
 
-    def program_params(self, wildcards: Wildcards) -> Params:
-        return self.programs.params("program", self.context.run(wildcards))
-
     def _params(self, stage: str, run: Run, loaders: Iterable[str] = ()) -> Params:
         """Return the parameters that make a stage run again: settings, and sources of the study and the loaders."""
         if run.program:
