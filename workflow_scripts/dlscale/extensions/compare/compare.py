@@ -416,7 +416,7 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
 
 
 def unescape_formulas(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the original texts for texts from `escape_formula`."""
+    """Return a row before `escape_formula`."""
     return {
         key: each[1:] if isinstance(each, str) and each.startswith("'") and text.FORMULA.match(each) else each
         for key, each in row.items()
