@@ -20,8 +20,7 @@ from dlscale.core.stages import RUN_STAGES
 from dlscale.data import parts
 from dlscale.launch import image, launcher, slurm
 from dlscale.preflight.run import read_target, refuse_late_words, site_words, studies
-from dlscale.rules.commands import Commands
-from dlscale.rules.context import Context
+from dlscale.rules.context import Commands, Context
 from dlscale.rules.datasets import Datasets
 from dlscale.rules.plans import Plans
 from dlscale.rules.runs import Programs

@@ -1060,7 +1060,7 @@ MUTATIONS = [
     # ---- rules -----------------------------------------------------------------------------------
     Mutation(
         "runs_ask_for_cpu_nodes",
-        "rules/commands.py",
+        "rules/context.py",
         "geometry, processes = settings.geometry, settings.processes",
         "pass",
         "workflow/test_profiles.py::test_the_slurm_request_of_profiles",

@@ -91,7 +91,7 @@ def test_an_extension_cannot_take_a_name_that_exists(monkeypatch: pytest.MonkeyP
     setattr(module, table, {name: object()})
     monkeypatch.setattr(registry, "extensions", lambda: {**EXTENSIONS, "mine": module})
     tables = {
-        "STAGES": lambda: registry.stages(["train"]),
+        "STAGES": lambda: registry.table("STAGES", ["train"]),
         "LOADERS": registry.loader_settings,
         "COMMANDS": lambda: registry.table("COMMANDS"),
     }

@@ -18,10 +18,9 @@ import torch
 
 from dlscale.config.places import MEASURED
 from dlscale.extensions.health import noted, training
-from dlscale.extensions.health.causes import describe, repeated
+from dlscale.extensions.health.causes import describe, growth, repeated
 from dlscale.extensions.health.programs import Phases, read_process
 from dlscale.extensions.health.records import FILE, MAX_POINTS, Compilation, Health, Memory
-from dlscale.extensions.health.trend import growth
 from dlscale.extensions.programs import timed
 from dlscale.report.evidence import Finding
 from dlscale.report.verdict import judge_run

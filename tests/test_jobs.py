@@ -34,8 +34,7 @@ from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding
 from dlscale.preflight.run import read_target
 from dlscale.rules.calls import Call
-from dlscale.rules.commands import Commands
-from dlscale.rules.context import Context
+from dlscale.rules.context import Commands, Context
 from dlscale.rules.datasets import Datasets
 from dlscale.rules.plans import Plans
 from dlscale.rules.runs import ALL_CORES, Runs, decisive_settings
@@ -110,12 +109,12 @@ def test_secrets_of_a_program_are_passed_only_by_environment(tmp_path: Path) -> 
         "values": {"tok": "s3cret2"},
     }
     found = jobs(tmp_path, {"program": given})
-    words = [*found.runs.launch(RUN, []), found.runs.settings(RUN, []), str(found.runs.program_params(RUN))]
+    words = [*found.runs.launch(RUN, []), found.runs.settings(RUN, []), str(found.runs.params("program")(RUN))]
     assert "DLSCALE_URLS" not in words and "s3cret" not in str(words)
     assert found.context.configuration.secrets == {"***secret.tok***": "s3cret2", "***secret.API_KEY***": "s3cret"}
     assert "DLSCALE_URLS" in found.programs.checkout_launch(RUN, []), "other stages must not get the secrets"
     other = jobs(tmp_path, {"program": {**given, "environment": {"API_KEY": "an0ther"}}})
-    assert other.runs.program_params(RUN) == found.runs.program_params(RUN)
+    assert other.runs.params("program")(RUN) == found.runs.params("program")(RUN)
 
 
 def test_a_page_is_made_again_with_another_template(tmp_path: Path) -> None:

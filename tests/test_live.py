@@ -25,18 +25,18 @@ from snakemake_interface_logger_plugins.tests import TestLogHandlerBase
 
 from dlscale.core import interrupt
 from dlscale.core.progress import SUFFIX, StageStatus
-from dlscale.preflight import live
+from dlscale.preflight import status
 from snakemake_logger_plugin_dlscale import TOLD, LogHandler
 from tests.waiting import PATIENCE
 
 # ---- progress ----------------------------------------------------------------------------------------
 
 
-def work(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> live.Job:
-    return live.Job(name, rule, str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, True, share)
+def work(folder: Path, name: str, seconds: float = 10.0, share: float = 1.0, rule: str = "train") -> status.Job:
+    return status.Job(name, rule, str(folder / f"{name}.log"), str(folder / f"{name}.tsv"), seconds, True, share)
 
 
-def says(job: live.Job, **more: object) -> None:
+def says(job: status.Job, **more: object) -> None:
     """Write a job's status file, as a process on another machine would."""
     doing = {"what": "training", "done": 30, "total": 120, "unit": "steps", "left": 90.0, "time": time.time()}
     StageStatus.model_validate({**doing, "place": "elsewhere", "values": {"samples/s": 1234.0}, **more}).write(
@@ -44,7 +44,7 @@ def says(job: live.Job, **more: object) -> None:
     )
 
 
-def end(job: live.Job, seconds: float | None = None) -> None:
+def end(job: status.Job, seconds: float | None = None) -> None:
     Path(job.benchmark).write_text(f"s\th:m:s\n{seconds or job.seconds}\t0:00:02\n")
     Path(f"{job.log}{SUFFIX}").unlink(missing_ok=True)
 
@@ -57,7 +57,7 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     now = time.time()
     whole = [work(tmp_path, name, 10) for name in "ab"]
     parts = [work(tmp_path, name, 4, 0.25) for name in "cdef"]
-    progress = live.CallProgress(now, [*whole, *parts])
+    progress = status.CallProgress(now, [*whole, *parts])
     progress.look(now)
     assert not progress.done and progress.left(now).seconds == 24 and progress.share(now) == 0
     for each in parts:
@@ -80,14 +80,16 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     progress.look(now + 20)
     assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1
     alone = [work(tmp_path, "alone", 100, 0.1), work(tmp_path, "beside it", 10, 0.1)]
-    assert live.CallProgress(now, alone).left(now).seconds == 100, "parallel jobs must take as long as the longest job"
+    assert status.CallProgress(now, alone).left(now).seconds == 100, (
+        "parallel jobs must take as long as the longest job"
+    )
 
 
 def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Path) -> None:
     """With jobs that were never timed, the bar counts finished jobs, and the time left is a lower bound."""
     now = time.time()
     jobs = [work(tmp_path, "p.a", 10), *(replace(work(tmp_path, f"p.{n}", 0), timed=False) for n in "bc")]
-    progress = live.CallProgress(now, jobs)
+    progress = status.CallProgress(now, jobs)
     shown = []
     for at, job in enumerate(jobs, start=1):
         shown.append([text.replace("\u00a0", " ") for text in progress.total(now)])
@@ -103,7 +105,7 @@ def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Pat
 def test_results_of_an_earlier_call_do_not_count_as_done(tmp_path: Path) -> None:
     one = work(tmp_path, "a")
     end(one)
-    progress = live.CallProgress(time.time() + 10, [one])
+    progress = status.CallProgress(time.time() + 10, [one])
     progress.look(time.time() + 10)
     assert not progress.done
 
@@ -113,9 +115,9 @@ def test_a_line(tmp_path: Path) -> None:
     now = time.time()
     jobs = [work(tmp_path, "p.a"), work(tmp_path, "p.b")]
     says(jobs[0], time=now)
-    progress = live.CallProgress(now - 8, jobs)
+    progress = status.CallProgress(now - 8, jobs)
     progress.look(now)
-    assert live.line(progress, now).replace("\u00a0", " ") == (
+    assert status.progress_line(progress, now).replace("\u00a0", " ") == (
         "7 % after 8.00 s; about 1 min 40 s left; 0 of 2 jobs; "
         "p.a train: 30 of 120 steps (25 %), 1,234 samples/s, 1 min 30 s left"
     )
@@ -127,10 +129,10 @@ def test_the_display_has_one_bar_and_a_line_per_running_job(tmp_path: Path) -> N
     says(jobs[0], time=now)
     for each in jobs[1:14]:
         says(each, what="starting", unit="", left=None, values={}, time=now)
-    progress = live.CallProgress(now - 8, jobs)
+    progress = status.CallProgress(now - 8, jobs)
     progress.look(now)
     console = Console(file=io.StringIO(), width=120)
-    console.print(live.drawn(progress, now))
+    console.print(status.progress_bar(progress, now))
     assert isinstance(console.file, io.StringIO)
     first, *lines = console.file.getvalue().replace("\u00a0", " ").splitlines()
     assert first.split()[:2] == ["3", "%"] and "╸" in first

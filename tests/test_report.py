@@ -40,7 +40,7 @@ from dlscale.extensions.tune.section import tuned_winner
 from dlscale.measure.profilers import Activity, Overhead, Profile, ProfiledTool, RangeTime, TopEntry
 from dlscale.measure.records import OperatorWork, Peaks, SampleWork, Throughput, Trials, Usage
 from dlscale.parallel.records import Device, Memory, MemoryUse
-from dlscale.report import charts, collect, curves, published, report, sections
+from dlscale.report import collect, curves, figures, published, report, sections
 from dlscale.report.evidence import bound
 from dlscale.report.figures import joules
 from dlscale.report.verdict import disturbance, judge_run
@@ -559,7 +559,7 @@ def test_text_in_a_table_is_not_read_as_a_formula(results: Results, tmp_path: Pa
     rows = results.collect(plan)
     assert [row["label"] for row in rows] == expected and rows[0]["full_samples_per_second"] == "22.0"
     points = [{"run": label, "x": 1.5, "value": -2.5} for label in labels.values()]
-    charts.lines("chart", "about", points, {"x": "=x"}, {"value": "y"}, by="run").write(tmp_path, [*labels.values()])
+    figures.lines("chart", "about", points, {"x": "=x"}, {"value": "y"}, by="run").write(tmp_path, [*labels.values()])
     written = [*csv.DictReader((tmp_path / "chart.csv").open(newline=""))]
     assert [each["run"] for each in written] == expected
     assert (written[0]["'=x"], written[0]["y"]) == ("1.5", "-2.5")
@@ -1433,7 +1433,7 @@ def test_reading_is_drawn_over_a_runs_time(seconds: float, unit: str) -> None:
     each, rates = seconds / 4, {"read_bytes_per_second": 2e9, "reads_per_second": 2500.0}
     series = profiles.of_node([telemetry.Sample(number * each, each, 4, **rates) for number in range(1, 5)])
     assert series[0] == {"time": each, "read_bytes_per_second": 2000, "reads_per_second": 2.5}
-    assert charts.time_unit(max(row["time"] for row in series))[1] == unit
+    assert figures.time_unit(max(row["time"] for row in series))[1] == unit
 
 
 def test_curves_are_where_the_numbers_are(results: Results) -> None:
@@ -1453,7 +1453,7 @@ def test_curves_are_where_the_numbers_are(results: Results) -> None:
 
 def test_a_nan_loss_does_not_affect_the_axis() -> None:
     rows = [{"run": "a", "x": 1, "y": math.nan}, *({"run": "b", "x": x, "y": y} for x, y in ((1, 100.0), (2, 1.0)))]
-    chart = charts.lines("x", "", rows, {"x": "x"}, {"y": "y"})
+    chart = figures.lines("x", "", rows, {"x": "x"}, {"y": "y"})
     assert chart.scale == "log" and "y" not in chart.rows[0] and "NaN" not in chart.text
 
 
@@ -1614,7 +1614,9 @@ def test_every_bar_is_visible() -> None:
             {"run": "a", "mode": mode, "from": 0.0, "to": rate, "low": 0.9 * rate, "high": 1.1 * rate}
             for mode, rate in zip(("IO", "FULL"), rates, strict=True)
         ]
-        chart = charts.bars("n", "about", rows, "samples/s", colours={"IO": "red", "FULL": "blue"}, by="mode", shown={})
+        chart = figures.bars(
+            "n", "about", rows, "samples/s", colours={"IO": "red", "FULL": "blue"}, by="mode", shown={}
+        )
         axis = chart.spec["layer"][0]["layer"][0]["encoding"]["x"]
         assert axis["scale"].get("type") == scale and ("logarithmic" in axis["title"]) == (scale == "log")
         start, end = axis["scale"]["domain"]
@@ -1627,14 +1629,14 @@ def test_every_bar_is_visible() -> None:
 
 def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
     rows = [{"run": run, "x": x, "y": 1.0} for run in ("a", "b", "c") for x in (1, 2)]
-    chart = charts.lines("n", "about", rows, {"x": "epoch"}, {"y": "loss"})
+    chart = figures.lines("n", "about", rows, {"x": "epoch"}, {"y": "loss"})
     main = chart.spec["layer"][0]
     widths = main["layer"][0]["encoding"]["strokeWidth"]["scale"]["range"]
     assert widths == sorted(widths, reverse=True) and len({*widths}) == 3, (
         "each line must be thinner than the line before it"
     )
     assert all(main["encoding"][axis]["scale"]["padding"] > 0 for axis in "xy")
-    assert charts.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
+    assert figures.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
 
 
 def test_a_tuned_plan_shows_the_winner(results: Results) -> None:

@@ -23,8 +23,7 @@ from dlscale.core.text import number
 from dlscale.measure.records import Throughput, Trials, Usage
 from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
-from dlscale.report.charts import Chart
-from dlscale.report.figures import Table
+from dlscale.report.figures import Chart, Table
 from dlscale.report.speedup import series as series_of
 from dlscale.results import PlanResult, cost_to_reach, read_plan
 from tests.test_report import Results

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-    from dlscale.preflight.live import CallProgress, Job
+    from dlscale.preflight.status import CallProgress, Job
 
 #: Attribute of the log records that the rules write.
 TOLD = "told_by_dlscale"
@@ -61,7 +61,7 @@ class LogHandler(LogHandlerBase):
 
     def expect(self, jobs: Iterable[Job]) -> None:
         """Show the progress of `jobs`, which are about to begin, until the call ends."""
-        from dlscale.preflight.live import CallProgress
+        from dlscale.preflight.status import CallProgress
 
         if self.is_verbose or self._watcher:
             return
@@ -133,7 +133,7 @@ class LogHandler(LogHandlerBase):
         """Draw the progress on a terminal twice a second, or print lines, until the call ends."""
         from rich.live import Live
 
-        from dlscale.preflight.live import drawn, line
+        from dlscale.preflight.status import progress_bar, progress_line
 
         bar: Live | None = Live(console=self.console, auto_refresh=False, transient=True)
         if not self.console.is_terminal:
@@ -145,10 +145,10 @@ class LogHandler(LogHandlerBase):
                 now = time.monotonic()
                 if bar:
                     bar.start()
-                    bar.update(drawn(progress, time.time()), refresh=True)
+                    bar.update(progress_bar(progress, time.time()), refresh=True)
                 elif now - last >= max(LINE_EVERY, LINE_SHARE * (now - began)):
                     last = now
-                    self._show(line(progress, time.time()), self.console)
+                    self._show(progress_line(progress, time.time()), self.console)
         finally:
             if bar:
                 bar.stop()

@@ -300,7 +300,7 @@ def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
     Rows of `COMMANDS` and `STAGES` are objects (`dlscale.core.stage`); rows of other tables are full names:
 
     - `PROGRAM_STAGES`: module of a stage for external programs.
-    - `CAUSES`: function that finds what slows a run (`dlscale.report.causes`).
+    - `CAUSES`: function that finds what slows a run (`dlscale.report.verdict`).
     - `SECTIONS`: function with the arguments (`PlanResult`, `dlscale.report.sections.Page`), which returns a `Section`
       of the page, or None.
     - `CARDS`: function that returns additions to a plan's card, its summary on a page.
@@ -320,11 +320,6 @@ def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
     return rows
 
 
-def stages(taken: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the rows that extensions add to the table of stages; no extension may use the names `taken`."""
-    return table("STAGES", taken)
-
-
 def rules() -> list[str]:
     """Return the files `rules.smk` that extensions have next to `extension.py`, for Snakemake."""
     files = [Path(str(module.__file__)).with_name("rules.smk") for module in extensions().values()]
@@ -342,7 +337,7 @@ def hooks() -> dict[Path, str]:
 def page_modules() -> list[str]:
     """Return the modules with which extensions complete a page; the page is made again if one of them changes."""
     functions = (name for each in ("CAUSES", "SECTIONS", "CARDS") for name in table(each).values())
-    names = (*functions, *(row.record for row in stages().values() if row.record))
+    names = (*functions, *(row.record for row in table("STAGES").values() if row.record))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 

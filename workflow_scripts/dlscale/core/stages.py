@@ -194,7 +194,7 @@ STAGES: dict[str, Stage] = {
     ),
 }
 
-for _name, _row in registry.stages(STAGES).items():
+for _name, _row in registry.table("STAGES", STAGES).items():
     _at = [*STAGES].index(_row.after) + 1 if _row.after else len(STAGES)
     STAGES = {**dict([*STAGES.items()][:_at]), _name: _row, **dict([*STAGES.items()][_at:])}
 for _name, _module in registry.table("PROGRAM_STAGES").items():

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.report import published
-from dlscale.report.charts import Chart, View, lines, time_unit
-from dlscale.report.figures import Section
+from dlscale.report.figures import Chart, Section, View, lines, time_unit
 from dlscale.results import PlanResult, RunResult, by_settings
 
 #: Axes of curves. Time is the time of training and validation without pauses.

@@ -31,8 +31,7 @@ from dlscale.core.files import write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
 from dlscale.report import published
-from dlscale.report.charts import CONFIG, MODE_NAMES, View, library
-from dlscale.report.figures import Table, cell, joules, table
+from dlscale.report.figures import CONFIG, MODE_NAMES, Table, View, cell, joules, library, table
 from dlscale.report.sections import Page, devices, picture, plan_view
 from dlscale.results import PlanResult, read_plan
 

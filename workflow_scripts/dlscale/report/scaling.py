@@ -13,8 +13,22 @@ from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
-from dlscale.report.charts import MODE_COLOURS, MODE_NAMES, SHAPES, Chart, View, lines
-from dlscale.report.figures import Cell, Section, Table, cell, grams, heading, joules, table
+from dlscale.report.figures import (
+    MODE_COLOURS,
+    MODE_NAMES,
+    SHAPES,
+    Cell,
+    Chart,
+    Section,
+    Table,
+    View,
+    cell,
+    grams,
+    heading,
+    joules,
+    lines,
+    table,
+)
 from dlscale.report.speedup import SCALING, Point, Ratio, Series, series
 from dlscale.results import (
     MIN_FRACTION,

@@ -29,10 +29,26 @@ from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import curves, published, scaling
-from dlscale.report.charts import COLOURS, MODE_COLOURS, MODE_NAMES, MUTED, WORSE, Chart, View, bars
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.evidence import bound
-from dlscale.report.figures import Cell, Section, Table, cell, heading, joules, some, table
+from dlscale.report.figures import (
+    COLOURS,
+    MODE_COLOURS,
+    MODE_NAMES,
+    MUTED,
+    WORSE,
+    Cell,
+    Chart,
+    Section,
+    Table,
+    View,
+    bars,
+    cell,
+    heading,
+    joules,
+    some,
+    table,
+)
 from dlscale.report.speedup import VAGUE, Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import disturbance, judge_run
 from dlscale.results import (

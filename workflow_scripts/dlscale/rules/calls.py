@@ -20,7 +20,7 @@ from dlscale.core.text import are_gone, coloured, many
 from dlscale.data.kind import RowSamples
 from dlscale.data.manifest import Manifest
 from dlscale.launch import launcher
-from dlscale.preflight import cost, live
+from dlscale.preflight import cost, status
 from dlscale.preflight.cost import Work
 from dlscale.preflight.probe import Finding, probe_clock, probe_space
 from dlscale.report import sections
@@ -77,10 +77,10 @@ class Call:
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)
 
-    def expected(self, waiting: Sequence[Any]) -> list[live.Job]:
+    def expected(self, waiting: Sequence[Any]) -> list[status.Job]:
         """Convert Snakemake's jobs for the display of progress."""
         return [
-            live.Job(
+            status.Job(
                 "".join(job_name(job.rule.name, dict(job.wildcards.items()))),
                 stage_of(job.rule.name),
                 str(next(iter(job.log), "")),

@@ -14,8 +14,7 @@ from dlscale.core.fingerprint import data_modules
 from dlscale.data import parts
 from dlscale.data.kind import DatasetKind
 from dlscale.preflight.probe import Finding, probe_raw
-from dlscale.rules.commands import Commands
-from dlscale.rules.context import Context, Params, Wildcards
+from dlscale.rules.context import Commands, Context, Params, Wildcards
 
 
 @dataclass

@@ -16,8 +16,7 @@ from dlscale.core.fingerprint import fingerprint, run_modules
 from dlscale.core.stages import STAGES
 from dlscale.preflight import cost
 from dlscale.preflight.probe import Finding
-from dlscale.rules.commands import Commands
-from dlscale.rules.context import Context, Params, Wildcards
+from dlscale.rules.context import Commands, Context, Params, Wildcards
 from dlscale.rules.datasets import Datasets
 
 #: Cores requested by timed jobs: more than a machine has, so that no other job runs at the same time.
@@ -110,9 +109,6 @@ class Runs:
     def params(self, stage: str) -> Callable[[Wildcards], Params]:
         """Return the parameter function of a stage that depends only on the run."""
         return lambda wildcards: self._params(stage, self.context.run(wildcards))
-
-    def program_params(self, wildcards: Wildcards) -> Params:
-        return self.programs.params("program", self.context.run(wildcards))
 
     def _params(self, stage: str, run: Run, loaders: Iterable[str] = ()) -> Params:
         """Return the parameters that make a stage run again: settings, and sources of the study and the loaders."""

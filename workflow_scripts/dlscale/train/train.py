@@ -138,7 +138,26 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         if trainer.best_weights:
             _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
         write_text(out / "metrics.jsonl", epoch_lines(history))  # a user may have removed this file
-        _provenance(run, session, trainer, started, cores, links).write(out / "provenance.json")
+        provenance.provenance(
+            started=started,
+            device=describe_device(session.world),
+            processes=session.world.size,
+            devices=session.devices,
+            cores=cores,
+            memory_bytes=total(torch.device("cpu")),
+            seed=run.seed,
+            parameters=session.parameters,
+            training_samples=trainer.train_loader.samples,
+            validation_samples=trainer.valid_loader.samples,
+            dataset=run.dataset,
+            manifest=session.manifest.provenance,
+            fingerprint=trainer.checkpoints.folder.name,
+            resumed_from_step=trainer.resumed_from,
+            links=links,
+            best=trainer.best,
+            loss=session.study.loss_info,
+            metrics=trainer.metrics.described,
+        ).write(out / "provenance.json")
         _remove_other_checkpoints(trainer.checkpoints.folder)
 
 
@@ -162,31 +181,6 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
         y, p = (np.concatenate([*map(np.ravel, tree_leaves(tree))]) for tree in (shown.y, prediction))
         save_png(figure or figures.values(y, p), file, dpi=100)
-
-
-def _provenance(
-    run: Run, session: Session, trainer: Trainer, started: str, cores: int, links: Links | None
-) -> provenance.Provenance:
-    return provenance.provenance(
-        started=started,
-        device=describe_device(session.world),
-        processes=session.world.size,
-        devices=session.devices,
-        cores=cores,
-        memory_bytes=total(torch.device("cpu")),
-        seed=run.seed,
-        parameters=session.parameters,
-        training_samples=trainer.train_loader.samples,
-        validation_samples=trainer.valid_loader.samples,
-        dataset=run.dataset,
-        manifest=session.manifest.provenance,
-        fingerprint=trainer.checkpoints.folder.name,
-        resumed_from_step=trainer.resumed_from,
-        links=links,
-        best=trainer.best,
-        loss=session.study.loss_info,
-        metrics=trainer.metrics.described,
-    )
 
 
 def _remove_other_checkpoints(folder: Path) -> None:

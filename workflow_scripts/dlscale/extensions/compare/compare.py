@@ -284,16 +284,12 @@ def read(folder: Path) -> Summary:
     )
 
 
-def _unescaped(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: unescape_formula(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
-
-
 def read_rows(file: Path) -> list[TopEntry]:
     """Read the rows of a `profile_summary.csv`; raise `UserError` if the file is missing, damaged or empty."""
     no_pipe(file)
     try:
         with file.open(newline="", encoding="utf-8") as lines:
-            each = enumerate(map(_unescaped, csv.DictReader(lines)), 1)
+            each = enumerate(map(unescape_formulas, csv.DictReader(lines)), 1)
             rows = [TopEntry.checked(row, f"{file}: row {number}") for number, row in each]
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; run the profile stage first") from None
@@ -419,6 +415,9 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
     return paired_ratio(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
 
 
-def unescape_formula(cell_: str) -> str:
-    """Return the original text for a text from `escape_formula`."""
-    return cell_[1:] if cell_.startswith("'") and text.FORMULA.match(cell_) else cell_
+def unescape_formulas(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row before `escape_formula`."""
+    return {
+        key: each[1:] if isinstance(each, str) and each.startswith("'") and text.FORMULA.match(each) else each
+        for key, each in row.items()
+    }

@@ -48,12 +48,6 @@ class Memory(Record):
     peaks: dict[str, Peak] = {}  #: Largest memory of each phase; a phase without a known peak is absent.
     limit: int | None = None  #: Memory that the process may use; None if unknown.
 
-    @property
-    def fragmentation(self) -> float | None:
-        """Largest fraction of the reserved memory that is not allocated, over all points after the start."""
-        pairs = zip(self.phases, self.used, self.reserved, strict=False)
-        return max((1 - used / held for phase, used, held in pairs if held and phase != START), default=None)
-
 
 class Compilation(Record):
     """One compilation of a function by torch.compile."""

@@ -12,4 +12,4 @@ PROVIDES = {
 
 PROBES = {"layout": "dlscale.extensions.loading.layout.probe_layouts"}
 
-SECTIONS = {"loading": "dlscale.extensions.loading.section.section"}
+SECTIONS = {"loading": "dlscale.extensions.loading.report.section"}

@@ -16,7 +16,9 @@ from dlscale.extensions.loading.extension import VARIABLE
 from dlscale.extensions.loading.records import Advice, Array, Fetch, Loader, Loading, ProcessFile
 from dlscale.extensions.loading.striping import striping
 from dlscale.report.evidence import Evidence, Finding
-from dlscale.results import MIN_FRACTION
+from dlscale.report.figures import Fold, Item, Link, Section
+from dlscale.report.sections import Page
+from dlscale.results import MIN_FRACTION, PlanResult
 
 #: Name of the record in the folder of a result.
 NAME = "loading.json"
@@ -399,3 +401,15 @@ def _time(seconds: float) -> str:
 
 def _rate(seconds: float) -> str:
     return f"{number(1 / max(seconds, 1e-9))} batches/s"
+
+
+def section(plan: PlanResult, page: Page) -> Section | None:
+    """Return the table and the advice of each run that was measured with `--loader`; None without such runs."""
+    folds = list[Fold]()
+    for run in plan.runs:
+        if (file := run.folder / NAME).is_file():
+            loading = Loading.read(file)
+            items = [Item(name.strip(), text) for name, text in table(loading)]
+            advice = [loading.advice.sentence] if loading.advice else []
+            folds.append(Fold(Link(run.called, f"#{plan.anchor(run)}"), "", advice, items=items, open=True))
+    return Section("Loaders", folds=folds) if folds else None

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from dlscale.core.record import Number, Record
 from dlscale.core.schema import Name
-from dlscale.report.charts import View
 from dlscale.report.curves import AXES, Over, Value, charts_of, curve, drawn, followed
-from dlscale.report.figures import Section
+from dlscale.report.figures import Section, View
 from dlscale.report.sections import Page
 from dlscale.results import PlanResult
 

@@ -10,8 +10,7 @@ from dlscale.core import text
 from dlscale.core.telemetry import Sample, begin, summary
 from dlscale.measure.profilers import ProfiledTool
 from dlscale.report import published
-from dlscale.report.charts import COLOURS, MODE_COLOURS, MUTED, View, lines, time_unit
-from dlscale.report.figures import Section, cell, heading, table
+from dlscale.report.figures import COLOURS, MODE_COLOURS, MUTED, Section, View, cell, heading, lines, table, time_unit
 from dlscale.report.sections import Page
 from dlscale.results import PlanResult, RunResult
 

@@ -46,7 +46,7 @@ rule program:
     resources:
         **COMMANDS.resources("program"),
     params:
-        stage=RUNS.program_params,
+        stage=RUNS.params("program"),
         settings=RUNS.settings,
         record=PATHS.run("config.yaml"),
         launch=RUNS.launch,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import time
 from typing import Any
 
-from dlscale.config.run import Tune, load_run
+from dlscale.config.run import load_run
 from dlscale.core.errors import UserError
 from dlscale.core.progress import Progress
 from dlscale.extensions.programs.turns import ProgramSubject
-from dlscale.extensions.tune.records import Tried, Tuning
-from dlscale.extensions.tune.tune import DUEL, TURNS, duel, in_turns, rungs, search, write
+from dlscale.extensions.tune.tune import compete, write
 from dlscale.measure.turns import TimedRunSettings, TurnFailed
 
 
@@ -24,30 +22,10 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(
             "--candidates: expected at least two candidates, the run's own settings first; the workflow sets them"
         )
-    settings: Tune = run.tune
-    began = time.perf_counter()
-    duel_seconds = settings.seconds * (DUEL if len(candidates) > 2 else 1)
-    total = TURNS * sum(number + 1 for number in rungs(len(candidates) - 1)) + 2 * settings.rounds
-    with Progress("tuning", total, "trials") as progress, _Trials(args, candidates, progress) as trials:
-        best, found = search(len(candidates), trials, settings.seconds - duel_seconds)
-        trials.keeps = True
-        rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
-        problems = trials.problems
-    tuning = Tuning(
-        run=args.run,
-        seconds=time.perf_counter() - began,
-        candidates=[
-            Tried(
-                changes=changes,
-                rates=[rung[number] for rung in found if number in rung],
-                problem=problems.get(number),
-            )
-            for number, (changes, _) in enumerate(candidates)
-        ],
-        duel=duel(best, rates),
+    found = compete(
+        run.tune, [changes for changes, _ in candidates], lambda progress: _Trials(args, candidates, progress)
     )
-    logging.info("%s", tuning.verdict())
-    write(tuning, args, run.study)
+    write(found.model_copy(update={"run": args.run}), args, run.study)
 
 
 class _Trials:

@@ -23,7 +23,6 @@ from dlscale.core.settings import read_yaml, validate
 from dlscale.extensions.sheet import draw, facts, tables
 from dlscale.extensions.sheet.evidence import Evidence
 from dlscale.extensions.sheet.parts import Part, counts
-from dlscale.extensions.sheet.request import request
 from dlscale.results import read_plan
 
 #: Parts of the first page; all other parts are on the second page.
@@ -42,7 +41,7 @@ def parts(evidence: Evidence) -> list[Part]:
         Part("energy", "Energy", [*facts.energy(evidence)]),
         Part("memory", "Memory", [*facts.memory(evidence)]),
         Part("storage", "Storage, input and output", [*facts.storage(evidence)]),
-        Part("request", "Derivation of the requested hours", [*request(evidence)]),
+        Part("request", "Derivation of the requested hours", [*facts.request(evidence)]),
         Part("commands", "Exact commands", commands=facts.commands(evidence)),
     ]
 

@@ -6,8 +6,7 @@ import statistics
 
 from dlscale.core import text
 from dlscale.extensions.tune.records import Tried, Tuning
-from dlscale.report.charts import View
-from dlscale.report.figures import Cell, Fold, Link, Section, Table, cell, table
+from dlscale.report.figures import Cell, Fold, Link, Section, Table, View, cell, table
 from dlscale.report.sections import Page
 from dlscale.results import PlanResult, RunResult
 

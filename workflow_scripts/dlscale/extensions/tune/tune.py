@@ -79,19 +79,35 @@ def write(found: Tuning, args: argparse.Namespace, study: str) -> None:
 def tune(run: Any, manifest: str | Path, world: World, threads: int | None = None) -> Tuning:
     """Measure the candidates of a run; return the same record on every rank.
 
-    `threads`: number of CPU threads per node, which the node's processes share.
+    `threads`: CPU threads per node.
     """
-    settings: Tune = run.tune
-    began, devices = time.perf_counter(), run.processes.gpus_per_node
-    cores = run.cpus or max(1, (threads or torch.get_num_threads() * devices) // devices)
+    cores = run.cpus or max(1, threads // run.processes.gpus_per_node if threads else torch.get_num_threads())
     changes = candidates(run, cores, world.device)
-    duel_seconds = settings.seconds * (DUEL if len(changes) > 2 else 1)
-    total = TURNS * sum(number + 1 for number in rungs(len(changes) - 1)) + 2 * settings.rounds
+    return compete(
+        run.tune, changes, lambda progress: contextlib.closing(_Trials(run, manifest, world, cores, changes, progress))
+    )
+
+
+def compete(
+    settings: Tune,
+    changes: Sequence[dict[str, Any]],
+    open_trials: Callable[[Progress], contextlib.AbstractContextManager[Any]],
+) -> Tuning:
+    """Search, then time the best in a duel."""
+    # `open_trials` returns a context with a `Measure`. Its `problems` are the reasons for skipped candidates; its
+    # `keeps` is true during the duel.
+    began, duel_seconds = time.perf_counter(), settings.seconds * (DUEL if len(changes) > 2 else 1)
     with (
-        Progress("tuning", total, "trials") as progress,
-        contextlib.closing(_Trials(run, manifest, world, cores, changes, progress)) as trials,
+        # Trials of the search, and of the duel.
+        Progress(
+            "tuning",
+            TURNS * sum(number + 1 for number in rungs(len(changes) - 1)) + 2 * settings.rounds,
+            "trials",
+        ) as progress,
+        open_trials(progress) as trials,
     ):
         best, found = search(len(changes), trials, settings.seconds - duel_seconds)
+        trials.keeps = True
         rates = in_turns([best, 0], trials, settings.rounds, duel_seconds / settings.rounds / 2) if best else {}
     tuning = Tuning(
         seconds=time.perf_counter() - began,
@@ -136,7 +152,7 @@ def ratio_interval(rounds: Sequence[tuple[float, float]]) -> tuple[float, float,
 
 
 def in_turns(numbers: Sequence[int], measure: Measure, turns: int, seconds: float) -> Rates:
-    """Measure all candidates `turns` times, every second time in reverse order; drop candidates that fail."""
+    """Measure all candidates `turns` times, every second time in reverse order; drop failed candidates."""
     rates: Rates = {number: [] for number in numbers}
     for turn in range(turns):
         for number in list(rates) if turn % 2 == 0 else reversed(list(rates)):
