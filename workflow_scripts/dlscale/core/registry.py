@@ -300,7 +300,7 @@ def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
     Rows of `COMMANDS` and `STAGES` are objects (`dlscale.core.stage`); rows of other tables are full names:
 
     - `PROGRAM_STAGES`: module of a stage for external programs.
-    - `CAUSES`: function that finds what slows a run (`dlscale.report.verdict`).
+    - `CAUSES`: function that finds what slows a run (`dlscale.report.causes`).
     - `SECTIONS`: function with the arguments (`PlanResult`, `dlscale.report.sections.Page`), which returns a `Section`
       of the page, or None.
     - `CARDS`: function that returns additions to a plan's card, its summary on a page.
