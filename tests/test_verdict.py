@@ -195,7 +195,7 @@ def test_tcp_between_nodes_is_named_before_the_averaging_that_it_slows(network: 
 
 def test_every_cause_has_a_case() -> None:
     """Causes of other extensions have tests next to the tests of these extensions."""
-    files = [PACKAGE / "report/causes.py", PACKAGE / "extensions/programs/causes.py"]
+    files = [*PACKAGE.glob("report/causes/*.py"), PACKAGE / "extensions/programs/causes.py"]
     known = {case[3] for case in CASES.values()}.union(*(causes for _, causes in OUTSIDE))
     assert known == {cause for file in files for cause in re.findall(r'Finding\(\s*"(\w+)"', file.read_text())}
 
