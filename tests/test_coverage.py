@@ -22,6 +22,7 @@ from dlscale import cli
 from dlscale.config import resolve
 from dlscale.config.resolve import Configuration
 from dlscale.core.settings import read_yaml
+from dlscale.launch import launcher
 from tests.conftest import ROOT
 
 COLUMNS = ["feature", "where", "command", "test"]
@@ -114,6 +115,9 @@ def snakemake(words: list[str]) -> None:
     targets |= {f"plan_{name}" for name in known.plans}
     targets |= {f"study_{known.workflow.plans[name].study}" for name in known.workflow.targets}
     assert set(args.targets) <= targets, f"no target {sorted(set(args.targets) - targets)}"
+    for target in args.targets if known.workflow.site.scheduler else ():  # the site must not refuse the runs
+        for name, run in known.plans.get(target.removeprefix("plan_"), {}).items():
+            launcher.check(known.workflow.site, run.run.geometry, f"{target} {name}.")
 
 
 def dlscale(words: list[str]) -> None:
