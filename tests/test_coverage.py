@@ -115,9 +115,9 @@ def snakemake(words: list[str]) -> None:
     targets |= {f"plan_{name}" for name in known.plans}
     targets |= {f"study_{known.workflow.plans[name].study}" for name in known.workflow.targets}
     assert set(args.targets) <= targets, f"no target {sorted(set(args.targets) - targets)}"
-    for target in args.targets if known.workflow.site.scheduler else ():  # the site must not refuse the runs
-        for name, run in known.plans.get(target.removeprefix("plan_"), {}).items():
-            launcher.check(known.workflow.site, run.run.geometry, f"{target} {name}.")
+    plans = [known.plans.get(target.removeprefix("plan_"), {}) for target in args.targets]
+    for run in [run for plan in plans for run in plan.values() if known.workflow.site.scheduler]:
+        launcher.check(known.workflow.site, run.run.geometry)  # the site must not refuse the runs
 
 
 def dlscale(words: list[str]) -> None:

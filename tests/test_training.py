@@ -1003,10 +1003,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 
 def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> None:
-    """The ImageNet tutorial's tags have mean batch times, validation samples/s, and scores in per cent, by epoch.
-
-    The ViT tutorial's tag has the RMSE of u10, by step.
-    """
+    """The ImageNet tutorial's tags have mean batch times, validation samples/s, and scores in per cent, by epoch."""
     record = Epoch(
         **{"epoch": 3, "step": 80, "samples": 640, "learning_rate": 0.1, "train_loss": 3.0, "valid_loss": 2.0},
         **{"epoch_seconds": 2.0, "samples_per_second": 320.0, "wall_time": 99.0},
@@ -1024,8 +1021,8 @@ def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> No
     assert found["train/top1"] == {80: 0.125}
 
     weather = record.model_copy(update={"metrics": {"rmse_normalised/u10": 0.13}, "train_metrics": {}})
-    RunLogs(tmp_path / "weather", [], Era5ViT.published_log).add(weather)
-    assert scalars(tmp_path / "weather")["RMSE(u10m)/valid"] == {80: pytest.approx(0.13)}, "tags of the ViT count steps"
+    RunLogs(tmp_path / "vit", [], Era5ViT.published_log).add(weather)
+    assert scalars(tmp_path / "vit")["RMSE(u10m)/valid"] == {80: pytest.approx(0.13)}, "the ViT's tags count steps"
 
 
 def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:

@@ -103,12 +103,10 @@ def test_the_slurm_request_of_profiles(shown: tuple[str, Outcome]) -> None:
 
 @pytest.mark.slow
 def test_every_shipped_plan_would_run_on_perlmutter(make_tree: Callable[..., Tree]) -> None:
-    """With placeholders for the data, a dry run accepts every run of the shipped plans.
-
-    `mnist_cores` sets the CPUs of a GPU, which Perlmutter does not allow (`fixed_share`).
-    """
+    """With placeholders for the data, a dry run accepts every run of the shipped plans."""
     tree = make_tree({"results": "results"})
     configuration = resolve.load({"targets": ["cosmo_published"]})
+    # `mnist_cores` sets the CPUs of a GPU, which Perlmutter does not allow (`fixed_share`).
     shipped = [name for study in resolve.study_files().values() for name in study.plans if name != "mnist_cores"]
     for dataset in configuration.workflow.datasets.values():
         kind = parts.kind_of(dataset)
