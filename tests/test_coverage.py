@@ -22,6 +22,7 @@ from dlscale import cli
 from dlscale.config import resolve
 from dlscale.config.resolve import Configuration
 from dlscale.core.settings import read_yaml
+from dlscale.launch import launcher
 from tests.conftest import ROOT
 
 COLUMNS = ["feature", "where", "command", "test"]
@@ -114,6 +115,9 @@ def snakemake(words: list[str]) -> None:
     targets |= {f"plan_{name}" for name in known.plans}
     targets |= {f"study_{known.workflow.plans[name].study}" for name in known.workflow.targets}
     assert set(args.targets) <= targets, f"no target {sorted(set(args.targets) - targets)}"
+    plans = [known.plans.get(target.removeprefix("plan_"), {}) for target in args.targets]
+    for run in [run for plan in plans for run in plan.values() if known.workflow.site.scheduler]:
+        launcher.check(known.workflow.site, run.run.geometry)  # the site must not refuse the runs
 
 
 def dlscale(words: list[str]) -> None:

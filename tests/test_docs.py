@@ -90,6 +90,12 @@ def test_readme_and_home_page_are_short() -> None:
     assert len(home.splitlines()) <= 30
 
 
+def test_both_pages_install_alike_on_perlmutter() -> None:
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/slurm.md")]
+    one, other = (re.findall(r"^(?:export UV_|module load python)[^#\n]*[^#\s]", page, re.MULTILINE) for page in pages)
+    assert one == other and len(one) == 2
+
+
 def test_the_site_has_all_pages() -> None:
     """Each page of docs/ is in the navigation exactly once."""
     nav = names(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])

@@ -590,6 +590,11 @@ def test_the_published_plan_has_the_settings_of_the_program() -> None:
     steps = -(-1_281_167 // run.batch_size)
     rates = [learning_rate(run.schedule, peak, epoch * steps, 90 * steps, steps) for epoch in (5, 30, 60, 80, 89)]
     np.testing.assert_allclose(rates, [5.2, 0.52, 0.052, 0.0052, 0.0052], rtol=1e-12)
+    # The programs without Apex begin at 0.1, for any batch, and divide by 10 every 30 epochs.
+    plain = resolve.load({"targets": ["imagenet_published_ladder"]}).plans["imagenet_published_ladder"]["ddp"].run
+    peak = peak_rate(plain.schedule, plain.optimizer.lr, plain.batch_size)
+    rates = [learning_rate(plain.schedule, peak, epoch * 7, 90 * 7, 7) for epoch in (0, 29, 30, 60, 89)]
+    np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001, 0.001], rtol=1e-12)
 
 
 def test_metrics_are_fractions_of_correct_answers(tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ def test_each_rung_trains_like_the_plain_step(study: str, name: str) -> None:
     if "compile" in rung.over:
         need_compiler()
     plain, step = make_step(study, **rung.plain), make_step(study, **rung.over)
+    assert torch.backends.cudnn.benchmark
     assert [p.shape for p in plain.model.parameters()] == [p.shape for p in step.model.parameters()]
     for x, y in (batch(study, 6), batch(study, 5, seed=1)):  # a full batch, then a smaller last batch
         start = copy.deepcopy(plain.weights.state_dict())

@@ -1020,6 +1020,10 @@ def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> No
         assert found[tag] == {3: pytest.approx(value)}, tag
     assert found["train/top1"] == {80: 0.125}
 
+    weather = record.model_copy(update={"metrics": {"rmse_normalised/u10": 0.13}, "train_metrics": {}})
+    RunLogs(tmp_path / "vit", [], Era5ViT.published_log).add(weather)
+    assert scalars(tmp_path / "vit")["RMSE(u10m)/valid"] == {80: pytest.approx(0.13)}, "the ViT's tags count steps"
+
 
 def test_scores_before_the_first_step_are_logged_once(tmp_path: Path) -> None:
     """Initial scores are logged once, even if a run stops within its first epoch and is resumed."""

@@ -41,7 +41,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
     remote = "://" in raw.origin
     advice = "the store may be incomplete or damaged: copy it again"
     if remote:
-        advice = "check the address; compute nodes have no network: run acquisition on a login or transfer node"
+        advice = "check the address; most compute nodes have no network: run acquisition on a login or transfer node"
     # Retry each block after pauses of 1 s or more, so that a short failure does not end hours of reading.
     retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(4 if remote else 1),
