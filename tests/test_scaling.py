@@ -129,9 +129,13 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         (
             {"scaling": {**SCALING, "variants": {"a": {"geometry": {"nodes": 3}}}}},
             "scaling.variants",
-            "a: geometry.nodes is decided",
+            "a: this block sets geometry.nodes from its other keys",
         ),
-        ({"scaling": {**SCALING, "variants": {"a": {"label": "x"}}}}, "scaling.variants", "a: label is decided"),
+        (
+            {"scaling": {**SCALING, "variants": {"a": {"label": "x"}}}},
+            "scaling.variants",
+            "a: this block sets label from its other keys",
+        ),
         (
             {"scaling": {**SCALING, "variants": {"a": {"precison": "fp16"}}}},
             "scaling.variants.a",
@@ -172,16 +176,20 @@ BIG: dict[str, Any] = {"study": "cosmo_unet", "kind": "convergence"}
         ({**BIG, "convergence": {"batch_sizes": [4, 4]}}, "convergence.batch_sizes", "4 is listed twice"),
         ({**BIG, "convergence": {"batch_sizes": [[4]]}}, "convergence.batch_sizes", "got '[4]'"),
         ({**BIG, "convergence": {"batch_sizes": [4], "scaling": ["cubic"]}}, "convergence.scaling", "got 'cubic'"),
-        ({**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}}, "convergence.batch_sizes", "4: seed is decided"),
+        (
+            {**BIG, "convergence": {"batch_sizes": {4: {"seed": 1}}}},
+            "convergence.batch_sizes",
+            "4: this block sets seed from its other keys",
+        ),
         (
             {**BIG, "convergence": {"batch_sizes": {4: {"label": "x"}}}},
             "convergence.batch_sizes",
-            "4: label is decided",
+            "4: this block sets label from its other keys",
         ),
         (
             {**BIG, "convergence": {"batch_sizes": {4: {"schedule": {"base_batch_size": 2}}}}},
             "convergence.batch_sizes",
-            "4: schedule.base_batch_size is decided",
+            "4: this block sets schedule.base_batch_size from its other keys",
         ),
         (
             {**BIG, "convergence": {"batch_sizes": {4: {"optimizer": {"lrr": 1}}}}},

@@ -732,7 +732,10 @@ def test_runs_that_are_fitted_together_are_alike(results: Path, capsys: pytest.C
         (["cosmo_unet.one", "--devices", "5"], "5 devices: not a multiple of the 2 devices per node"),
         (["cosmo_unet.one", "--devices", "4", "--tp", "2"], "supports neither tp nor cp"),
         (["era5_vit.one", "--devices", "4", "--cp", "3"], "4 devices: not a multiple of tp x cp = 3"),
-        (["cosmo_unet.one", "--devices", "64", "--batch-size", "8"], "less than one sample for each of 64"),
+        (
+            ["cosmo_unet.one", "--devices", "64", "--batch-size", "8"],
+            "less than one sample per step for each of the 64",
+        ),
         (["cosmo_unet.one", "--memory", "0.000001"], "all configurations are left out: "),
     ],
 )
