@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 #: Operators whose outputs a selective checkpoint keeps: matrix products and attention, which take most of the time.
 KEPT = [
@@ -160,7 +160,7 @@ class ViT(nn.Module):
         x_BNE = self.embedding(x_BCHW).flatten(2).transpose(1, 2)
         x_BNE = self.dropout(x_BNE + self.position)
         kept = partial(create_selective_checkpoint_contexts, KEPT)
-        options: dict[str, Any] = {"context_fn": kept if self.checkpointing == "selective" else noop_context_fn}
+        options: dict[str, Any] = {"context_fn": kept} if self.checkpointing == "selective" else {}
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
                 # With drop-out, the repeated forward pass must drop the same values.
