@@ -1,4 +1,4 @@
-"""Tests of `starter_cnn` on a tiny dataset: those of any study, and one of the RMSE, to adapt."""
+"""Tests of `starter_cnn` on a tiny dataset: general tests of a study, and a test of the RMSE to adapt."""
 
 from __future__ import annotations
 
