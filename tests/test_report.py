@@ -886,6 +886,14 @@ def page(html: str) -> Page:
     return Page(html)
 
 
+@pytest.mark.parametrize(("key", "value"), [("batch_size", [8]), ("geometry", {"nodes": "two"}), ("precision", 16)])
+def test_damaged_settings_of_a_run_are_one_message(ladder: Results, key: str, value: object) -> None:
+    file = next(ladder.plans[0].parent.glob("workers/config.yaml"))
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), key: value}))
+    with pytest.raises(UserError, match=rf"workers/config.yaml: {key}.*: got .*; the file is damaged: repeat the run"):
+        read_plan(ladder.plans[0])
+
+
 def test_the_first_view_has_the_main_results(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (

@@ -24,6 +24,7 @@ from dlscale.core.metrics import VALID_LOSS, Epoch, LossInfo, Metric, read_epoch
 from dlscale.core.settings import Raw, flat, read_yaml
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.telemetry import Sample, begin, energy, read_nodes
+from dlscale.core.text import shorten
 from dlscale.measure.profilers import Profile
 from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE, Throughput, Trials, Usage
 from dlscale.parallel.records import Device
@@ -561,6 +562,22 @@ def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunRefer
     return [run for name, run in runs.items() if rung is None or name in there]
 
 
+#: Settings that are shown or computed with → type, if they are set. Runs of earlier versions may lack some.
+SHOWN: dict[str, type] = {
+    **dict.fromkeys(("batch_size", "geometry.nodes", "geometry.gpus_per_node"), int),
+    **dict.fromkeys(("study", "precision", "compile.mode", "parallel.kind", "optimizer.kind", "loader.kind"), str),
+}
+
+
+def _settings(path: Path) -> Raw:
+    """Read a run's settings; raise a `UserError` for a damaged value of `SHOWN`."""
+    found = read_yaml(path)
+    for key, kind in SHOWN.items():
+        if not isinstance(value := setting(found, key, kind()), kind):
+            raise UserError(f"{path}: {key}: got {shorten(repr(value), 60)}; the file is damaged: repeat the run")
+    return found
+
+
 def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunResult:
     """Read only the records of the stages in `measured`, because another plan may be writing the other records."""
     folder, train = root / reference.plan / reference.run, "train" in measured
@@ -573,7 +590,7 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
         label=reference.label or reference.name,
         folder=folder,
         owner=f"{reference.plan}/{reference.run}",
-        settings=read_yaml(folder / "config.yaml"),
+        settings=_settings(folder / "config.yaml"),
         provenance=Provenance.read(provenance) if train and provenance.exists() else None,
         epochs=read_epochs(folder / (RECORDS["train"] if train else LOSSES)) if train or logged else [],
         program=program,
