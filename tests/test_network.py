@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dlscale.config import resolve as config
 from dlscale.config.run import Geometry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import FABRIC
@@ -88,6 +89,6 @@ def test_podman_hpc_on_several_nodes_of_perlmutter_is_refused() -> None:
     check(podman, Geometry(nodes=1, gpus_per_node=4))
     with pytest.raises(UserError, match=r"geometry\.nodes: 2 nodes: .*Slingshot.*Use engine: shifter or none"):
         check(podman, Geometry(nodes=2, gpus_per_node=4))
-    native = site(**{**read_yaml(shipped / "site.yaml"), **read_yaml(shipped / "native.yaml")["site"]})
+    native = site(**config.merge(read_yaml(shipped / "site.yaml"), read_yaml(shipped / "native.yaml")["site"]))
     check(native, Geometry(nodes=2, gpus_per_node=4))
     assert native.environment["FI_PROVIDER"] == "cxi"  # libfabric must not fall back to TCP
