@@ -514,7 +514,8 @@ def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
     ) as stage:
         assert stage.stdout and stage.stdout.readline() == "\n"
         keeper, *theirs = psutil.Process(stage.pid).children(recursive=True)
-        assert [each.status() for each in theirs] == ["stopped"] * 2
+        # A process that waits for the disk stops only afterwards.
+        until("both are stopped", lambda: [each.status() for each in theirs] == ["stopped"] * 2)
         stage.kill()
     until("all have ended", lambda: not any(each.is_running() for each in (keeper, *theirs)))
     (left,) = Path(tempfile.gettempdir()).glob(f"dlscale-program.*.{stage.pid}.*")
