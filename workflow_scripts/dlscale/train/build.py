@@ -20,7 +20,6 @@ from dlscale.config.laws import check_fields
 from dlscale.config.run import DDP, Optimizer, RunCore
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError
-from dlscale.data.kind import RowSamples
 from dlscale.data.loaders.base import Loader, Share, open_loader, open_samples
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import Samples, samples_in
@@ -275,7 +274,7 @@ def open_session(
     data = Manifest.read(manifest)
     data.check_files()
     study: Study = registry.study(run.study)
-    if isinstance(run.samples, RowSamples):
+    if getattr(run.samples, "kind", "") == "rows":
         check_fields(run.samples, data.fields)  # before the study reads a missing field
     for grid in [tuple(info.grid) for info in data.fields.values() if info.grid]:
         try:
