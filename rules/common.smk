@@ -188,7 +188,7 @@ def add_user_options():
         user = user or settings._parsed_default_resources.get("slurm_extra")
         if user and (taken := SET_FOR_SBATCH.search(str(user.raw))):
             refuse(
-                f"slurm_extra of rule {one.name}: {taken[0]}: dlscale sets this option of sbatch itself, from the site "
+                f"{one.name}:slurm_extra: {taken[0]}: dlscale sets this option of sbatch itself, from the site "
                 "and the run's geometry; remove the option"
             )
         if user:

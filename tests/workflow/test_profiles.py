@@ -156,5 +156,5 @@ def test_an_option_of_sbatch_that_dlscale_sets_is_refused(make_tree: Callable[..
     done = tree.snakemake("--profile", "perlmutter", "-n", "--set-resources", f"train:slurm_extra='{option}'")
     taken = option.removeprefix("--nice=5 ").removesuffix("2").partition("=")[0].partition(" ")[0]
     assert done.status == 2
-    assert f"slurm_extra of rule train: {taken}: dlscale sets this option of sbatch itself" in done.output
+    assert f"train:slurm_extra: {taken}: dlscale sets this option of sbatch itself" in done.output
     assert "Traceback" not in done.output
