@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import snakemake_executor_plugin_slurm as plugin
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
+from snakemake_executor_plugin_slurm.job_status_query import query_job_status_squeue
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from snakemake_executor_plugin_dlscale import FORGOTTEN_SECONDS, TEMPORARY, Executor, ExecutorSettings
@@ -72,6 +74,13 @@ def active(executor: Executor, jobs: list[SubmittedJobInfo]) -> list[SubmittedJo
         return [each async for each in executor.check_active_jobs(jobs)]
 
     return asyncio.run(listed())
+
+
+def test_status_queries_list_only_the_users_jobs() -> None:
+    """If the plugin's own query has `--me`, delete the patch and the report in docs/upstream.md."""
+    own = query_job_status_squeue("uuid")
+    assert "--me" not in own and plugin.query_job_status_squeue("uuid") == f"{own} --me"
+    assert plugin.Executor.check_active_jobs.__globals__["query_job_status_squeue"]("uuid").endswith("--me")
 
 
 def test_jobs_stay_active_without_a_reply(executor: Executor, slurm: Slurm) -> None:

@@ -1,7 +1,7 @@
 """Snakemake's Slurm executor, extended for long calls: `executor: dlscale`.
 
 The class extends the executor of snakemake-executor-plugin-slurm 2.8.0, below called the plugin, and has the same
-settings, under the prefix `dlscale-`. Five differences follow; docs/upstream.md has the reports to the plugin's
+settings, under the prefix `dlscale-`. Six differences follow; docs/upstream.md has the reports to the plugin's
 authors:
 
 - If Slurm does not answer a status query, jobs stay active. The plugin forgets these jobs, and Snakemake waits forever.
@@ -12,6 +12,7 @@ authors:
 - A submission that Slurm refuses because of a limit on the number of jobs, or does not answer, is repeated for an hour.
   If Slurm has accepted an unanswered submission, the executor adopts the accepted job instead. The plugin counts the
   job as failed.
+- Status queries list only the user's own jobs. The plugin's queries list the jobs of all users.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import snakemake_executor_plugin_slurm as plugin
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings
-from snakemake_executor_plugin_slurm.job_status_query import query_job_status
+from snakemake_executor_plugin_slurm.job_status_query import query_job_status, query_job_status_squeue
 from snakemake_executor_plugin_slurm.utils import get_job_wildcards
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
@@ -50,6 +52,8 @@ STUCK = re.compile(
     r"|(?:Assoc|QOS)(?:Max|Min)\w*(?:Minutes|PerJob|PerNode)\w*",
     re.IGNORECASE,
 )
+# The plugin has no setting for this. Without `--me`, Slurm's controller would send the jobs of all users.
+plugin.query_job_status_squeue = lambda name: f"{query_job_status_squeue(name)} --me"
 
 
 class Executor(SlurmExecutor):
