@@ -60,11 +60,13 @@ _OWN = {
                 action="store_true",
             ),
         ),
+        example="dlscale status --watch cosmo_demo",
     ),
     "cost": Query(
         "dlscale.preflight.cost",
         "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
         (PLANS,),
+        example="dlscale cost --profile perlmutter cosmo_strong",
     ),
 }
 
@@ -114,8 +116,7 @@ def _overview(texts: Mapping[str, str]) -> str:
         lines += ["", coloured(f"{title}:", "bold", sys.stdout)]
         for name in (name for name in group if name in texts):
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
-    stages = f"Stages, which the workflow calls and which you can also run by hand: {', '.join(STAGES)}."
-    return "\n".join([*lines, "", textwrap.fill(stages, width)])
+    return "\n".join(lines)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -196,7 +197,8 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(log=None)
     rows: dict[str, Query | Stage] = {**QUERIES, **STAGES}
     for name, row in rows.items():
-        added = commands.add_parser(name, description=row.text, formatter_class=_Defaults)
+        example = f"Example: {row.example}" if isinstance(row, Query) else None
+        added = commands.add_parser(name, description=row.text, epilog=example, formatter_class=_Defaults)
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
         of_runs = isinstance(row, Stage) and row.scope == "run"
         configured = isinstance(row, Query) and row.configured

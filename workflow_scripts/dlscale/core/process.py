@@ -8,6 +8,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,29 @@ from typing import NamedTuple, TextIO
 from dlscale.core import interrupt
 from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular, translate_error
+from dlscale.core.machine import text_of
+
+# ---- signals ------------------------------------------------------------------------------------------
+
+
+def pass_on(number: int, frame: object = None) -> None:
+    """Send a signal to the nearest descendants of this process that have a handler for it.
+
+    The signal would end a descendant without a handler, such as a shell, so the children of this descendant get it.
+    The children of a process with a handler do not get the signal, because this process decides about them.
+    """
+    import psutil
+
+    waiting = psutil.Process().children()
+    while waiting:
+        child = waiting.pop()
+        caught = re.search(r"^SigCgt:\s*(\w+)", text_of(Path(f"/proc/{child.pid}/status")), re.MULTILINE)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if caught and int(caught[1], 16) >> (number - 1) & 1:
+                child.send_signal(number)
+            else:
+                waiting += child.children()
+
 
 # ---- launcher -----------------------------------------------------------------------------------------
 

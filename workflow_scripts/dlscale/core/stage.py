@@ -97,6 +97,7 @@ class Query:
     text: str
     options: tuple[Option, ...] = ()
     configured: bool = True  #: Whether the command reads the configuration, and has options such as `--configfile`.
+    example: str = ""  #: Command line that the help prints.
 
 
 #: Positional arguments: any number of plans.

@@ -16,6 +16,7 @@ COMMANDS = {
             ),
             path("--out", ".npz file of the batch's tensors to write", required=False),
         ),
+        example="dlscale batch cosmo_demo.baseline --step 4",
     ),
 }
 

@@ -19,6 +19,7 @@ COMMANDS = {
             option("--force", "compare even if the studies differ", False, action="store_true"),
             option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
         ),
+        example="dlscale compare cosmo_demo.baseline cosmo_demo.bf16",
     ),
     "history": Query(
         "dlscale.extensions.compare.history",
@@ -31,5 +32,6 @@ COMMANDS = {
             option("--since", "day of the oldest measurements to show", False, metavar="YYYY-MM-DD"),
             path("--out", "PNG file to write", required=False),
         ),
+        example="dlscale history cosmo_demo --since 2026-11-01",
     ),
 }

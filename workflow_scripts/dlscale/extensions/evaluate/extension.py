@@ -19,5 +19,6 @@ COMMANDS = {
             ),
             path("--out", "JSON file to write", required=False),
         ),
+        example="dlscale evaluate cosmo_demo.baseline --weights best",
     ),
 }

@@ -52,6 +52,7 @@ COMMANDS = {
             option("--loader", "also time PyTorch's loaders, and reads of HDF5 and Zarr", False, action="store_true"),
         ),
         configured=False,
+        example="dlscale measure --name small -- python train.py --epochs 1",
     ),
 }
 

@@ -8,6 +8,7 @@ COMMANDS = {
         "Write a working folder (Snakefile, config.yaml, profiles), so that no clone of the repository is needed.",
         (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain these files yet"}),),
         configured=False,
+        example="dlscale init work",
     ),
     "new-study": Query(
         "dlscale.extensions.scaffold.new_study",
@@ -24,5 +25,6 @@ COMMANDS = {
             ),
         ),
         configured=False,
+        example="dlscale new-study waves --at studies/waves",
     ),
 }

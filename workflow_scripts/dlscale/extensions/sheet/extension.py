@@ -26,5 +26,6 @@ COMMANDS = {
             option("--trainings", "number of trainings in production", False, type=int, default=1),
             option("--machine", "machine of the predictions, as for `dlscale predict`", False, metavar="NAME"),
         ),
+        example="dlscale report --sheet cosmo_strong --devices 64 128",
     ),
 }

@@ -12,6 +12,7 @@ COMMANDS = {
                 {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
             ),
         ),
+        example="dlscale why cosmo_demo",
     ),
 }
 
