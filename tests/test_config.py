@@ -1174,8 +1174,11 @@ def test_every_key_is_described_and_listed_in_the_reference() -> None:
     ):
         assert row in page
     assert set(re.findall(r"\]\(#([^)]*)\)", page)) <= {
-        heading.lower() for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)
+        heading.lower() for heading in re.findall(r"^### (.*)$", page, re.MULTILINE)
     }
+    sections = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    assert sorted(sections) == sorted(name.removesuffix("Settings") for name in found["$defs"])
+    assert page.index("## Keys of a first study") < page.index("## All keys of the file") < page.index("### Plan\n")
     assert (ROOT / "docs/configuration.md").read_text().strip() == page.strip(), (
         "the page is outdated; run `make schema`"
     )
