@@ -60,7 +60,8 @@ STARTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
 def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
     """With srun, mpirun, several nodes or its own image, a program has its own containers; else the stage has one."""
-    site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
+    given = {"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, "host_suffix": "-hsn0"}
+    site = Site(**{**given, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
         for changes in ({}, {"image": "theirs:2"}, {"start": "itself"}):
             program = Program(command=["train"], folder=str(tmp_path), **changes)
@@ -90,7 +91,7 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
                 assert (inner[0] == "pdsh") is (geometry is FOUR)
             else:
                 begin = "srun" if starter == "srun" else "mpiexec"
-                host = "{host}" if geometry is FOUR else "127.0.0.1"
+                host = "{host}-hsn0" if geometry is FOUR else "127.0.0.1"
                 assert inner[:5] == [sys.executable, "-P", "-m", "dlscale.launch.ranks", begin]
                 place = inner.index("sh")
                 assert inner[place - 3 : place + 4] == [

@@ -129,13 +129,14 @@ def mpirun_command(site: Site, geometry: Geometry) -> list[str]:
         sys.executable,
         *RANKS,
         *with_numbers(site.start or ["mpirun", "-n", "{ranks}"], geometry),
-        *meeting_command(geometry),
+        *meeting_command(site, geometry),
     ]
 
 
-def meeting_command(geometry: Geometry) -> list[str]:
+def meeting_command(site: Site, geometry: Geometry) -> list[str]:
     """Return a command that sets the address at which ranks meet; `dlscale.launch.ranks` fills in host and port."""
-    return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
+    host = f"{{host}}{site.host_suffix}" if geometry.nodes > 1 else "127.0.0.1"
+    return ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
 
 
 def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
