@@ -402,6 +402,9 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
         ({"gpus": 0, "driver": "570.195.03"}, "CUDA", "cosmo_demo", "warn"),
         ({"gpus": 0}, "CUDA", "cosmo_demo", "ok"),  # a login node has no GPU
+        ({"plugin": "/soft/nccl/2.29.2-cu99/plugin/lib/libnccl-net.so"}, "CUDA", "cosmo_demo", "warn"),
+        ({"plugin": "/soft/nccl/2.29.2-cu13/plugin/lib/libnccl-net.so"}, "CUDA", "cosmo_demo", "ok"),
+        ({"plugin": "/usr/lib/libnccl-net.so"}, "CUDA", "cosmo_demo", "ok"),
         ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # CUDA's compat libraries allow this driver
     ],
 )

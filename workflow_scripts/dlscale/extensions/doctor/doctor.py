@@ -54,6 +54,7 @@ def of(name):
 
 facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
 facts["nsys"] = shutil.which(os.environ.get("NSYS") or "nsys")
+facts["plugin"] = os.environ.get("NCCL_NET_PLUGIN", "")
 try:
     import nvidia.dali
     facts["dali"] = nvidia.dali.__version__
@@ -220,6 +221,11 @@ def _cuda(facts: Facts, on_gpus: bool) -> Finding:
     if driver and not seen and (old := too_old(driver, cuda)):
         remedy = "install a newer driver, or use an image with an older CUDA or CUDA's compat libraries (docs/sites.md)"
         return Finding("CUDA", "FAIL" if on_gpus else "warn", old, remedy)
+    plugin = re.search(r"(?<![a-z])cu(?:da)?-?(\d\d)", facts.get("plugin", ""))
+    if plugin and plugin[1] != cuda.partition(".")[0]:
+        text = f"PyTorch is built for CUDA {cuda}, but NCCL_NET_PLUGIN for CUDA {plugin[1]}: {facts['plugin']}"
+        remedy = "name the plug-in for PyTorch's CUDA version in site.environment"
+        return Finding("CUDA", "FAIL" if on_gpus else "warn", text, remedy)
     return Finding("CUDA", "ok", f"{cuda}{f' on driver {driver}' if driver else ''}, {seen} GPUs seen by torch")
 
 
