@@ -87,10 +87,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
         container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
     elif several:
-        start = (
-            [sys.executable, *RANKS, *srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(site, geometry)]
-            if site.starter == "srun"
-            else mpirun_command(site, geometry)
-        )
+        srun = [*srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(site, geometry)]
+        start = [sys.executable, *RANKS, *srun] if site.starter == "srun" else mpirun_command(site, geometry)
         start += ["sh", "-c", TORCHRUN_VARIABLES, "sh"]
     return outer, [*start, *container]
