@@ -241,12 +241,15 @@ def left_running(folder: str) -> list[str] | None:
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     """Wait until Slurm lists no job of an earlier workflow call in `folder`.
 
-    The jobs of a killed controller continue until they finish.
+    The jobs of a killed controller continue until they finish. The pauses between queries grow from `seconds` to ten
+    times `seconds`, because sites ask users to query rarely.
     """
     said: list[str] | None = []
+    pause = seconds
     while (jobs := left_running(folder)) != []:
         if jobs != said:
             earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; cancel unwanted jobs with `scancel`"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = jobs
-        time.sleep(seconds)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 10 * seconds)
