@@ -48,7 +48,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     Return an empty string if no name is close.
     """
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
