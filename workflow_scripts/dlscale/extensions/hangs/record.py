@@ -11,7 +11,7 @@ from dlscale.core.paths import Results
 #: File with the finding, in the folder of a run.
 FINDING = Path("hang/finding.txt")
 
-#: Last message of a process that the watchdog ended (`parallel/watchdog.py`).
+#: Last message of a process that ended because another process hung or was lost (`watchdog.py`, `rendezvous.py`).
 _ENDED = re.compile(r"^dlscale (\S+): (.*)\. This process also ends$", re.MULTILINE)
 
 

@@ -15,7 +15,7 @@ MIN_GAIN = 1.05
 class Headroom(Record):
     """Speed of a program with its loader and with a loader that costs nothing, timed in turns."""
 
-    turns: list[tuple[Positive, Positive]]  #: Batches/s of a plain turn and of the replayed turn after it.
+    turns: list[tuple[Positive, Positive]]  #: Batches/s of each plain turn and of the replayed turn after it.
     batches: int  #: Minimum number of kept batches, over all processes and turns.
     bytes: int  #: Maximum size of the kept batches of a process.
     processes: int

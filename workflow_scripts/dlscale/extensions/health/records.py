@@ -17,7 +17,7 @@ FILE = "health.json"
 MAX_POINTS = 512
 
 #: Phases of a run. `start`: until the first step has ended. `between`: pauses between steps, such as for checkpoints,
-#: without validations with a loader.
+#: except validations with a loader.
 START, TRAINING, VALIDATION, BETWEEN = "start", "training", "validation", "between"
 
 #: Phase of a time for which steps and batches are unknown.
@@ -60,7 +60,7 @@ class Compilation(Record):
     function: str = ""
     file: str = ""
     line: int = 0
-    caller: str = ""  #: Line of the program from which the function was first compiled; empty if unknown.
+    caller: str = ""  #: Line of the program that called the function at its first compilation; empty if unknown.
     reason: str = ""  #: Guard that failed; empty for the first compilation.
     refused: bool = False  #: Whether PyTorch refused to compile the function again (`recompile_limit`).
 

@@ -99,7 +99,7 @@ class ProcessFile(Record):
 
 
 class Advice(Record):
-    """The most expensive cause of a loader's cost."""
+    """Most expensive problem of a loader, and its remedy."""
 
     cause: str  #: Key of the cause.
     what: str  #: Name of the cause.
