@@ -106,7 +106,7 @@ class Profilers:
                     return
 
     def _sample(self, program: int) -> None:
-        self._stacks.unlink(missing_ok=True)  # stacks of the program's start
+        self._stacks.unlink(missing_ok=True)  # drop the stacks of the program's start
         words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
         words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
         begin = time.time()

@@ -56,7 +56,7 @@ PRINTED = "printed"
 
 HOOK = Path(__file__).resolve().with_name("hook")
 
-#: Folder of this package's extensions; a container may have the folder elsewhere.
+#: Folder of dlscale's extensions; in a container, the folder may have another path.
 EXTENSIONS = HOOK.parents[1]
 
 #: Seconds between checks of a running program.
@@ -220,8 +220,8 @@ def run_command(
     printed = rates[PER_STEP if in_steps else ""]
     if finder and finder.refusals and printed:
         say(
-            f"dlscale measure: skipped {many(finder.refusals, 'text')} that matched {looked[''].pattern} but contained "
-            f"no rate: {no_rate(finder.refused)}"
+            f"dlscale measure: the pattern {looked[''].pattern} also matched {many(finder.refusals, 'printed text')} "
+            f"without a rate, which dlscale skipped. The first is {no_rate(finder.refused)}"
         )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
@@ -611,7 +611,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         return f"{asked} after {duration(run.seconds)}, before it trained"
     if run.status:
         ended = f"the program ended with status {run.status} after {duration(run.seconds)}"
-        return f"{ended}, before a step was seen. Steps are written once a second, so the last ones may be missing"
+        return f"{ended}, before a step was seen. Steps are written once a second, so the last steps may be missing"
     if reason := seen.stopped(folder):
         return f"dlscale's hook stopped before a step was seen: {reason}"
     if way == "rate":
