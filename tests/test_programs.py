@@ -427,7 +427,7 @@ def words(**program: Any) -> list[str]:
         ({"command": ["{a.b}"], "values": {"a.b": 1}}, "program.values.a.b: names with dots are for settings"),
         (
             {"repository": "/r", "revision": "0" * 40, "folder": "/r/src"},
-            "program.folder: /r/src: with a repository, expected a relative path in it",
+            "program.folder: /r/src: expected a path relative to program.repository",
         ),
         (
             {"losses": {"a (.)": "loss/train"}},

@@ -55,7 +55,7 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     steps
         Folder into which the processes write statuses, reports and stacks.
     statuses
-        Last statuses of the processes that note steps, by process id.
+        Last statuses of the processes that record steps, by process id.
     ends
         Whether dlscale ends the program afterwards. If so, stopped processes are resumed, so that they write stacks.
     """

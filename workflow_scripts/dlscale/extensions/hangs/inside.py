@@ -46,7 +46,7 @@ KEYS = (
 )
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
-#: Folder of dlscale's code that runs within programs; its lines do not count as the program's.
+#: Folder of dlscale's code that runs within programs; its lines do not count as lines of the program.
 _HOOK = f"{_PACKAGE}/extensions/programs/"
 _LIBRARY = sysconfig.get_path("stdlib")
 
@@ -102,7 +102,7 @@ def is_start(file: str, function: str) -> bool:
 
 
 def line(places: Iterable[tuple[str, int]]) -> str:
-    """Return the innermost line that is not in a library, as `at FILE:LINE`; empty if all lines are."""
+    """Return the innermost line that is not in a library, as `at FILE:LINE`; empty without such a line."""
     return next((f"at {Path(file).name}:{number}" for file, number in places if is_own(file)), "")
 
 

@@ -1,4 +1,4 @@
-"""Watch the steps of a program; if no process makes a step, report where all processes are, and end the program.
+"""Watch the steps of a program; if no process makes a step, report where all processes hang, and end the program.
 
 The processes write the time since their last step, and reports on request (`inside.py`).
 """
@@ -130,7 +130,7 @@ class HangSupervisor:
         return blind
 
     def _find(self, program: int, idle: float, ends: bool) -> None:
-        """Print where all processes are, and end the program if `ends`."""
+        """Print where all processes hang; if `ends` is true, also end the program."""
         found = collect(self._steps, program, {each["pid"]: each for each in self._statuses.values()}, ends)
         if self._closed.is_set() or (ends and any(map(self._has_moved, found.reports.values()))):
             return

@@ -41,5 +41,5 @@ class Headroom(Record):
         ratio = f"{number(gain)}× (95 % interval {number(low)} to {number(high)})"
         rest = "; other loaders kept loading, so more may be possible" if self.others else ""
         if not self.significant:
-            return f"a faster loader brings no significant gain: if it costs nothing, the speed is {ratio}{rest}"
+            return f"no significant gain by a faster loader: if loading costs nothing, the speed is {ratio}{rest}"
         return f"a faster loader gains {'about' if self.others else 'at most'} {ratio}{rest}"

@@ -85,7 +85,7 @@ def _version(tensor: Any) -> int:
 
 
 class Replay:
-    """Schedule of turns in one process: returns the loader's own batches or kept batches."""
+    """Turns of one process: `next` returns the loader's own batches or kept batches."""
 
     def __init__(self, folder: str) -> None:
         count, size = os.environ[REPLAY].split()
@@ -99,7 +99,7 @@ class Replay:
         self._number = 0  # batches of the training's loader so far
         self._schedule: list[tuple[int, int, int]] = []  # first batch, batches of a plain turn and of a replayed turn
         self._looked, self._read = 0.0, 0
-        self._turn: tuple[int, int, int] | None = None  # first batch of the schedule, number of the turn, its batch
+        self._turn: tuple[int, int, int] | None = None  # schedule's first batch, turn number, batch number in the turn
         self._begin = self._copying = 0.0
         self._timed = 0
 

@@ -28,14 +28,14 @@ class Peak(Record):
     """Largest memory in a phase."""
 
     bytes: int = Field(ge=0)
-    first: int = Field(ge=0)  #: The peak was reached after this step …
-    last: int = Field(ge=0)  #: … and at the latest in this step.
+    first: int = Field(ge=0)  #: Step after which the peak was reached.
+    last: int = Field(ge=0)  #: Last step in which the peak may have been reached.
 
 
 class Memory(Record):
     """Memory of one process on one device, in bytes.
 
-    Main memory is the process's own memory: anonymous, shared and swapped-out pages. Its peaks include pages of files.
+    Main memory is the process's own memory: anonymous, shared and swapped-out pages. Peaks include pages of files.
     Memory of a GPU is the memory that PyTorch's allocator has allocated.
     """
 

@@ -54,7 +54,7 @@ _current: HealthRecorder | None = None
 def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list[Hook], Callable[[Then], Then]]]:
     """Yield hooks for the training's steps, and a wrapper of a function that the trainer calls after a validation.
 
-    At the end, write `health.json` into the run's `folder`, unless this is None.
+    At the end, write `health.json` into the run's `folder`, unless `folder` is None.
     """
     global _current
     watch = _current = HealthRecorder(trainer.world, folder, len(trainer.train_loader), trainer.last_step)

@@ -26,7 +26,7 @@ NAME = "loading.json"
 #: Minimum number of batches of a loader, without the first batch of each epoch, for advice.
 MIN_BATCHES = 10
 
-#: Chunks are reported from these bytes read per byte used, and from this fraction of a batch's time in reads.
+#: Minimum bytes read per byte used, and minimum fraction of a batch's time in reads, of reported chunks.
 MIN_RATIO, MIN_READS = 2.0, 0.3
 
 #: Copies from pageable memory: assumed rate, bytes/s, and minimum fraction of a step that is reported.
@@ -315,7 +315,7 @@ def _wasted(array: Array, share: float, reads: float) -> Advice:
 
 
 def cause(evidence: Evidence) -> Finding | None:
-    """Find the loader's most expensive cost, from the record of `dlscale measure --loader`."""
+    """Find the loader's most expensive problem, from the record of `dlscale measure --loader`."""
     file = evidence.folder / NAME if evidence.folder else None
     if file is None or not file.is_file() or not (advice := Loading.read(file).advice):
         return None

@@ -72,7 +72,7 @@ def waiting(evidence: Evidence) -> Finding | None:
     ranks = evidence.throughput.nranks if evidence.throughput else 1
     free = usage.cores - ranks if usage else 1
     most = f", at most {free} in all" if usage else ""
-    more = f"Use more workers (num_workers of its DataLoader){most}" if free > 0 else ""
+    more = f"Use more workers (num_workers of the DataLoader){most}" if free > 0 else ""
     if usage and busy < 0.5 * min(ranks, usage.cores):
         return Finding(
             "storage",

@@ -39,7 +39,7 @@ STALLED = 1.5
 
 @contextlib.contextmanager
 def showing(steps: Path, rows: Path) -> Iterator[None]:
-    """Print lines on standard error in this context, from the folder of steps and the file of telemetry."""
+    """Print the program's speed on standard error during this context, from its steps and its telemetry `rows`."""
     view = View(steps, rows, float(os.environ.get(EVERY) or SECONDS))
     view.start()
     try:

@@ -270,7 +270,7 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     first = f"  first step after {duration(outside.first_step_seconds)}; total {duration(outside.seconds)}{ended}"
     text.append(first)
     if not outside.samples:
-        text.append("  the number of samples per step is uncertain; --batch-size N states it")
+        text.append("  the number of samples per step is uncertain; state it with --batch-size N")
     if outside.trainings > 1:
         text.append(f"  {outside.trainings} trainings ran one after the other; the rate is the longest training's")
     if outside.profiled:

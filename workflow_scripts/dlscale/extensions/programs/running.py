@@ -643,8 +643,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         )
     hidden = not (folder / "pytorch").exists()
     lost = (
-        "which is on PYTHONPATH. A script or launcher that sets PYTHONPATH, `python -I`, `-E`, `-S`, `env -i` and "
-        "containers remove it: set PYTHONPATH before `dlscale measure` instead"
+        "which is on PYTHONPATH. Containers, `python -I`, `-E`, `-S`, `env -i`, and scripts or launchers that set "
+        "PYTHONPATH remove the hook. Set PYTHONPATH before `dlscale measure` instead"
     )
     why = "only steps of PyTorch's optimisers are seen, except compiled steps"
     if not (folder / "hook").exists():

@@ -248,7 +248,7 @@ class Program(Lawful):
         """
         settings, used = settings_of(run), set(self.placeholders())
         if self.repository and self.folder.startswith("/"):
-            return f"program.folder: {self.folder}: with a repository, expected a relative path in it"
+            return f"program.folder: {self.folder}: expected a path relative to program.repository"
         for name in self.values:
             if name in settings or name in LATER:
                 return f"program.values.{name}: a setting has this name, or {{{name}}} is reserved; choose another name"
@@ -320,8 +320,8 @@ class Program(Lawful):
             return f"tune: {brief(error)}"
         if len(found) < 2:
             return (
-                "tune: no setting can be varied; put {workers} into the command, or list values in tune for one of its "
-                "other placeholders: {prefetch}, {batch_size}, {threads}, or a name in program.values"
+                "tune: no setting can be varied; put {workers} into the command, or list values in tune for another "
+                "placeholder of the command: {prefetch}, {batch_size}, {threads}, or a name in program.values"
             )
         return None
 

@@ -301,7 +301,7 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
-    """Describe the time outside the steps in a span, seconds, without the spans `away`.
+    """Return kinds of time outside the steps in a span, seconds; the spans `away` do not count.
 
     `other`: time from the request of a batch of a loader other than the training's until the next event; `longest`:
     longest remaining time without a batch or a step.

@@ -86,7 +86,7 @@ class Log:
     def _forget(self) -> None:
         """Reset the log; a forked process must not write its parent's notes."""
         self._file, self._notes = None, []
-        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 without one
+        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 if missing
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
         self._until = 0.0 if self.folder else math.inf

@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> None:
     run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
     if len(candidates) < 2:
         raise UserError(
-            "--candidates: expected at least two candidates, the run's own settings first. The workflow sets them"
+            "--candidates (set by the workflow): expected at least two candidates, the run's own settings first"
         )
     found = compete(
         run.tune, [changes for changes, _ in candidates], lambda progress: _Trials(args, candidates, progress)

@@ -53,7 +53,7 @@ class Wandb:
         with _needed("wandb"):
             import wandb
         wandb.finish()  # ends a W&B run that a failed training in this process left open
-        shutil.rmtree(out / "wandb", ignore_errors=True)  # files of an earlier try
+        shutil.rmtree(out / "wandb", ignore_errors=True)  # removes files of an earlier try
         out.mkdir(parents=True, exist_ok=True)
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks the value
         self._wandb = wandb
