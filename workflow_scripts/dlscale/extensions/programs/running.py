@@ -608,12 +608,12 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     if run.signals:
         names = ", ".join(signal.Signals(each).name for each in dict.fromkeys(run.signals))
         asked = f"the program received {names} and ended with status {run.status}"
-        return f"{asked} after {duration(run.seconds)}, before it trained"
+        return f"{asked} after {duration(run.seconds)}, before enough steps were seen"
     if run.status:
         ended = f"the program ended with status {run.status} after {duration(run.seconds)}"
-        return f"{ended}, before a step was seen. Steps are written once a second, so the last steps may be missing"
+        return f"{ended}, before enough steps were seen. Steps are written once a second; the last steps may be missing"
     if reason := seen.stopped(folder):
-        return f"dlscale's hook stopped before a step was seen: {reason}"
+        return f"dlscale's hook stopped before enough steps were seen: {reason}"
     if way == "rate":
         if run.refused:
             return f"the pattern {reading.rate} matched text that is not a rate: {no_rate(run.refused)}"
