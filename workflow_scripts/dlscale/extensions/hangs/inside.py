@@ -2,7 +2,7 @@
 
 dlscale's own processes import this file. In programs of `dlscale measure --hang-after`, dlscale's hook loads the file
 by its path, so the file is for Python 3.8 and later, and has no dependencies. In each process that imports PyTorch or
-records a step, a thread (`Reporter`) writes the time since the last step, and a report on request.
+records a step, a thread (`Reporter`) writes the time since the last step or batch, and a report on request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-#: Environment variable: seconds without a step after which `dlscale measure` ends the program.
+#: Environment variable: seconds without a step or batch after which `dlscale measure` ends the program.
 AFTER = "DLSCALE_HANG_AFTER"
 
 #: Names of files in the folder of steps. `.HOST.PID` follows all names except ASK, the request for reports.
@@ -118,7 +118,7 @@ def main_line() -> str:
 
 
 class Reporter:
-    """Thread that writes the time since the last step of a program's process, and a report on request.
+    """Thread that writes the time since the last step or batch of a process, and a report on request.
 
     After SIGQUIT, the process also writes the stacks of all threads, even if its code holds Python's lock (GIL).
     """

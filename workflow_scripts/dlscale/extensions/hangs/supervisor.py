@@ -1,6 +1,6 @@
-"""Watch the steps of a program; if no process makes a step, report where all processes hang, and end the program.
+"""Watch the steps of a program; if all processes hang, report where, and end the program.
 
-The processes write the time since their last step, and reports on request (`inside.py`).
+The processes write the time since their last step or batch, and reports on request (`inside.py`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class HangSupervisor:
         folder
             Folder of the run; reports and stacks are written into its subfolder `hang`.
         seconds
-            Time without a step after which the program is ended.
+            Time without a step or batch after which the program is ended.
         say
             Function that prints a line for the user.
         before_first_step
-            Whether the program is also ended if the first batch or step takes `BEFORE_FIRST_STEP` times as long.
+            Whether the program is also ended if its first batch or step takes `BEFORE_FIRST_STEP` times `seconds`.
         """
         self._steps, self._limit, self._say = steps, seconds, say
         self.folder, self._finding = folder / FINDING.parent, folder / FINDING
@@ -108,7 +108,7 @@ class HangSupervisor:
                 self._ages[file] += TICK
 
     def _idle(self) -> tuple[float, float]:
-        """Return the seconds since the last step of any process, and their limit."""
+        """Return the seconds since the last step or batch of any process, and their limit."""
         live = {file: each for file, each in self._statuses.items() if not (each.get("ended") or is_gone(each))}
         if live:
             idle = min(each["idle"] + self._ages[file] for file, each in live.items())

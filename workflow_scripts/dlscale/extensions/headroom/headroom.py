@@ -59,7 +59,7 @@ REPLAYED = "PyTorch's DataLoader or dlscale.timed; other loaders cannot be repla
 #: Time between two reads of the turns, s.
 LOOK = 0.1
 
-#: Commands that start processes outside of the scratch copy, where the program could overwrite its results.
+#: Commands that start processes outside of the scratch copy; these processes could overwrite the program's results.
 ELSEWHERE = ("srun", "sbatch", "salloc", "ssh", "flux", "jsrun", "aprun", "docker")
 
 #: Environment variables that switch off experiment trackers, from the trackers' documentation.

@@ -31,7 +31,7 @@ from dlscale.extensions.health.records import (
     thin,
 )
 
-#: The time between two steps, without waits for batches, is a pause above PAUSE medians and above PAUSE_SECONDS.
+#: The time between two steps, minus waits for batches, is a pause if it exceeds PAUSE median steps and PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 5.0, 0.2
 
 #: Number of steps after which a peak in the phase `start` counts as the training's: the first step allocates the

@@ -105,7 +105,7 @@ class Advice(Record):
     what: str  #: Name of the cause.
     why: str
     todo: str
-    share: float = Field(ge=0, le=1)  #: Fraction of the training's time.
+    share: float = Field(ge=0, le=1)  #: Fraction of the training's time that the problem costs.
 
     @property
     def sentence(self) -> str:

@@ -42,7 +42,7 @@ COMMANDS = {
             ),
             option(
                 "--hang-after",
-                "end the program after this time without a step, and report what all its processes do",
+                "end the program after this time without a step or batch, and report where its processes hang",
                 False,
                 type=float,
                 metavar="SECONDS",

@@ -291,7 +291,7 @@ def _step_rate(found: Throughput, ends: list[float]) -> float | None:
 def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
     """Return a metric's values by the step numbers of the validations.
 
-    If none of the metric's step numbers is the step number of a validation, the n-th value is paired with the n-th
+    If the metric and the validations do not have a step number in common, the n-th value is paired with the n-th
     validation.
     """
     values = {step: value for _, step, value in curve}

@@ -438,7 +438,7 @@ class Reading:
     #: Samples per step, which replace the number that the program's batches show. Exception: with `of_run`, a larger
     #: number in the batches counts.
     batch_size: int | None = None
-    of_run: bool = False  #: Whether the batch size is a run's setting, which may not count gradient accumulation.
+    of_run: bool = False  #: Whether the batch size is a run's setting, which might not count gradient accumulation.
     rate: str | None = None  #: Pattern of the printed rates.
     log: Path | None = None  #: The program's own log.
     log_start: logs.Start | None = None  #: State of that log before the program started.
@@ -549,7 +549,7 @@ def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Read
     """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
     Delivered samples are compared only if their number is certain. A larger delivered number replaces a run's setting,
-    which may not count gradient accumulation, but never the option `--batch-size`.
+    which might not count gradient accumulation, but never the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):

@@ -45,7 +45,7 @@ DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 #: Name for `--rate` → pattern of the printed rate, samples/s over all processes. `nersc`: NERSC's tutorial programs.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
-#: Minimum number of steps for a program's rate: two warm-up steps, and three steps of which some may be discarded.
+#: Minimum number of steps for a program's rate: two warm-up steps, and three steps, some of which may be discarded.
 MIN_STEPS = 5
 
 #: Pattern of dlscale's names for the values that a program logs.

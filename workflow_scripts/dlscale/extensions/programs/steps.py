@@ -148,7 +148,7 @@ def _process(path: Path) -> Process:
 
 
 def stopped(folder: Path) -> str | None:
-    """Return the reason why the hook of a process stopped early; None if no hook stopped."""
+    """Return the reason why a process stopped taking notes of its steps; None if no process stopped."""
     reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
     return next((reason.strip() or "the steps could not be written; the disk may be full" for reason in reasons), None)
 
@@ -301,7 +301,7 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
-    """Return kinds of time outside the steps in a span, seconds; the spans `away` do not count.
+    """Return the seconds outside the steps in a span, by kind; the spans `away` do not count.
 
     `other`: time from the request of a batch of a loader other than the training's until the next event; `longest`:
     longest remaining time without a batch or a step.
