@@ -328,7 +328,7 @@ def test_a_model_without_products_has_no_arithmetic_roof() -> None:
 @pytest.mark.parametrize(
     ("batches", "other", "longest", "words"),
     [
-        ([(4.0, "1"), (5.0, "1")], 5.0, 1.0, "For 5.00\u00a0s, another loader than the training's was read"),
+        ([(4.0, "1"), (5.0, "1")], 5.0, 1.0, "For 5.00\u00a0s, a loader other than the training's was read"),
         ([], 0.0, 6.0, "The longest time without a batch or a step is 6.00\u00a0s."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Stage and option that measure a program with a loader that costs nothing."""
+"""Extension: stage `headroom` and option `--replay`, which measure a program with a loader that costs nothing."""
 
 from dlscale.core.stage import START, Stage, path
 
