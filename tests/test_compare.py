@@ -149,7 +149,7 @@ def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.Capt
             (folder / f"plans/p/{run}/telemetry").mkdir(exist_ok=True)
             met.write(folder / f"plans/p/{run}/telemetry/throughput.json")
     assert main(["compare", "--gate", *map(str, folders)]) == 0
-    words = "made with other machines or software (p.first, p.fast): driver 570.1 → 580.2"
+    words = "machines or software differ (p.first, p.fast): driver 570.1 → 580.2"
     assert words in capsys.readouterr().out.splitlines()
 
 

@@ -33,7 +33,7 @@ class UNet3DSettings(Strict):
     space_to_depth: bool = Field(
         False,
         description="Compute the first and the last layer, which have few channels, on blocks of 2^3 cells: the same "
-        "function and parameters in shapes for tensor cores.",
+        "function and parameters, in shapes that suit tensor cores.",
     )
 
 

@@ -62,7 +62,7 @@ COPIED = 10_000_000
 #: the software.
 MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
 
-#: Begin of the HTML head of the preview; the security policy forbids scripts, and loading of other files.
+#: Start of the HTML head of the preview; the security policy forbids scripts, and loading of other files.
 PREVIEW = (
     '<head><meta charset="utf-8">'
     """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
@@ -111,14 +111,13 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
     if not args.citation:
         raise UserError(
-            "--citation: missing. The records do not contain the authors and the licence of the results. Write a "
-            "CITATION.cff with your `authors` and `license` (docs/crate.md has an example), and name the file with "
-            "--citation"
+            "--citation: missing. The records lack the authors and the licence of the results. Write a CITATION.cff "
+            "with your `authors` and `license` (example: docs/crate.md), and name the file with --citation"
         )
     (name,), results = check_plans([args.plan], configuration), results_of(configuration)
     record = Path(Results(results).plan(name))
     if not record.exists():
-        raise UserError(f"{name} has no results yet. Run snakemake plan_{name}")
+        raise UserError(f"{name} has no results yet. Run dlscale run {name}")
     made = Crate(results, read_plan(record), Path(args.citation))
     made.fill()
     if args.zip:

@@ -142,8 +142,15 @@ def probe_python(
         # slow, hence the long timeout.
         printed = command_output([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
-        remedy = "activate the environment of dlscale, or correct site.engine and site.image"
-        return [Finding("python", "FAIL", f"cannot be started where the stages run: {error}", remedy)]
+        text = "not found" if isinstance(error, AbsentError) else "the check of its versions failed"
+        return [
+            Finding(
+                "python",
+                "FAIL",
+                f"{text} where the stages run: {error}",
+                "activate the environment of dlscale (Python 3.11 or later), or correct site.engine and site.image",
+            )
+        ]
     # The entry point of an image may print a greeting first.
     return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
 
@@ -275,7 +282,7 @@ def probe_queue() -> Finding:
 
 
 def _used_queues(scheduler: Scheduler) -> list[tuple[str, Queue]]:
-    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # empty without a queue
+    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # an empty name for runs without a queue
     return [(name, scheduler.queues.get(name, Queue())) for name in names]
 
 
@@ -328,7 +335,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 
 def probe_job_limits(scheduler: Scheduler) -> Finding:
-    """Check that the site's settings know how many jobs a user may submit to each used QOS."""
+    """Check that the site's settings limit the jobs of each used QOS to the number that a user may submit."""
     try:
         listed = command_output(["sacctmgr", "-nP", "show", "qos", "format=name,maxsubmitpu"])
     except FailedError as error:

@@ -92,7 +92,7 @@ class Era5Metrics(Metrics):
     def described(self) -> list[Metric]:
         answer = "the best baseline without learning"
         kinds = {
-            "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
+            "rmse": ("RMSE", "latitude-weighted root-mean-square error over all validation samples, in physical units"),
             "rmse_normalised": (
                 "RMSE, normalised",
                 "RMSE of standardised fields, averaged over samples, as published",
@@ -274,7 +274,7 @@ class Era5ViT(Study):
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
-        """Return a picture of t2m, as NERSC's tutorials draw; of the first channel if t2m is missing."""
+        """Return a picture of t2m, as in NERSC's tutorials, or of the first channel if t2m is missing."""
         from dlscale.studies.figures import side_by_side
 
         names = manifest.fields["fields"].channels

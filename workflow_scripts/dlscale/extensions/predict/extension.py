@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale predict`."""
+"""Extension: the command `predict`."""
 
 from dlscale.core.stage import Query, option
 
@@ -45,7 +45,7 @@ COMMANDS = {
             ),
             option(
                 "--machine",
-                "name of a machine, or YAML file with its levels of links (default: machine of the measured device)",
+                "name of a machine, or YAML file that describes its links (default: machine of the measured device)",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),

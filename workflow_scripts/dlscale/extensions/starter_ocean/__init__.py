@@ -1,1 +1,1 @@
-"""See `study.py`."""
+"""Study `starter_ocean`: batches are dicts, with two inputs and a mask."""

@@ -12,7 +12,7 @@ from dlscale.results import PlanResult, RunResult
 
 
 def card(plan: PlanResult) -> View:
-    """Return the verdict of each tuned run, and the best settings of the first one."""
+    """Return the verdict of each tuned run, and the best settings of the first tuned run."""
     tuned = [(run, run.records["tune"]) for run in plan.runs if "tune" in run.records]
     verdicts = [{"run": run.called, "id": plan.anchor(run), "verdict": each.verdict()} for run, each in tuned]
     return {"tuned": verdicts, "winner": tuned_winner(plan)}

@@ -1,4 +1,4 @@
-"""Manifests of volumes."""
+"""Manifests of volumes of dark matter and gas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
             # Densities and temperatures are stored as logarithms; inverting the logarithm of physical values overflows.
             if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
                 raise UserError(
-                    f"{where}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed values, "
+                    f"{where}: channel '{channel}' reaches {highest:g}, but prepared files contain transformed values, "
                     "mostly in (-1, 1); for physical values use source kind files"
                 )
     return manifest

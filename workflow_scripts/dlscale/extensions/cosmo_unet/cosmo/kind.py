@@ -35,7 +35,7 @@ class Counts(Strict):
 class Fractions(Shares):
     """Fractions of each file along its first axis, in the order train, valid, test; each cut drops `gap` rows."""
 
-    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two parts, against leakage.")
+    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two splits, against leakage.")
 
 
 class CosmoSimulated(Strict):
@@ -113,11 +113,10 @@ class CropSamples(Strict):
     crop: Extent = Field(64, description="Edge of a crop in cells.")
     symmetry: Literal["none", "rotations", "full", "published", "published_dali"] = Field(
         "full",
-        description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
-        "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
-        "reflections, as in "
-        "SC22's program; published_dali: the last two axes reversed or not, as in SC22's DALI "
-        "loader; vectors do not turn.",
+        description="Random symmetries of training crops; none: crops are not turned. Vectors turn with the grid for "
+        "`rotations` (24 rotations) and `full` (24 rotations, 24 reflections). Vectors do not turn for `published` (16 "
+        "rotations, 8 reflections, as in SC22's program) and `published_dali` (the last two axes reversed or not, as "
+        "in SC22's DALI loader).",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(

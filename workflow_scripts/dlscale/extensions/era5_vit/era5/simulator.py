@@ -51,7 +51,7 @@ INTERVAL = 6 * 3600.0  # between snapshots, s
 # Climate, relaxation times and forces are tuned so that winds, temperatures and heights are realistic, and so that the
 # change in 6 hours is 0.3 to 0.5 standard deviations on a 5.6 degree grid.
 SPINUP_DAYS = 20  # days that are simulated first and discarded
-STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours (the vorticity itself: about 5e-5)
+STIRRING = 1e-6  # s-1, root mean square of the 6-hourly vorticity kick (the vorticity itself: about 5e-5)
 
 
 def coupling(truncation: int) -> Real:

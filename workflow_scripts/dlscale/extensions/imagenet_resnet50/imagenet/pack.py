@@ -167,7 +167,8 @@ def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
         width, height = image.size
         if image.mode.startswith(("I", "F")):  # Pillow's modes of more than 8 bits
             raise ValueError(
-                f"grey of more than 8 bits (mode {image.mode}), whose black and white are unknown; scale it to 8 bits"
+                f"grey of more than 8 bits (mode {image.mode}), whose values of black and white are unknown; scale it "
+                "to 8 bits"
             )
         if form == "encoded":
             image.draft("RGB", (1, 1))  # check a JPEG quickly: the file is read completely, but few pixels are computed
