@@ -1,4 +1,4 @@
-"""Extension: comparison of two results, and the history of all measurements."""
+"""Extension: the commands `compare` and `history`."""
 
 from dlscale.core.stage import Query, option, path
 

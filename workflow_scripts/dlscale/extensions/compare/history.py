@@ -1,6 +1,7 @@
 """`dlscale history`: show all measurements of any number of results folders in chronological order.
 
-Each measurement is compared, as in `compare`, with the previous one of the same run, device and compute settings.
+Each measurement is compared, as in `compare`, with the previous measurement of the same run, device and compute
+settings.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Crate:
     """Crate of a plan: the plan's results, in the same folders as in the results folder, and the workflow's files."""
 
     def __init__(self, results: Path, plan: PlanResult, citation: Path) -> None:
-        """Begin a crate; `citation` is the path of the CITATION.cff with the authors and the licence of the results."""
+        """Start a crate; `citation` is the path of the CITATION.cff with the authors and the licence of the results."""
         from rocrate.rocrate import ROCrate
 
         self.results, self.plan = results, plan
@@ -144,7 +144,7 @@ class Crate:
         self.software = _read_citation(WORKFLOW / "CITATION.cff")
         self.citation = _read_citation(citation)
         self.authors = self._authors(self.citation)
-        self.times = list[tuple[str, str]]()  #: Begin and end of each stage for which both times are known.
+        self.times = list[tuple[str, str]]()  #: Start and end of each stage for which both times are known.
         self.actions, self.controls = list[Any](), list[Any]()
         self.tools, self.steps = dict[str, Any](), dict[str, Any]()
 
@@ -448,7 +448,7 @@ def _environment(told: Raw, met: Environment | None) -> Raw:
 
 
 def _times(run: RunResult, stage: str) -> tuple[str, str] | None:
-    """Return the begin and the end of a run's stage; None if unknown.
+    """Return the start and the end of a run's stage; None if unknown.
 
     The times are from the provenance of the training, or from the stage's telemetry.
     """

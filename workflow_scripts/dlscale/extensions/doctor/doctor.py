@@ -282,7 +282,7 @@ def probe_queue() -> Finding:
 
 
 def _used_queues(scheduler: Scheduler) -> list[tuple[str, Queue]]:
-    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # an empty name for runs without a queue
+    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # an empty name means no queue
     return [(name, scheduler.queues.get(name, Queue())) for name in names]
 
 

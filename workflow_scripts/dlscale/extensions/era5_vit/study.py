@@ -232,8 +232,9 @@ class Era5ViT(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of a sample.
 
-        For N tokens of width E, each attention takes 4 N^2 E FLOPs, and each output of a linear layer takes 2 N E
-        FLOPs. The sum is a third of the training FLOPs in Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        For N tokens of width E, each attention takes 4 N^2 E FLOPs, and each output of a linear layer with E inputs
+        takes 2 N E FLOPs. The sum is a third of the training FLOPs in Chowdhery et al. 2022 (arXiv:2204.02311),
+        appendix B.
         """
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size

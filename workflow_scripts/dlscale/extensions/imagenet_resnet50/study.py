@@ -52,7 +52,7 @@ class ResNetSettings(Strict):
 
 
 class TorchvisionSettings(Strict):
-    """Another network, of torchvision, which must be installed; the data determine the number of classes."""
+    """Another network; the package torchvision must be installed. The data determine the number of classes."""
 
     kind: Literal["torchvision"]
     name: str = Field(description="Name of a classifier in torchvision, such as alexnet, vgg16 or vit_b_16.")

@@ -392,7 +392,7 @@ def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    """Return the seconds until the first batch: all workers start, and a single worker makes the batch."""
+    """Return the seconds until the first batch: the workers start one by one, and a single worker makes the batch."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 

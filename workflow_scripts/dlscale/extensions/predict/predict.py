@@ -96,9 +96,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     for path in folders:
         here = load_run(path / "config.yaml", "train")
         if not getattr(here.parallel, "sync", True):
-            raise UserError(
-                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run that does"
-            )
+            raise UserError(f"{path}: parallel.sync is false, so the run does not average gradients. Name another run")
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")

@@ -75,7 +75,7 @@ class Group(NamedTuple):
 def self_test(world: World, wanted: bool = True) -> Links | None:
     """Test the exchanges of all processes, and return the measured links.
 
-    Return None if the run has one process, or if any process does not want the test.
+    Return None if the run has one process, or if `wanted` is false on any process.
 
     Raises
     ------

@@ -68,7 +68,7 @@ def format_reasons(jobs: Iterable[Waiting], sources: Sources = read_table) -> li
 
 
 def replaced(jobs: Iterable[Waiting]) -> str:
-    """Return a line on the results that jobs with new settings or inputs will replace; empty without any."""
+    """Return a line on the results that jobs with new settings or inputs will replace; empty without such jobs."""
     names, rules, data = set(), set(), False
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)

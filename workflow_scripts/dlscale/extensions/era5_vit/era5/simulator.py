@@ -181,7 +181,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     source, year = dataset.source, raw.index
     latitudes, longitudes, seed = source.latitudes, source.longitudes, source.seed
     resolved = min(longitudes // 2, latitudes) - 1
-    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21; a year above 127 is slow
+    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21 or more; above 127, a year is slow
     when = times(year, source.days)
     latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
     longitude = 360.0 * np.arange(longitudes) / longitudes

@@ -279,8 +279,8 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
         low, high = (float(read.dtype.type(end)) for end in (low, high))
     if count := int(((read < low - step / 2) | (read > high + step / 2)).sum()):  # comparisons are false for NaN
         raise UserError(
-            f"{where}: {count} values in this block of times are outside the valid range, {low:g} to {high:g} "
-            "(attributes valid_min, valid_max, valid_range). Exclude their times with `split` or their points with "
+            f"{where}: values are outside the valid range, {low:g} to {high:g} ({count} in this block of times; "
+            "attributes valid_min, valid_max, valid_range). Exclude their times with `split` or their points with "
             "`crop`, fill the values, or correct the attributes"
         )
     return read
