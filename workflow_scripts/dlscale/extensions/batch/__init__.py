@@ -1,1 +1,1 @@
-"""Batch of a training step, and check of equal weights on all ranks."""
+"""Batch of a training step, and check of replicas."""

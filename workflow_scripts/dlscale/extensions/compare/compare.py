@@ -132,7 +132,7 @@ def _of(runs: list[str], found: list[dict[str, Any]]) -> str:
 
 
 def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
-    """Return the changes of a run, as JSON values; the intervals allow for `looks` comparisons at once."""
+    """Return the changes of a run, as JSON values; `looks` comparisons widen the intervals."""
     names = [run.device.name for run in (before, after)]
     elsewhere = all(names) and names[0] != names[1]
     speeds = {
@@ -349,7 +349,7 @@ def _means(summary: Summary, per: str) -> pd.DataFrame:
 
 
 def extremes(changes: pd.DataFrame, count: int = 10) -> pd.DataFrame:
-    """Return the `count` rows whose time decreased most, then the `count` rows whose time increased most."""
+    """Return the rows whose time decreased most, then the rows whose time increased most."""
     import pandas as pd
 
     faster = changes[changes.difference < 0].nsmallest(count, "difference")
@@ -416,7 +416,7 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
 
 
 def unescape_formulas(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without the apostrophes that `escape_formula` added."""
+    """Undo `escape_formula` in a row."""
     return {
         key: each[1:] if isinstance(each, str) and each.startswith("'") and text.FORMULA.match(each) else each
         for key, each in row.items()

@@ -191,7 +191,7 @@ class CosmoUNet(Study):
         return CosmoMetrics(manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the middle slice of each output next to the dark matter's density or velocity."""
+        """Draw the middle slice of each output next to the density or velocity of dark matter."""
         import numpy as np
 
         from dlscale.studies.figures import comparison

@@ -81,8 +81,8 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 class ResNet(nn.Module):
     """Residual network with `depth` 18, 34, 50 or 101; the four stages have 1, 2, 4 and 8 times `width` channels.
 
-    `mean` and `std`, as fractions of 255 (such as 0.485), normalise images with values 0 to 255; they are None if
-    images are already normalised. With bottlenecks the outputs of the stages have four times as many channels.
+    `mean` and `std`, as fractions of 255 (such as 0.485), normalise images with values 0 to 255; None if images
+    are already normalised. With bottlenecks the outputs of the stages have four times as many channels.
     """
 
     mean: torch.Tensor

@@ -72,10 +72,7 @@ class CrossEntropy(Strict):
 
 
 class ImagenetMetrics(Metrics):
-    """Top-1 and top-5 accuracy of the model, and of a baseline that always answers the most frequent classes.
-
-    The most frequent classes are counted in the training data.
-    """
+    """Top-1 and top-5 accuracy of the model, and of always answering the training data's most frequent classes."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np

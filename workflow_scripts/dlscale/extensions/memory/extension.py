@@ -1,4 +1,4 @@
-"""Extension: prediction of a step's memory, and of settings that need less memory."""
+"""Extension: prediction of a step's memory, and of settings that need less."""
 
 PROVIDES = {
     "predict_memory": "dlscale.extensions.memory.prediction.predict",

@@ -96,17 +96,16 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        On a level with n units (devices or groups of devices), latency alpha and seconds per byte beta, a ring takes
-        2 (n - 1) (alpha + beta size / n). On the highest level a double binary tree (Sanders, Speck and Traeff 2009,
-        doi:10.1016/j.parco.2009.09.001) replaces the ring if the tree is faster; a tree takes 2 ceil(log2 n) alpha +
-        2 beta size.
+        Among the n units of a level (`Level` defines alpha and beta), a ring takes 2 (n - 1) (alpha + beta size / n).
+        On the highest level a double binary tree (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001)
+        replaces the ring if the tree is faster; a tree takes 2 ceil(log2 n) alpha + 2 beta size.
         """
         return self._time(size, ranks, stride, sweeps=2)
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes the same time.
 
-        On a level as in `all_reduce`, a ring takes (n - 1) (alpha + beta size / n).
+        Among the n units of a level, a ring takes (n - 1) (alpha + beta size / n).
         """
         return self._time(size, ranks, stride, sweeps=1)
 
@@ -160,7 +159,7 @@ class MachineSettings(Strict):
     levels: list[LevelSettings] = Field(min_length=1, description="Levels, beginning with the nearest level.")
 
     def has(self, device: str) -> bool:
-        """Return whether a device with the name `device` is assumed to be in this machine."""
+        """Return whether a device with this name is assumed to be in this machine."""
         return any(part in device for part in self.devices)
 
     @property
@@ -392,7 +391,7 @@ def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    """Return the seconds until the first batch: the workers start one by one, and a single worker makes the batch."""
+    """Return the seconds until the first batch: workers start one by one, and one worker makes the batch."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 

@@ -284,7 +284,7 @@ class Row:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print predictions of the runs `args.runs` on other devices; return the exit status 0.
+    """Print predictions of the runs `args.runs` on other devices.
 
     With `args.validate` print predictions of published figures instead.
     """
@@ -317,7 +317,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def validated() -> list[str]:
-    """Return the table of published figures and their predictions in Markdown, and a summary of the table."""
+    """Return a Markdown table of published figures and their predictions, and its summary."""
     checks = [
         check
         for file in study_files().values()
@@ -394,7 +394,7 @@ def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: f
 
 
 def head(measured: MeasuredRuns) -> list[str]:
-    """Return lines that describe the measurements on which the predictions are based."""
+    """Return lines that describe the measurements behind the predictions."""
     most = max((point.job.devices for point in measured.fit.points), default=0)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"

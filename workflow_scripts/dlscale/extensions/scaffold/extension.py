@@ -1,4 +1,4 @@
-"""Extension: the commands `init` and `new-study`, which write files to start from."""
+"""Extension: the commands `init` and `new-study`."""
 
 from dlscale.core.stage import Query, option
 

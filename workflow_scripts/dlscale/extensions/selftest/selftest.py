@@ -131,7 +131,7 @@ def per_node(hosts: Sequence[str]) -> int:
 def groups(world: World) -> list[Group]:
     """Return the groups of this rank: all ranks, its group along each mesh axis, and the ranks with the same weights.
 
-    Axes of size 1 are left out. The last group is left out if it equals the group along an axis.
+    Axes of size 1 are left out. The last group is left out if it equals an axis's group.
     """
     handles: dict[str, Any] = {"all processes": None}
     if world.mesh:

@@ -1,1 +1,1 @@
-"""Study `starter_ocean`: batches are dicts, with two inputs and a mask."""
+"""Study `starter_ocean`."""

@@ -67,7 +67,7 @@ class OceanStudy(Study):
         return OceanCNN(run.model.hidden, run.model.layers)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return the forward FLOPs of a sample: 2 x 3^2 C_in C_out per cell of each convolution."""
+        """Return a sample's forward FLOPs: 2 x 3^2 C_in C_out per cell and convolution."""
         rows, columns = manifest.fields[run.samples.input["before"]].grid
         hidden, inner = run.model.hidden, run.model.layers - 2
         return 2.0 * 9 * rows * columns * (3 * hidden + inner * hidden**2 + hidden)

@@ -1,4 +1,4 @@
-"""Extension: the stage `tune`, which searches for fast settings of a run, and the stage `promote` of sweeps."""
+"""Extension: the stages `tune` and `promote`."""
 
 from dlscale.core.stage import Stage, option, path
 

@@ -1,4 +1,4 @@
-"""Manifests of volumes of dark matter and gas."""
+"""Manifests of cosmological volumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.extensions.cosmo_unet.cosmo.kind import CosmoDataset
 
 
 def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe files in the published layout; the training files are read once for the statistics."""
+    """Describe files in the published layout; read the training files once for statistics."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
     shapes: dict[str, tuple[int, ...]] = {}  # shapes in the first file

@@ -8,10 +8,9 @@ from typing import Any
 
 
 class DeferredErrorFile(io.FileIO):
-    """New file for libraries that crash on write errors: the first error is raised when the context ends.
+    """New file for libraries, such as HDF5, that crash on write errors: the error is raised when the context ends.
 
-    For example, HDF5 crashes if a write fails while it closes a file. After an error, further writes have no effect.
-    The library must close the file before the context ends.
+    After an error, further writes have no effect. The library must close the file before the context ends.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
