@@ -254,7 +254,7 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
         print(json.dumps({"per": per, "batches": [before.batch, after.batch], "faster and slower": rows}, indent=2))
         return 0
     if per == "sample":
-        print(f"batch of a process: {before.batch:g} before, {after.batch:g} after; so all times are per sample")
+        print(f"samples per step of a process: {before.batch:g} before, {after.batch:g} after. Times are per sample")
     show(_table(changed, per))
     return 0
 

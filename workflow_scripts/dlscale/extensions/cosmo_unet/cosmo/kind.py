@@ -46,7 +46,7 @@ class CosmoSimulated(Strict):
         128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box."
     )
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
-    boxes: Counts = Field(Counts(), description="Number of boxes of each part.")
+    boxes: Counts = Field(Counts(), description="Number of boxes of each split.")
     seed: Seed = Field(0, description="Seed of all boxes.")
 
 
@@ -60,8 +60,8 @@ class CosmoFiles(Strict):
     train: list[Path] = Field([], description="Files of the training part.")
     valid: list[Path] = Field([], description="Files of the validation part.")
     test: list[Path] = Field([], description="Files of the test part.")
-    paths: list[Path] = Field([], description="Files, each of which `fractions` divides into the parts.")
-    fractions: Fractions | None = Field(None, description="Fraction of each file in `paths` for each part.")
+    paths: list[Path] = Field([], description="Files; `fractions` divides each file into the splits.")
+    fractions: Fractions | None = Field(None, description="Fraction of each file in `paths` for each split.")
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")

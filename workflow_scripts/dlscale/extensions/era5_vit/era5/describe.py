@@ -147,7 +147,7 @@ def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | Non
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
     """If all times are known, add the start time of each file; in a `series`, also add the preceding file.
 
-    The times in a file must have the manifest's step, because pairs, clocks and means count rows.
+    The times in a file must have the manifest's step, because pairs, clocks and means compute times from rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()
