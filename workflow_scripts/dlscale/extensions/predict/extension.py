@@ -7,7 +7,7 @@ USES = ("memory",)
 COMMANDS = {
     "predict": Query(
         "dlscale.extensions.predict.predict",
-        "Predict speed, memory, time and cost of measured runs on other devices; name the fastest and the cheapest.",
+        "Predict speed, memory, time and cost of runs on other devices; name the fastest and the cheapest choice.",
         (
             ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(

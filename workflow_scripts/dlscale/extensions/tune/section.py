@@ -49,7 +49,7 @@ def _fold(plan: PlanResult, run: RunResult, tuning: Tuning) -> Fold:
     if tuning.duel:
         said += (
             " The best combination and the run's original settings were then timed alternately, in "
-            f"{len(tuning.duel.rates)} rounds. The result is the mean ratio of their speeds."
+            f"{len(tuning.duel.rates)} rounds. The result is the trimmed geometric mean of their speed ratios."
         )
     if tuning.command:
         said += (
