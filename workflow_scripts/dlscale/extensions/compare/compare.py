@@ -68,7 +68,7 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(
-            f"{' and '.join(args.results)}: these results have no run in common. Name plans that have runs in common"
+            f"{' and '.join(args.results)}: these results have no run in common. Name results with equal names of runs"
         )
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:

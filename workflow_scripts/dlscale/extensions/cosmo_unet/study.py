@@ -141,13 +141,13 @@ class CosmoUNet(Study):
         if run.activation_checkpointing == "selective":
             raise Refused(
                 "activation_checkpointing selective: a level of the U-Net is one convolution, whose output would be "
-                "kept, so this saves no memory. Use true"
+                "kept, so this saves no memory. Set activation_checkpointing to true"
             )
         levels = len(run.model.widths)
         if run.samples.crop % 2**levels:
             raise Refused(
                 f"samples.crop {run.samples.crop} is not a multiple of {2**levels}: each of the {levels} levels of "
-                "model.widths halves it"
+                "model.widths halves the crop"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:

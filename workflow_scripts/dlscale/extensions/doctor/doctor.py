@@ -119,9 +119,11 @@ def probe_image(site: Site) -> Finding:
     if site.engine == "none":
         return Finding("image", "skip", "no container engine: commands run directly")
     if not shutil.which(site.engine):
-        return failed(f"{site.engine}: no such command here", "install it, or set site.engine to an installed engine")
+        return failed(
+            f"{site.engine}: no such command here", f"install {site.engine}, or set site.engine to an installed engine"
+        )
     if not site.image:
-        return failed("site.image is not set", "set it to the name of an image (for apptainer: its file)")
+        return failed("site.image is not set", "set site.image to the name of an image (for apptainer: its file)")
     if site.engine == "apptainer":  # computing the identity, which is the SHA-256 of the file, takes too long
         if not Path(site.image).is_file():
             return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")

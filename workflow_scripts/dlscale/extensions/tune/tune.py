@@ -93,7 +93,7 @@ def compete(
     changes: Sequence[dict[str, Any]],
     open_trials: Callable[[Progress], contextlib.AbstractContextManager[Any]],
 ) -> Tuning:
-    """Search for the best candidate, then time it in a duel."""
+    """Search for the best candidate, then time this candidate in a duel."""
     # `open_trials` returns a context with a `Measure`. Its `problems` are the reasons for skipped candidates; its
     # `keeps` is true during the duel.
     began, duel_seconds = time.perf_counter(), settings.seconds * (DUEL if len(changes) > 2 else 1)

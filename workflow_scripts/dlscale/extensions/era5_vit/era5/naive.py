@@ -1,4 +1,4 @@
-"""Baselines without learning; skill is measured against the best of them.
+"""Baselines without learning; skill is measured against the best baseline.
 
 With the time t of the input x(t), the lead d and the mean state m(hour) of each hour of day over the training period:
 

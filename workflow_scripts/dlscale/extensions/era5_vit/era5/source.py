@@ -68,7 +68,7 @@ LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadti
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
-GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
+GRID = "expected a regular grid: an axis of latitudes, an axis of longitudes; interpolate, e.g. with `cdo remapbil`"
 
 #: Ratio of the molar masses of water vapour and dry air, from the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
