@@ -243,7 +243,7 @@ def _measure(series: Series, figure: Published) -> Measure:
 
 
 def _rate(figure: Published) -> float:
-    """Return a figure as samples/s; a figure in seconds is the time of an epoch or of a training."""
+    """Return a figure as samples/s; a figure in seconds is the time of an epoch, a validation or a training."""
     value = figure.samples_per_second or figure.value or math.nan
     return (figure.samples or 0) * (figure.epochs or 1) / value if figure.unit == "s" else value
 
