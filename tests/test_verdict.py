@@ -463,7 +463,7 @@ def test_explain_prints_the_verdict(
     assert [each["findings"][0]["cause"] for each in json.loads(capsys.readouterr().out).values()] == ["storage"] * 2
     (tmp_path / "results/plans/p/r/throughput.json").unlink()
     assert stage("explain", "p.r") == 2
-    assert "neither throughput nor a profile yet. Add `throughput` or `profile`" in capsys.readouterr().err
+    assert "neither a throughput nor a profile yet. Add `throughput` or `profile`" in capsys.readouterr().err
 
 
 def test_explain_reports_runs_without_results_and_plans(

@@ -33,7 +33,7 @@ class UNet3DSettings(Strict):
     space_to_depth: bool = Field(
         False,
         description="Compute the first and the last layer, which have few channels, on blocks of 2^3 cells: the same "
-        "function and parameters in shapes for tensor cores.",
+        "function and parameters, in shapes that suit tensor cores.",
     )
 
 
@@ -141,13 +141,13 @@ class CosmoUNet(Study):
         if run.activation_checkpointing == "selective":
             raise Refused(
                 "activation_checkpointing selective: a level of the U-Net is one convolution, whose output would be "
-                "kept, so this saves no memory. Use true"
+                "kept, so this saves no memory. Set activation_checkpointing to true"
             )
         levels = len(run.model.widths)
         if run.samples.crop % 2**levels:
             raise Refused(
                 f"samples.crop {run.samples.crop} is not a multiple of {2**levels}: each of the {levels} levels of "
-                "model.widths halves it"
+                "model.widths halves the crop"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
@@ -191,7 +191,7 @@ class CosmoUNet(Study):
         return CosmoMetrics(manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the middle slice of each output next to the dark matter's density or velocity."""
+        """Draw the middle slice of each output next to the density or velocity of dark matter."""
         import numpy as np
 
         from dlscale.studies.figures import comparison

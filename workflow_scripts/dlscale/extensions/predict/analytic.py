@@ -55,13 +55,16 @@ class Model(Strict):
     parameters: int = Field(ge=1, le=10**13)
     flops: dict[str, PositiveFloat] = Field(
         min_length=1,
-        description="FLOPs of a sample's forward and backward pass, by number format, with repeated forward passes.",
+        description="FLOPs of a sample's forward and backward pass, by number format, including repeated forward "
+        "passes.",
     )
     tokens: tuple[PositiveInt, PositiveInt, Few] = Field(
         description="Tokens of a sample, width of a token, number of blocks."
     )
     vocabulary: NonNegativeInt = Field(0, description="Entries of the vocabulary; 0: the model returns no logits.")
-    batch: PositiveFloat = Field(description="Samples per micro-batch of each device or group that shares a model.")
+    batch: PositiveFloat = Field(
+        description="Samples per micro-batch of each device, or group of devices that shares a model."
+    )
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
     fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
     gradient_bytes: float = Field(4, gt=0, le=1_000, description="Bytes per parameter of averaged gradients.")
@@ -101,7 +104,7 @@ def read(path: str | Path) -> Model:
 
 
 def fitted(model: Model) -> Fit:
-    """Return the scaling model with the costs of a model that was never measured.
+    """Return the scaling model for a network that was never measured.
 
     The intervals come from the priors, and from `FACTOR` for the time of a sample.
     """

@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale predict`."""
+"""Extension: the command `predict`."""
 
 from dlscale.core.stage import Query, option
 
@@ -7,7 +7,7 @@ USES = ("memory",)
 COMMANDS = {
     "predict": Query(
         "dlscale.extensions.predict.predict",
-        "Predict speed, memory, time and cost of measured runs on other devices; name the fastest and the cheapest.",
+        "Predict speed, memory, time and cost of runs on other devices; name the fastest and the cheapest choice.",
         (
             ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(
@@ -45,7 +45,7 @@ COMMANDS = {
             ),
             option(
                 "--machine",
-                "name of a machine, or YAML file with its levels of links (default: machine of the measured device)",
+                "name of a machine, or YAML file that describes its links (default: machine of the measured device)",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),

@@ -39,9 +39,8 @@ class Era5Simulated(Strict):
         None,
         ge=17,
         le=511,
-        description="Largest wavenumber of the model; the cost grows with its fourth power, and a smaller number "
-        "gives smoother fields on the same grid. If absent, the largest wavenumber that the grid resolves, between "
-        "21 and 127.",
+        description="Largest wavenumber of the model. A smaller number gives smoother fields on the same grid; the "
+        "cost grows with its fourth power. Absent: the largest wavenumber that the grid resolves, but 21 to 127.",
     )
     days: PositiveInt | None = Field(None, le=366, description="Days per year; the full year if absent.")
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
@@ -56,7 +55,7 @@ class Era5Simulated(Strict):
 
 
 class Era5Files(Strict):
-    """GRIB or NetCDF files (paths or http(s) URLs); together they hold all channels at all times."""
+    """GRIB or NetCDF files (paths or http(s) URLs); together they contain all channels at all times."""
 
     kind: Literal["files"]
     paths: list[Path] = Field(min_length=1, description="Paths or http(s) URLs.")
@@ -79,7 +78,7 @@ class Era5Prepared(Strict):
     """The published layout, used unchanged: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
 
     kind: Literal["prepared"]
-    path: Path = Field(description="The folder that holds train/, valid/, test/ (optional) and stats/.")
+    path: Path = Field(description="Folder with train/, valid/, stats/ and optionally test/.")
     step_hours: PositiveInt = Field(6, description="Hours between the times in the files.")
 
 
@@ -109,16 +108,17 @@ class Era5Dataset(DatasetSettings):
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
     channels: list[str] = Field(
         [],
-        description="Variables in the order of the channels, `name` or `name@level`. If absent, the channels of the "
-        "simulator, or the channels that prepared files name; 20 channels without names are the published channels: "
-        "u10, v10, t2m, …",
+        description="Variables in the order of the channels, `name` or `name@level`. Absent: the simulator's channels, "
+        "or the names in the prepared files; 20 unnamed channels get the published names (u10, …).",
     )
     split: Periods | None = Field(None, description="Days of each split; required for source kinds files and zarr.")
     step_hours: PositiveInt | None = Field(
         None, description="Hours between the times that are kept; all times if absent."
     )
     crop: tuple[Extent, Extent] | None = Field(
-        None, description="Rows and columns kept from the north-west, before downsampling (published: 360, 720)."
+        None,
+        description="Numbers of rows and columns to keep, from the north-west corner, before downsampling (published: "
+        "360, 720).",
     )
 
     @model_validator(mode="after")

@@ -88,7 +88,7 @@ class ImageSamples(Strict):
     )
     train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples, and of test samples, evenly spaced; all if absent."
+        None, description="Largest number of validation samples, evenly spaced; all if absent."
     )
 
     @model_validator(mode="after")
@@ -161,7 +161,7 @@ class Imagenet(DatasetKind):
             return None
         folder = registry.load(
             "dlscale.extensions.imagenet_resnet50.imagenet.folder"
-        )  # loaded by name, so that fingerprints of stages omit this module: no stage calls it
+        )  # loaded by name, so that fingerprints of stages omit this module: no stage calls `look`
         digest: str | None
         if pathlib.Path(raw.origin).exists():
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():
