@@ -180,10 +180,10 @@ def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: S
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError(_explained(error, kind, raw, where, layers)) from None
+        raise UserError(_translate(error, kind, raw, where, layers)) from None
 
 
-def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
+def _translate(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
     """Return a message with one line for each wrong value in `raw`; see `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
