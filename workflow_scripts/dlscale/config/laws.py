@@ -50,7 +50,7 @@ OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
         "batch_size {its.batch_size} is not divisible by geometry.nodes x geometry.gpus_per_node / (tp "
-        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}; use a multiple of this number",
+        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}; use a multiple of {its.geometry.dp}",
     ),
     (
         lambda run: run.accumulation_steps > run.local_batch_size,
@@ -171,7 +171,7 @@ OF_RUNS: tuple[Law, ...] = (
             and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
-        "parallel.param_dtype and reduce_dtype: fsdp has no effect if only one device has the same weights, and then "
+        "parallel.param_dtype and reduce_dtype: fsdp has no effect if no two devices have the same weights, and then "
         "precision sets all number formats; remove both keys, and use precision bf16",
     ),
     (
@@ -218,7 +218,7 @@ OF_RUNS: tuple[Law, ...] = (
 
 
 def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None:
-    """Raise a `UserError` if row samples need a field that the dataset lacks; skip empty `fields`."""
+    """Raise a `UserError` if row samples need a field that the dataset lacks; check nothing if `fields` is empty."""
     for key in ("input", "target"):
         named = getattr(samples, key)
         for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:

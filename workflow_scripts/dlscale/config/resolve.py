@@ -46,10 +46,7 @@ RunKey = tuple[str, str]
 
 
 class StudyFile(Strict):
-    """YAML file of a study.
-
-    Its settings are validated after the user's settings are merged over them.
-    """
+    """YAML file of a study; the study's settings are validated after the user's settings are merged over them."""
 
     title: str | None = None
     settings: dict[str, Any]
@@ -76,7 +73,7 @@ class ResolvedRun:
     rung: int = 0
     rung_size: int = 0  #: Number of trials in the run's rung; the scores in the previous rung decide which trials.
     repeats: str | None = None  #: Name of the run of the plan that this run repeats with another seed.
-    asked: Run | None = None  #: For an external program, the run before placeholders in its command were replaced.
+    asked: Run | None = None  #: For an external program, the run before placeholders in the command were replaced.
 
 
 @dataclass(frozen=True)
@@ -347,7 +344,7 @@ def _study_file(path: Path) -> StudyFile:
 
 
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
-    """Merge `over` into `base` in place, key by key, and return it.
+    """Merge `over` into `base` in place, key by key, and return `base`.
 
     A section with a different `kind` replaces the old section completely, except that a plan is always merged. A
     setting in `over` removes the setting in `base` that excludes it (`EXCLUSIVE`).
@@ -391,7 +388,7 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
-    """Set the title of the targets' page.
+    """Return the configuration with the title of the targets' page.
 
     A title counts if it is in the layer that sets the targets, or in a later layer. Without such a title, the page
     gets the titles of the first three plans.

@@ -70,7 +70,7 @@ class Stage:
     nodes: Nodes = "here"
     #: Function of (run, training samples, validation samples) that returns the work, in units of a training sample.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
-    #: Function of the run that returns the fixed part of the stage's time, s, which is added to work / rate.
+    #: Function of the run that returns the fixed part of the stage's time, s, which is added to work / throughput.
     seconds: Callable[[Any], float] | None = None
     #: Function of the run that returns the number of processes that a rank starts one after the other; None means 1.
     starts: Callable[[Any], int] | None = None
