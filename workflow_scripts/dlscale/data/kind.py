@@ -8,7 +8,7 @@ the module that the method `acquirer` returns
     `acquire(dataset, raw, out, progress)` makes a raw file. Without an acquirer, users' files are read directly, and
     URLs are fetched.
 `source`
-    `open_source(dataset, part, paths) -> Source` opens a part's raw files. Only prepared datasets do not need it.
+    `open_source(dataset, part, paths) -> Source` opens a part's raw files. Prepared datasets do not need this function.
 `samples`
     `open_samples(manifest, split, settings, seed)` opens the samples of a split. Without this function, each row is a
     sample.
@@ -114,11 +114,14 @@ class RowSamples(Strict):
     """Samples that are rows of the files: see `dlscale.data.samples`."""
 
     kind: Literal["rows"]
-    input: Fields = Field(description="Field of the dataset that is the model's input; or several fields.")
-    target: Fields = Field(description="Field that the model is to predict; or several fields.")
-    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch (default: all).")
+    input: Fields = Field(description="Field of the dataset, or several fields, that the model gets as input.")
+    target: Fields = Field(description="Field of the dataset, or several fields, that the model predicts.")
+    train: PositiveInt | None = Field(
+        None, description="Largest number of training samples per epoch. Absent: all samples."
+    )
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples and of test samples, evenly spaced (default: all)."
+        None,
+        description="Largest number of validation samples, and of test samples, evenly spaced. Absent: all samples.",
     )
 
 
@@ -261,6 +264,6 @@ def share(rows: int, part: Part, path: Path, gap: int = 0) -> tuple[int, int]:
     if own < 1:
         raise UserError(
             f"{path}: split '{part.split}' is empty: the file has {rows} rows, and the split takes the fraction from "
-            f"{low:g} to {high:g} without its first {gap} rows (the gap); choose a larger share or a smaller gap"
+            f"{low:g} to {high:g} without its first {gap} rows (the gap); choose a larger fraction or a smaller gap"
         )
     return first, own

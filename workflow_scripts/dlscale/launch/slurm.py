@@ -170,7 +170,7 @@ def choose_queue(scheduler: Scheduler, geometry: Geometry | None, where: str = "
     ]
     raise UserError(
         f"{where}geometry: no queue in site.scheduler.run_queues allows {many(asked.nodes, 'node')} with "
-        f"{many(asked.world_size, 'GPU')} in total; at most {', '.join(limits)}. Use fewer, or add a queue"
+        f"{many(asked.world_size, 'GPU')} in total; at most {', '.join(limits)}. Use fewer of them, or add a queue"
     )
 
 

@@ -1,8 +1,8 @@
 """`dlscale cost`: estimate the time, nodes and charge of jobs before they run.
 
 An estimate is based on a rate in samples/s, measured or published, of the same work on the same kind of device
-(docs/sites.md). A stage that trains no samples needs no rate, because its settings define its time. Otherwise the job's
-time limit is used as an upper bound, marked «≤». Estimates do not include retries.
+(docs/sites.md). A stage that trains no samples needs no rate, because its settings define its time. If a rate is needed
+but unknown, the job's time limit is an upper bound, marked «≤». Estimates do not include retries.
 """
 
 from __future__ import annotations

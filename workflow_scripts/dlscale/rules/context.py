@@ -126,7 +126,7 @@ class Commands:
     def completed(self, words: list[str], secrets: bool = False) -> list[str]:
         """Add the user's studies to a command, and remove environment variables that the stage must not get.
 
-        Removed are secrets, unless `secrets` is set, and launchers' variables of the calling shell, such as RANK, which
+        These are secrets (unless `secrets` is set), and the calling shell's variables of launchers, such as RANK, which
         the process starter sets for each process.
         """
         names = [urls.VARIABLE] if self.context.configuration.secrets and not secrets else []
@@ -151,7 +151,7 @@ class Commands:
 
         @functools.lru_cache(maxsize=1)  # Snakemake requests each resource of a job separately
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
-            """Return all resources of a job; the time limit grows with attempts and uses the latest measured rates."""
+            """Return all resources of a job; the time limit grows with attempts, and uses the latest measurements."""
             configuration = self.context.configuration
             geometry: Geometry | None = None
             processes: Geometry | None = None

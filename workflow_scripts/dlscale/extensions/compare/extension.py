@@ -22,14 +22,14 @@ COMMANDS = {
     ),
     "history": Query(
         "dlscale.extensions.compare.history",
-        "Show all measurements of each run in any number of results folders, in the order of time.",
+        "Show all measurements of each run in any number of results folders, in chronological order.",
         (
             (
                 "results",
                 {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders (default: the current results folder)"},
             ),
             option("--since", "day of the oldest measurements to show", False, metavar="YYYY-MM-DD"),
-            path("--out", "PNG file to write", required=False),
+            path("--out", "PNG chart to write", required=False),
         ),
     ),
 }

@@ -9,7 +9,11 @@ COMMANDS = {
         (
             (
                 "targets",
-                {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
+                {
+                    "nargs": "*",
+                    "metavar": "TARGET",
+                    "help": "PLAN, data_NAME or a file (default: the targets of the configuration)",
+                },
             ),
         ),
     ),

@@ -33,7 +33,7 @@ class Counts(Strict):
 
 
 class Fractions(Shares):
-    """Fractions of each file along its first axis, in the order train, valid, test; each cut drops `gap` rows."""
+    """Fractions of each file's rows (planes along D) in the order train, valid, test; each cut drops `gap` rows."""
 
     gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two parts, against leakage.")
 
@@ -110,14 +110,13 @@ class CropSamples(Strict):
     """Random crops of volumes."""
 
     kind: Literal["crops"]
-    crop: Extent = Field(64, description="Edge of a crop in cells.")
+    crop: Extent = Field(64, description="Edge of a crop, cells.")
     symmetry: Literal["none", "rotations", "full", "published", "published_dali"] = Field(
         "full",
-        description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
-        "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
-        "reflections, as in "
-        "SC22's program; published_dali: the last two axes reversed or not, as in SC22's DALI "
-        "loader; vectors do not turn.",
+        description="Random symmetries of training crops. none: no symmetry. rotations: the 24 rotations. full: the 48 "
+        "rotations and reflections. With rotations and full, vectors turn with the grid. published: 16 rotations and "
+        "8 reflections, as in SC22's program. published_dali: each of the last two axes is reversed or not, as in "
+        "SC22's DALI loader. With published and published_dali, vectors do not turn.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(

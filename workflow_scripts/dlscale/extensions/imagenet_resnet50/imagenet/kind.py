@@ -62,8 +62,8 @@ class ImagenetDataset(DatasetSettings):
     source: SimulatedImages | ImageFolders = Field(discriminator="kind")
     form: Literal["encoded", "decoded"] = Field(
         "encoded",
-        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, with shorter edges above "
-        "256 reduced to 256, which take several times the space, but need no decoding.",
+        description="Stored form of the images. encoded: the bytes of the files, which loaders decode. decoded: "
+        "pixels, which need no decoding but several times the space; a shorter edge above 256 is reduced to 256.",
     )
     shards: Shards = Shards()
 
@@ -86,9 +86,12 @@ class ImageSamples(Strict):
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Smallest and largest fraction of the image's area in a training crop."
     )
-    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
+    train: PositiveInt | None = Field(
+        None, description="Largest number of training samples per epoch. Absent: all samples."
+    )
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples, and of test samples, evenly spaced; all if absent."
+        None,
+        description="Largest number of validation samples, and of test samples, evenly spaced. Absent: all samples.",
     )
 
     @model_validator(mode="after")
