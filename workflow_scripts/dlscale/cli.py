@@ -368,7 +368,7 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Let a run, and the first run in paired timing, read copies of the data on this node if the loader requests it."""
+    """Let a run, and the first run in paired timing, read copies of data on this node if their loaders use copies."""
     with contextlib.ExitStack() as copies:
         if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest

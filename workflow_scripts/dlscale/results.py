@@ -306,7 +306,7 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """Main metric of the plan: the first with a baseline, or else the first; derived metrics do not count."""
+        """Main metric of the plan, not derived: the first metric with a baseline, or else the first metric."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
@@ -350,7 +350,7 @@ class PlanResult:
             if run.unit != SAMPLE_RATE:
                 raise UserError(
                     f"{self.name}: sweep.metric samples_per_second: the batch size of {run.name} is unknown, so its "
-                    "rate is in steps/s; put {batch_size} into program.command"
+                    "speed is in steps/s; put {batch_size} into program.command"
                 )
             return run.speed or math.nan, "higher"
         described = self.metrics.get(metric, VALID_LOSS) if metric else self.judge or VALID_LOSS
@@ -387,7 +387,7 @@ class PlanResult:
 
 
 def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
-    """Return groups of runs that differ only in their seed: (name of the group, runs), in the plan's order."""
+    """Group runs that differ only in their seed; return (name of the group, runs), in the plan's order."""
     found: dict[str, list[RunResult]] = {}
     for run in runs:
         settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}

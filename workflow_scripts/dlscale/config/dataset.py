@@ -123,7 +123,7 @@ def refuse_shared(*splits: list[str]) -> None:
 
 
 def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
-    """Refuse preprocessing keys for a dataset whose files are used unchanged."""
+    """Refuse values other than the defaults for preprocessing keys that a dataset does not support."""
     for key in keys:
         if getattr(dataset, key) != type(dataset).model_fields[key].default:
             raise ValueError(

@@ -64,7 +64,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.attention != "default" and not _supports(run, "attention"),
-        "attention: the model of study {its.study} does not support this setting; leave it at default",
+        "attention: the model of study {its.study} does not support this setting; set it to default",
     ),
     (
         lambda run: run.activation_checkpointing and not _supports(run, "activation_checkpointing"),
@@ -186,7 +186,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.precision == "fp16",
-        "parallel.cpu_offload and precision fp16: fp16 scales the loss on the device; use bf16",
+        "parallel.cpu_offload and precision fp16: fp16 scales the loss on the device; use precision bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.cuda_graph,
@@ -200,7 +200,7 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- DistributedDataParallel
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and not run.parallel.sync,
-        "parallel.sync false and sync_batchnorm: sync_batchnorm would still exchange statistics; remove one of the two",
+        "parallel.sync false and sync_batchnorm: sync_batchnorm would still exchange statistics; remove one key",
     ),
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.compression != "none" and not run.parallel.sync,

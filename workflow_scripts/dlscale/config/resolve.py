@@ -391,7 +391,7 @@ def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]
     """Return the configuration with the title of the targets' page.
 
     A title counts if it is in the layer that sets the targets, or in a later layer. Without such a title, the page
-    gets the titles of the first three plans.
+    gets the titles of the first three targets.
     """
     title, targets = None, None
     for layer in layers:
@@ -480,7 +480,7 @@ class _Resolver:
         self.skipped_runs(plan)  # called before `key` is in `_open`, because `skipped_runs` may call `layers` again
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
-            raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of them")
+            raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of these keys")
         if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)
@@ -556,7 +556,7 @@ class _Resolver:
         elif run not in other.runs:
             what = unknown(f"run of plan {target}", run, other.runs)
         elif other.halves and where.endswith(".use"):
-            what = f"{text} is a trial of successive halving, which trains in parts; use the key 'from' instead"
+            what = f"{text} is a trial of successive halving, trained rung by rung; use the key 'from' instead"
         elif other.study != plan.study:
             what = (
                 f"{text} belongs to study {other.study}, but this plan belongs to {plan.study}; use a run of this study"

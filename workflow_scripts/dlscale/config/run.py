@@ -61,7 +61,9 @@ Program: Any = registry.provided("Program", one_of([]))
 class _Optimizer(Lawful):
     kind: str
     lr: PositiveFloat = Field(
-        2e-4, description="Learning rate after warm-up; with schedule.scaling, for batch size base_batch_size."
+        2e-4,
+        description="Learning rate after warm-up. If schedule.scaling is sqrt or linear: learning rate at batch size "
+        "schedule.base_batch_size.",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,

@@ -85,7 +85,7 @@ def environment() -> Environment:
 
 
 def record(path: Path) -> None:
-    """Write the environment of this process.
+    """Write the environment of this process to `path`.
 
     If this fails, only log a warning, because the stage itself has succeeded.
     """

@@ -190,7 +190,7 @@ def _print(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-#: Function that prints a last message to the user; the command line sets it.
+#: Function that prints a last message to the user; `dlscale.cli` sets this function.
 say: Callable[[str], object] = _print
 
 

@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """Content of a dataset, such as a simulated one, that follows from its settings alone."""
+    """Content of a dataset, such as a simulated dataset, that follows from the settings alone."""
 
     fields: dict[str, tuple[int, tuple[int, ...]]]  # field name → number of channels, and grid as in `FieldInfo`
     rows: dict[Split, list[int]]  # split → number of rows of each file
@@ -135,7 +135,7 @@ class DatasetKind(ABC):
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
     rows: ClassVar[str] = "samples"  # noun for a file's rows on the page, such as "images"
-    standardised: ClassVar[bool] = False  # whether readers standardise each channel by its mean and deviation
+    standardised: ClassVar[bool] = False  # whether readers standardise each channel (mean 0, standard deviation 1)
     #: Keys of the dataset and its source that only select parts and raw files, and do not change the files' content.
     selection: ClassVar[frozenset[str]] = frozenset()
 
@@ -194,7 +194,7 @@ class DatasetKind(ABC):
         return None
 
     def outline(self, dataset: Any) -> Outline | None:
-        """Return the content of a dataset, to estimate costs and time limits; None if it depends on the files."""
+        """Return the content of a dataset, to estimate costs and time limits; None if the content depends on files."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
@@ -220,8 +220,8 @@ class Paired(Strict, Generic[Both]):
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")
     test: Both | None = Field(None, description="Files of the test part.")
-    all: Both | None = Field(None, description="Files, each of which `shares` divides into the parts.")
-    shares: Shares | None = Field(None, description="Fraction of `all` that each part gets.")
+    all: Both | None = Field(None, description="Files whose rows `shares` divides among train, valid and test.")
+    shares: Shares | None = Field(None, description="Fractions of the rows of `all` for train, valid and test.")
     sha256: dict[str, Sha256] = Field(
         {}, description="Expected digests of fetched files, by file name (the part of the URL after the last '/')."
     )

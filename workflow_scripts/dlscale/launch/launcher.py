@@ -78,7 +78,7 @@ def sources(site: Site) -> Path:
 
 
 def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None) -> list[str]:
-    """Return the command that starts `dlscale`, once or with a process per device, without the stage's arguments.
+    """Return the command that starts `dlscale` (one process, or one per device), without the stage's arguments.
 
     `site` is a result of `resolve`. `geometry` is None for a stage that needs no device.
     """

@@ -111,7 +111,7 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
-    """Return the slowest rate published for a shipped run, in samples/s over all devices of the run.
+    """Return the slowest rate per GPU published for a shipped run, times the run's devices, samples/s.
 
     Return None if no rate is published, or if dataset, model or samples differ from the shipped settings.
     """

@@ -25,7 +25,7 @@ class Reading(Strict):
 
 
 class TorchLoader(Reading):
-    """PyTorch's DataLoader with worker processes, the tutorials' loader."""
+    """PyTorch's DataLoader with worker processes, as in NERSC's tutorials."""
 
     kind: Literal["torch"]
     workers: Workers = Field(2, description="Number of loader processes; 0: the training process loads the data.")

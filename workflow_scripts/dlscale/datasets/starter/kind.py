@@ -17,7 +17,7 @@ SUFFIXES = (".npy", ".npz", *HDF5)
 
 
 class Simulated(Strict):
-    """Smooth random fields on square images, each with a target that can be learnt, or with noise that cannot."""
+    """Square images: smooth random fields with a learnable target, or pure noise."""
 
     kind: Literal["simulated"]
     train: PositiveInt = Field(128, description="Samples of the training part.")
@@ -66,8 +66,8 @@ class Arrays(Paired[ArrayFiles]):
     """Arrays with one sample per row, as paths or http(s) URLs: files for each split, or `all` with `shares`.
 
     By default, numbers [N] and vectors [N, K] have no channels, and up to 4 channels of images [N, C, H, W] are
-    detected. Samples of other shapes need `channel_axis`, or names for the channels along their first axis. Models get
-    channels first.
+    detected. Samples of other shapes need `channel_axis`, or `channels` with a name for each channel along the first
+    axis of a sample. Models get channels first.
     """
 
     kind: Literal["arrays"]

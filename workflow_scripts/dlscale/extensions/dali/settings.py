@@ -11,7 +11,7 @@ from dlscale.data.loaders import Reading
 
 
 class DaliLoader(Reading):
-    """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
+    """NVIDIA DALI (`pip install dlscale[dali]`)."""
 
     kind: Literal["dali"]
     reader: Literal["h5py", "numpy"] = Field(

@@ -60,8 +60,10 @@ class CosmoFiles(Strict):
     train: list[Path] = Field([], description="Files of the training part.")
     valid: list[Path] = Field([], description="Files of the validation part.")
     test: list[Path] = Field([], description="Files of the test part.")
-    paths: list[Path] = Field([], description="Files, each of which `fractions` divides into the parts.")
-    fractions: Fractions | None = Field(None, description="Fraction of each file in `paths` for each part.")
+    paths: list[Path] = Field([], description="Files that `fractions` divides among train, valid and test.")
+    fractions: Fractions | None = Field(
+        None, description="Fractions of each file in `paths` for train, valid and test."
+    )
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")

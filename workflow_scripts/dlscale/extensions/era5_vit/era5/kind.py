@@ -149,7 +149,9 @@ class PairSamples(Strict):
         "[1, 2, 18, 24].",
     )
     clock: list[Literal["hour", "day"]] = Field(
-        [], description="Further inputs: sine and cosine of the hour of the day (UTC), and of the day of the year."
+        [],
+        description="Further inputs. hour: sine and cosine of the hour of the day (UTC). day: sine and cosine of the "
+        "day of the year.",
     )
     train: PositiveInt | None = Field(
         None, description="Largest number of training samples per epoch. Absent: all samples."

@@ -49,7 +49,7 @@ class SimulatedImages(Strict):
 
 
 class Shards(Strict):
-    """Number of packs of each split; packs are made in parallel."""
+    """Number of packs (files with many images) of each split; packs are made in parallel."""
 
     train: Files = Field(1, description="Number of packs of the training part.")
     valid: Files = Field(1, description="Number of packs of the validation part.")
@@ -80,8 +80,8 @@ class ImageSamples(Strict):
     size: Extent = Field(224, description="Edge of the model's input, in pixels.")
     resize: Extent = Field(
         256,
-        description="Validation: the shorter edge of an image is resized to this number of pixels, then the image is "
-        "cropped.",
+        description="For validation, the shorter edge of an image is resized to this number of pixels, then the image "
+        "is cropped.",
     )
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Smallest and largest fraction of the image's area in a training crop."
