@@ -176,12 +176,12 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         (
             {"datasets": {"era5_published": {"downsample": 2}}},
             "datasets.era5_published",
-            ("downsample: prepared files",),
+            ("downsample: not supported",),
         ),
         (
             {"datasets": {"cosmo_published": {"downsample": 2}}},
             "datasets.cosmo_published",
-            ("downsample: prepared files",),
+            ("downsample: not supported",),
         ),
         ({"plans": {"sound": {"runz": {}}}}, "plans.sound", ("did you mean 'runs'?",)),
         ({"plans": {"sound": {"study": "cosmo_unt"}}}, "plans.sound.study", ("did you mean 'cosmo_unet'?",)),
@@ -272,12 +272,12 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "one device": (
         "era5_vit",
         {"parallel": {**FSDP, "param_dtype": "bf16"}},
-        "if only one device has the same weights",
+        "if no two devices have the same weights",
     ),
     "one of each part": (
         "era5_vit",
         {"geometry": {**TWO, "tp": 2}, "parallel": {**FSDP, "reduce_dtype": "bf16"}},
-        "if only one device has the same weights",
+        "if no two devices have the same weights",
     ),
     "offloaded by one": ("era5_vit", {"parallel": {**FSDP, "cpu_offload": True}}, "cpu_offload: with a single device"),
     "offloaded sums": (
