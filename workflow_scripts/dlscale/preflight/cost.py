@@ -439,7 +439,6 @@ class Row:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The row for JSON."""
         return {
             "plan": self.work.plan,
             "run": self.work.run_name if self.work.run else None,

@@ -49,7 +49,7 @@ class SimulatedImages(Strict):
 
 
 class Shards(Strict):
-    """Number of packs (files with many images) of each split; packs are made in parallel."""
+    """Number of packs (files of images) per split, made in parallel."""
 
     train: Files = Field(1, description="Number of packs of the training part.")
     valid: Files = Field(1, description="Number of packs of the validation part.")
