@@ -218,7 +218,7 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     """Return `modules` and all modules with a known source file (`_file`) that `modules` import.
 
-    Imports inside functions count, imports for type checking or by a computed name do not. Modules in `GUARDS` are left
+    Imports inside functions count; imports for type checking or by a computed name do not. Modules in `GUARDS` are left
     out, unless `whole` is true, or a page's module imports a module in `SHOWN`.
     """
     seen, todo = set[str](), [*modules]

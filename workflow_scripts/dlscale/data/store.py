@@ -100,7 +100,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
     """
     if Path(path).is_dir():
         raise UserError(f"{path}: a folder; expected a file. Name the files in the folder")
-    with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
+    with reading(path, "not a readable HDF5 file: it may be truncated or damaged; fetch or make it again"):
         try:
             file = h5py.File(path, "r")
         except OSError as error:
@@ -343,7 +343,7 @@ class Reader:
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
             values: np.ndarray = opened[tuple(index[axis] for axis in order)]
-        except MemoryError:  # memory is short, the file is not damaged
+        except MemoryError:  # memory is short; the file is not damaged
             raise
         except Exception as error:
             raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
