@@ -45,7 +45,7 @@ Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """Storage of preprocessed fields on disk; not for prepared files, nor for the kinds files, imagenet and mnist."""
+    """Storage of preprocessed fields on disk, except of prepared files and of kinds files, imagenet, mnist."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
@@ -94,13 +94,10 @@ class DatasetSettings(Strict):
 
     downsample: Extent = Field(
         1,
-        description="Edge length, in cells, of blocks that are averaged to one cell (only kinds cosmo and era5, except "
-        "prepared files; otherwise 1).",
+        description="Edge length, cells, of blocks averaged to one cell (only cosmo and era5, except prepared files).",
     )
     storage: Storage = Storage()
-    pieces: Files = Field(
-        1, description="Number of pieces into which each file is split; parallel jobs preprocess the pieces."
-    )
+    pieces: Files = Field(1, description="Number of pieces per file; parallel jobs preprocess the pieces.")
 
 
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:

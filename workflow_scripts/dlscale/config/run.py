@@ -62,8 +62,7 @@ class _Optimizer(Lawful):
     kind: str
     lr: PositiveFloat = Field(
         2e-4,
-        description="Learning rate after warm-up. If schedule.scaling is sqrt or linear: learning rate at batch size "
-        "schedule.base_batch_size.",
+        description="Learning rate after warm-up (with schedule.scaling: at batch size base_batch_size).",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,
@@ -506,8 +505,8 @@ Precision = Literal[
 
 
 LOCAL_BATCH_SIZE = (
-    "Samples per step on each device, or on each group of devices that share a model; alternative to batch_size. "
-    "batch_size is then local_batch_size x number of these devices or groups."
+    "Samples per step on each device (or group of devices that share a model). Alternative to batch_size, which is "
+    "local_batch_size x devices (or groups)."
 )
 
 

@@ -57,8 +57,8 @@ class Limits(Strict):
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
-        description="Timeout, seconds, without a heartbeat of a process, if another process of its node reports that "
-        "the process has ended or stopped.",
+        description="Timeout, seconds, without a heartbeat, for a process that another process of its node reports as "
+        "ended or stopped.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
@@ -238,7 +238,7 @@ class Site(Lawful):
     engine: Engine = Field(
         "none",
         description="Container engine. auto: the first of shifter, podman-hpc, apptainer, podman and docker that works "
-        "on this machine, otherwise none.",
+        "here, else none.",
     )
     image: str | None = Field(
         None,

@@ -118,8 +118,8 @@ class Era5Dataset(DatasetSettings):
     )
     crop: tuple[Extent, Extent] | None = Field(
         None,
-        description="Numbers of rows and columns to keep, from the north-west corner, before downsampling (published: "
-        "360, 720).",
+        description="Numbers of rows and columns kept from the north-west corner, before downsampling (published: 360, "
+        "720).",
     )
 
     @model_validator(mode="after")
