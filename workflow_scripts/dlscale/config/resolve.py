@@ -463,7 +463,7 @@ class _Resolver:
         return self._skipped_runs[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return a run's number of GPUs, as a list of one text, if this machine has too few GPUs.
+        """Return a list of one text, the run's number of GPUs, if this machine has fewer GPUs.
 
         The list is empty on a machine with enough GPUs or without any GPU, or if runs start on other nodes.
         """

@@ -21,7 +21,7 @@ class Metric(Record):
 
     name: str  #: Key in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` for a metric of one channel.
     title: str  #: Title for readers, without the channel.
-    meaning: str = ""  #: Meaning in one line.
+    meaning: str = ""  #: Explanation of the metric in one line.
     unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Key of the best baseline's value in `Epoch.metrics`; None without a baseline.

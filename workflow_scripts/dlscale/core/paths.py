@@ -83,7 +83,7 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/report.html"
 
     def references(self) -> list[str]:
-        """Return the records of imported logs (`dlscale import`), without hidden folders (incomplete imports)."""
+        """Return the paths of the records of imported logs, without hidden folders (incomplete imports)."""
         return sorted(map(str, Path(self.folder).glob("references/[!.]*/reference.json")))
 
     # ---- jobs ----------------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ class Commands:
     def place(self, paths: Iterable[str]) -> launcher.ContainerMounts:
         """Return the folders that a container mounts for a stage that reads `paths`."""
         folder, results = str(Path.cwd()), Path(self.context.paths.folder).absolute()
-        # Commands contain the results folder as the user typed it, so a container mounts it under this path, with its
-        # links unresolved. In the working folder, links are resolved, because they may lead outside.
+        # Commands contain the results folder as the user typed it, so a container mounts this path, with unresolved
+        # links. Within the working folder, links of the path are resolved, because they may lead outside.
         results = results.resolve() if results.is_relative_to(folder) else results
         sources = launcher.sources(self.context.site)
         return launcher.ContainerMounts(
