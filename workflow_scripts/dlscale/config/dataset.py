@@ -45,7 +45,7 @@ Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """Storage of preprocessed fields on disk, except of prepared files and of kinds files, imagenet, mnist."""
+    """Storage of preprocessed fields on disk (not for prepared files and kinds imagenet, mnist and `files`)."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
