@@ -57,7 +57,11 @@ def of_another(file: Path) -> str:
 
     Return an empty string if the file is missing, too.
     """
-    return f"; {file} was made from another configuration; select it with --configfile" if file.exists() else ""
+    return (
+        f"; {file} was made from another configuration; name that configuration with --configfile"
+        if file.exists()
+        else ""
+    )
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:

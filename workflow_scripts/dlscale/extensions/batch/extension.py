@@ -5,7 +5,7 @@ from dlscale.core.stage import Query, option, path
 COMMANDS = {
     "batch": Query(
         "dlscale.extensions.batch.batch",
-        "Show the batch of a training step: samples with their files; value range and NaN count of each tensor.",
+        "Show the batch of a training step: samples with their files, and value ranges and NaNs of the tensors.",
         (
             ("run", {"metavar": "RUN", "help": "PLAN.RUN, or the folder of a run"}),
             option("--step", "number of the step, from 1", type=int, metavar="N"),

@@ -26,20 +26,20 @@ class ViTSettings(Strict):
     """The vision transformer; its image size and channels come from the data."""
 
     kind: Literal["vit"]
-    patch: Extent | tuple[Extent, Extent] = Field(8, description="Edge of a patch, or rows and columns, points.")
+    patch: Extent | tuple[Extent, Extent] = Field(8, description="Edge of a patch, or its rows and columns, cells.")
     embed_dim: Extent = Field(384, description="Dimension of a token.")
     depth: Few = Field(12, description="Number of transformer blocks.")
     heads: Few = Field(8, description="Number of attention heads.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Drop-out rate of projections and MLPs.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Drop-out probability of tokens, projections and MLPs.")
     residual: bool | Literal["linear"] = Field(
         False,
-        description="Predict the change from the input state instead of the state itself; linear: the change from a "
-        "learnt linear combination of all inputs, which equals the input state at first.",
+        description="true: predict the change from the input state instead of the state itself. linear: predict the "
+        "change from a learnt linear combination of all inputs, which initially equals the input state.",
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
-        description="Constant inputs, each standardised: latitude and longitude in degrees; mean: the mean state over "
-        "the training times, which distinguishes land from sea.",
+        description="Constant inputs, each standardised. latitude, longitude: coordinates in degrees. mean: the mean "
+        "state over the training times, which distinguishes land from sea.",
     )
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ USES = ("programs",)
 STAGES = {
     "headroom": Stage(
         "dlscale.extensions.headroom.headroom",
-        "Measure how much faster an external program would be with a loader that costs nothing.",
+        "Measure how much faster an external program would be with a loader that takes no time.",
         "run",
         (path("--out", "JSON file to write"), START),
         record="dlscale.extensions.headroom.records.Headroom",

@@ -5,7 +5,7 @@ from dlscale.core.stage import Query, option
 COMMANDS = {
     "import": Query(
         "dlscale.extensions.logs.imports",
-        "Import a TensorBoard log of an external program; the report page shows the log next to the runs.",
+        "Import a TensorBoard log of an external program; the page then shows the log next to the runs.",
         (
             ("events", {"metavar": "EVENTS", "help": "event file, or folder of event files"}),
             option("--as", "name of the imported log", metavar="NAME", dest="name"),
@@ -24,14 +24,13 @@ COMMANDS = {
             option("--epoch-samples", "training samples per epoch of the log", False, type=int, metavar="N"),
             option(
                 "--counts",
-                "unit of the log's step numbers (default: as in the log of the study's tutorial)",
+                "unit of the log's step numbers (default: as in the study's tutorial)",
                 False,
                 choices=("step", "epoch"),
             ),
             option(
                 "--tag",
-                "tag of the log = quantity of dlscale, such as 'Val Loss=loss/valid' (default: tags of the log of the "
-                "study's tutorial)",
+                "tag of the log and its name in dlscale, such as 'Val Loss=loss/valid' (default: the tutorial's tags)",
                 False,
                 action="append",
                 default=[],

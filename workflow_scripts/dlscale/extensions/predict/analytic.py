@@ -42,7 +42,7 @@ class Device(Strict):
     flops: dict[str, PositiveFloat] = Field(description="FLOP/s by number format, such as bf16.")
     bandwidth: PositiveFloat = Field(description="Bytes/s of the device's memory.")
     reached: float | None = Field(
-        None, gt=0, le=1, description="Fraction of `flops` that trainings reach; absent: as in the machine's file."
+        None, gt=0, le=1, description="Fraction of `flops` that trainings reach. Absent: `reached` of the machine."
     )
 
 
@@ -55,8 +55,7 @@ class Model(Strict):
     parameters: int = Field(ge=1, le=10**13)
     flops: dict[str, PositiveFloat] = Field(
         min_length=1,
-        description="FLOPs of a sample's forward and backward pass, by number format, including repeated forward "
-        "passes.",
+        description="FLOPs of a sample's forward and backward pass, by number format, including recomputation.",
     )
     tokens: tuple[PositiveInt, PositiveInt, Few] = Field(
         description="Tokens of a sample, width of a token, number of blocks."
@@ -66,7 +65,7 @@ class Model(Strict):
         description="Samples per micro-batch of each device, or group of devices that shares a model."
     )
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
-    fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
+    fused: float = Field(1.0, gt=0, le=1, description="Fraction of the memory traffic that remains after compilation.")
     gradient_bytes: float = Field(4, gt=0, le=1_000, description="Bytes per parameter of averaged gradients.")
     gathered_bytes: tuple[Bytes, Bytes] | None = Field(
         None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."

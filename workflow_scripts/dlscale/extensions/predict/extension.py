@@ -39,7 +39,7 @@ COMMANDS = {
             ),
             option(
                 "--batch-size",
-                "samples per step over all devices (default: each device gets as many as in the measurement)",
+                "samples per step over all devices (default: as many samples per device as in the measurement)",
                 False,
                 type=int,
             ),
@@ -59,7 +59,7 @@ COMMANDS = {
                 type=float,
                 metavar="GB",
             ),
-            option("--price", "price of a node-hour", False, type=float, metavar="PRICE"),
+            option("--price", "price of a node-hour, in any currency", False, type=float, metavar="PRICE"),
             option("--epochs", "epochs of the training (default: the run's)", False, type=int, metavar="N"),
             option(
                 "--target-samples", "samples that the training needs, in place of epochs", False, type=int, metavar="N"

@@ -135,11 +135,11 @@ class LevelSettings(Strict):
 
     name: str
     size: PositiveInt = Field(
-        ANY, description="Number of units of the preceding level that this level joins (default: any number)."
+        ANY, description="Number of devices, or of groups of the previous level, that this level joins (default: any)."
     )
-    latency: NonNegativeFloat = Field(description="Seconds per message.")
+    latency: NonNegativeFloat = Field(description="Latency, seconds per message.")
     bandwidth: PositiveFloat = Field(
-        description="Bytes/s that a device sends while all devices send (bus bandwidth of nccl-tests)."
+        description="Bandwidth, bytes/s that a device sends while all devices send (bus bandwidth of nccl-tests)."
     )
     efficiency: float = Field(
         1.0, gt=0, le=1, description="Fraction of the bandwidth that is reached; 1 for a measured bandwidth."
@@ -151,7 +151,7 @@ class MachineSettings(Strict):
 
     source: str = Field(description="Source of the figures.")
     devices: list[str] = Field(
-        [], description="Parts of device names; devices with such names are assumed to be in this machine."
+        [], description="Parts of device names; a device whose name has such a part is assumed to be in this machine."
     )
     reached: float = Field(
         0.79, gt=0, le=1, description="Fraction of the data sheet's FLOP/s that trainings of large models reach."

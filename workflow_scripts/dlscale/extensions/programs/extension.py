@@ -29,7 +29,7 @@ COMMANDS = {
             ),
             option(
                 "--rate",
-                "pattern of the printed rate: a regular expression with one group, or nersc (for NERSC's tutorial)",
+                "pattern of the printed speed: a regular expression with one group, or nersc (NERSC's tutorial)",
                 False,
                 metavar="PATTERN",
             ),

@@ -58,8 +58,8 @@ class Program(Lawful):
     command: list[str] = Field(
         min_length=1,
         description="Program and its arguments, with placeholders. Settings of the run replace {batch_size}, "
-        "{workers}, {optimizer.lr} and so on. The run's number of devices replaces {gpus}, the folder for the "
-        "program's files replaces {out}, and each name in `values` is a placeholder for its value.",
+        "{workers}, {optimizer.lr} and so on. The run's number of devices replaces {gpus}, and the folder for the "
+        "program's files replaces {out}. For each name in `values`, the value replaces {name}.",
     )
     values: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]{0,63}$")], Value] = Field(
         {},
@@ -95,8 +95,8 @@ class Program(Lawful):
     )
     rate: str | None = Field(
         None,
-        description="Regular expression for the printed speed, with one group for the number, or one of "
-        f"{', '.join(RATES)}. Absent: the speed is measured from the steps.",
+        description="Regular expression for the printed speed, with one group for the samples/s, or the name of a "
+        f"known format ({', '.join(RATES)}). Absent: the speed is measured from the steps.",
     )
     log: str | None = Field(
         None,
@@ -106,10 +106,10 @@ class Program(Lawful):
     )
     losses: dict[str, str] = Field(
         {},
-        description="Tags of the log, each with dlscale's name for the values: `Loss/valid: loss/valid`. Other valid "
-        "names: loss/train, learning_rate, and valid/NAME for metrics. Without a log, the keys are regular "
-        "expressions for the printed output, with one group for the number; a number before a % sign is divided by "
-        "100.",
+        description="Tags of the log, each with dlscale's name for the values, such as `Loss/valid: loss/valid`. "
+        "dlscale's other names are loss/train, learning_rate, and valid/NAME for metrics. Without a log, the keys are "
+        "regular expressions for the printed output, with one group for the number; a number before a % sign is "
+        "divided by 100.",
     )
     resume: list[str] = Field(
         [],

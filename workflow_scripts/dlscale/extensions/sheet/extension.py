@@ -23,9 +23,13 @@ COMMANDS = {
                 metavar="N",
             ),
             option(
-                "--production", "devices of a production training (default: largest measured number)", False, type=int
+                "--production",
+                "devices of a production training (default: largest measured number)",
+                False,
+                type=int,
+                metavar="N",
             ),
-            option("--trainings", "number of trainings in production", False, type=int, default=1),
+            option("--trainings", "number of production trainings", False, type=int, default=1, metavar="N"),
             option("--machine", "machine of the predictions, as for `dlscale predict`", False, metavar="NAME"),
         ),
         example="dlscale report --sheet cosmo_strong --devices 64 128",
