@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,8 +23,10 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.doctor import doctor, probe
+from dlscale.launch import image as images
 from dlscale.preflight.probe import Finding, probe_clock, probe_space
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
@@ -342,11 +345,27 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     assert "no such command" in doctor.probe_image(Site(engine="shifter", image="mine:1")).text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("listed", "status"), [("localhost/mine:1 true", "ok"), ("localhost/mine:1 false", "FAIL")])
-def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
-    command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
-    assert doctor.probe_image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
+@pytest.mark.parametrize(
+    ("listed", "status", "migrates"),
+    [
+        ("localhost/mine:1 sha256:01 true", "ok (01)", True),
+        ("localhost/mine:1 sha256:01 false", "FAIL ()", False),
+        # Another login node has another build, which compute nodes do not see.
+        ("localhost/mine:1 sha256:01 false\nlocalhost/mine:1 sha256:02 true", "ok (02)", False),
+        ("localhost/mine:10 sha256:01 true", "FAIL ()", False),
+    ],
+)
+def test_migrated(command: Callable[[str, str], None], listed: str, status: str, migrates: bool) -> None:
+    """The image of compute nodes counts, not the image of this login node."""
+    command("podman-hpc", f'case "$1" in images) printf "{listed}\\n" ;; image) echo 01 ;; esac')
+    found = doctor.probe_image(Site(engine="podman-hpc", image="localhost/mine:1"))
+    assert f"{found.status} ({found.text.rpartition('(')[2].rstrip(')') if found.status == 'ok' else ''})" == status
+    words = argparse.Namespace(engine="podman-hpc", image="localhost/mine:1", target="cpu", build_arg=[])
+    if migrates:
+        images.main(words)
+    else:
+        with pytest.raises(UserError, match=r"localhost/mine:1.*migrated"):
+            images.main(words)
 
 
 @pytest.mark.parametrize(

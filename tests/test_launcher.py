@@ -307,9 +307,9 @@ def test_files_belong_to_the_caller() -> None:
     found = launch(site(engine="podman"), HERE, ONE)
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
     assert "--userns=keep-id" not in launch(site(engine="podman"), ContainerMounts("/w", "/w", uid=0, gid=0), ONE)
-    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], (
-        "root in the container must be the calling user"
-    )
+    found = launch(site(engine="podman-hpc"), HERE, ONE)
+    assert words(found, "--user") == ["0:0"], "root in the container must be the calling user"
+    assert words(found, "--group-add") == ["keep-groups"], "files may be readable by the user's groups only"
 
 
 @pytest.mark.parametrize(
@@ -497,6 +497,8 @@ def test_the_request_of_a_run_on_one_gpu(perlmutter: slurm.Scheduler) -> None:
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:1", "runtime": 720},
         **{"qos": "shared", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
     }
+    # A program without a handler for USR2 would end.
+    assert "slurm_extra" not in slurm.request(perlmutter, "program", ONE)
 
 
 def test_the_request_of_a_run_on_nodes(perlmutter: slurm.Scheduler) -> None:

@@ -82,6 +82,8 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
                 )
                 assert (image in words and "{folder}" in " ".join(inner)) or not apart
                 assert (PROGRAM_SHELL in inner) is apart
+            if apart and engine in ("docker", "podman", "podman-hpc"):
+                assert {"--env=DLSCALE_STEPS", "--env=DLSCALE_READ", "--env=DLSCALE_HANG_AFTER"} <= set(inner)
             if not several:
                 assert not {"srun", "mpiexec", "torchrun"} & set(inner)
             elif starter == "torchrun":

@@ -25,9 +25,15 @@ def identity(engine: str, image: str) -> str | None:
         return None
     if engine == "apptainer":
         return sha256(image) if Path(image).is_file() else None
-    inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
-    words = (command_output(["shifterimg", "lookup", image] if engine == "shifter" else inspect) or "").split()
+    if engine == "podman-hpc":
+        return migrated(image)
+    lookup = ["shifterimg", "lookup", image] if engine == "shifter" else _inspect(engine, image)
+    words = (command_output(lookup) or "").split()
     return words[-1] if words else None
+
+
+def _inspect(engine: str, image: str) -> list[str]:
+    return [engine, "image", "inspect", "--format", "{{.Id}}", image]
 
 
 def image_identity(engine: str, image: str, first: bool) -> str:
@@ -68,7 +74,8 @@ def main(args: argparse.Namespace) -> None:
         _run([engine, "pull", image])
     if engine == "podman-hpc":  # compute nodes see only migrated images; `migrate` reports success even if it failed
         _run([engine, "migrate", image])
-        if not migrated(image):
+        built = (command_output(_inspect(engine, image)) or "").strip().removeprefix("sha256:")
+        if not built or built != (migrated(image) or "").removeprefix("sha256:"):
             raise UserError(f"{image}: `podman-hpc images` does not list this image as migrated (R/O); see the log")
     here = identity(engine, image)
     if here is None:
@@ -78,10 +85,16 @@ def main(args: argparse.Namespace) -> None:
     logging.info("%s: %s", image, here)
 
 
-def migrated(image: str) -> bool:
-    """Return whether podman-hpc lists the image as migrated."""
-    words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
-    return f"{image if ':' in image else image + ':latest'} true" in (command_output(words) or "").splitlines()
+def migrated(image: str) -> str | None:
+    """Return the identity of a migrated image of podman-hpc; None if it is not listed as migrated.
+
+    `image inspect` would look into the storage of one login node; compute nodes and other login nodes see only migrated
+    images.
+    """
+    name = image if ":" in image else f"{image}:latest"
+    words = ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
+    rows = [line.split() for line in (command_output(words) or "").splitlines()]
+    return next((row[1] for row in rows if row[::2] == [name, "true"]), None)
 
 
 def _run(words: list[str]) -> None:

@@ -180,8 +180,8 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
     """Raise `UserError` for a geometry that the site cannot run; `where` is the prefix of the geometry's key."""
     if geometry.nodes > 1 and site.engine == "podman-hpc" and site.fabric == "slingshot":
         raise UserError(
-            f"{where}geometry.nodes: {geometry.nodes} nodes: containers of podman-hpc do not get the devices of "
-            "Slingshot (/dev/cxi*), so NCCL would use TCP. Set site.engine to shifter or none"
+            f"{where}geometry.nodes: {geometry.nodes} nodes: podman-hpc's module `nccl` does not give containers "
+            "the devices of Slingshot (/dev/cxi*), so NCCL would use TCP. Set site.engine to shifter or none"
         )
     if site.starter != "mpirun" and not site.rendezvous:  # sites with mpirun or a rendezvous have no scheduler
         slurm.check(site.scheduler, geometry, where)
@@ -282,7 +282,8 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
     # podman-hpc is rootless: root in the container is the user outside. The image's own user would be a subordinate ID.
     modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
-    return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
+    # Without the user's groups, files of a project that only its group may read could not be opened.
+    return ["--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
 
 
 #: Engines in the order in which `auto` tries them: engines for clusters first.

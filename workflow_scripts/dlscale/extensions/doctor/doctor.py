@@ -130,9 +130,8 @@ def probe_image(site: Site) -> Finding:
             return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
         return Finding("image", "ok", site.image)
     if (identity := images.identity(site.engine, site.image)) is None:
-        return failed(f"{site.image}: {site.engine} has no such image")
-    if site.engine == "podman-hpc" and not images.migrated(site.image):
-        return failed(f"{site.image}: not migrated, so compute nodes do not see it")
+        migrated = ", or has not migrated it, so compute nodes do not see it" * (site.engine == "podman-hpc")
+        return failed(f"{site.image}: {site.engine} has no such image{migrated}")
     return Finding("image", "ok", f"{site.image} ({identity.removeprefix('sha256:')[:12]})")
 
 

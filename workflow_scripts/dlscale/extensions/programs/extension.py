@@ -87,7 +87,6 @@ STAGES = {
         nodes="geometry",
         work=training_work,
         minutes=720,
-        warned=True,
         program="dlscale.extensions.programs.program",
         after="train",
     ),
