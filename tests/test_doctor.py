@@ -142,15 +142,15 @@ def test_accounts_are_those_of_the_jobs(
     [
         ("short", None, "warn", ["QOS debug accepts 5 submitted jobs per user", "queues.short.max_jobs: 5"]),
         ("short", 6, "warn", ["queues.short.max_jobs: 5"]),
-        ("short", 5, "ok", ["debug 5, premium 5"]),
-        ("regular", None, "ok", []),
+        ("short", 5, "ok", ["debug 5, gpu_regular 7"]),
+        ("regular", None, "warn", ["QOS regular accepts 7 submitted jobs per user", "queues.regular.max_jobs: 7"]),
         (None, None, "ok", []),
     ],
 )
 def test_the_site_knows_how_many_jobs_a_queue_accepts(
     command: Callable[[str, str], None], queue: str | None, known: int | None, status: str, words: list[str]
 ) -> None:
-    command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\npremium|5\\n'")
+    command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\ngpu_regular|7\\nregularly|1\\npremium|5\\n'")
     given = {
         "cpu_nodes": {"cpus": 1},
         "gpu_nodes": {"cpus": 1},

@@ -351,7 +351,9 @@ def probe_job_limits(scheduler: Scheduler) -> Finding:
         return Finding("job limits", "skip", "this Slurm has no accounting database")
     limits = {name: int(most) for name, _, most in (line.partition("|") for line in listed.split()) if most}
     for name, queue in _used_queues(scheduler):
-        if (queue.max_jobs or math.inf) > (most := limits.get(queue.qos or "", math.inf)):
+        # A site's submit filter may rename a QOS: debug to gpu_debug.
+        most = min((n for qos, n in limits.items() if queue.qos in (qos, *qos.split("_"))), default=math.inf)
+        if (queue.max_jobs or math.inf) > most:
             text = f"QOS {queue.qos} accepts {many(int(most), 'submitted job')} per user, and refuses further jobs"
             remedy = f"set site.scheduler.queues.{name}.max_jobs: {most}, so that further jobs wait in Snakemake"
             return Finding("job limits", "warn", text, remedy)

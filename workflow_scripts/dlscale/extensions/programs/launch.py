@@ -80,9 +80,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         if site.engine != "none":
             told = site.model_copy(update={"image": program.image or site.image})
             prefix = ("sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook")
-            guest = Guest(
-                FOLDER, prefix, (*program.secret_variables(), *HOOK_VARIABLES, *registry.hooks().values())
-            )
+            guest = Guest(FOLDER, prefix, (*program.secret_variables(), *HOOK_VARIABLES, *registry.hooks().values()))
             container = container_command(told, place, gpu=True, guest=guest)
     else:
         outer = [*container_command(site, place, gpu=True), *python_command(site)]
