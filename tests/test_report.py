@@ -616,9 +616,9 @@ def test_published_figures_are_shown_with_kind_unit_and_device() -> None:
         Published(label="u10", metric="rmse_normalised/u10", value=0.13, source="S1"),
     ]
     assert [*zip(*list(published.columns(figures).values())[1:6], strict=True)] == [
-        ("throughput, IO", "8.8 (standard deviation 0.25) samples/s", "A100 40 GB", "–", "p.a"),
-        ("throughput, FULL", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
-        ("throughput, FULL", "64 samples/s", "A100 40 GB", "–", "–"),
+        ("throughput, loading", "8.8 (standard deviation 0.25) samples/s", "A100 40 GB", "–", "p.a"),
+        ("throughput, training", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
+        ("throughput, training", "64 samples/s", "A100 40 GB", "–", "–"),
         ("validation loss", "0.419114, 0.35 after epochs 1 to 2", "A100 40 GB", "–", "p.a"),
         ("memory of a GPU", "41.2 GB", "A100 40 GB", "–", "–"),
         ("time", "22 h", "A100 40 GB", "–", "–"),

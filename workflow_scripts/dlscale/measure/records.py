@@ -14,6 +14,9 @@ from dlscale.parallel.records import Device, Links, MemoryUse
 #: The three modes of a throughput measurement (loading, computing, training), in the order of tables and figures.
 MODES = ("IO", "SYNTHETIC", "FULL")
 
+#: Mode of a throughput measurement → its name on the page and in messages; files contain the mode.
+MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
+
 #: Units of a rate; steps/s is the unit for an external program with an unknown batch size.
 SAMPLE_RATE, STEP_RATE = "samples/s", "steps/s"
 

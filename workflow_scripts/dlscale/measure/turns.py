@@ -112,7 +112,7 @@ class Turns:
             for subject in couple:
                 subject.close()
 
-    def beside(self, settings: Throughput) -> PairedTiming | None:
+    def paired_timing(self, settings: Throughput) -> PairedTiming | None:
         """Return the record of the paired timing; if the timing fails, log the reason and return None."""
         gc.collect()
         if torch.cuda.is_available():

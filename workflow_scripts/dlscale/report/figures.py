@@ -32,8 +32,6 @@ View = dict[str, Any]
 COLOURS = [f"var(--s{index})" for index in range(8)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
-#: Mode of a throughput measurement → its name on the page; files contain the mode.
-MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
 INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
 
 #: Dash patterns of lines: lengths of dashes and gaps, pixels.

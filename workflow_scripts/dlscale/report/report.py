@@ -30,8 +30,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
+from dlscale.measure.records import MODE_NAMES
 from dlscale.report import published
-from dlscale.report.figures import CONFIG, MODE_NAMES, Table, View, cell, joules, library, table
+from dlscale.report.figures import CONFIG, Table, View, cell, joules, library, table
 from dlscale.report.sections import Page, devices, picture, plan_view
 from dlscale.results import PlanResult, read_plan
 

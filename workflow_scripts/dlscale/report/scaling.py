@@ -11,11 +11,10 @@ from typing import Any
 from dlscale.config.records import Published
 from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
-from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
+from dlscale.measure.records import MODE_NAMES, MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
 from dlscale.report.figures import (
     MODE_COLOURS,
-    MODE_NAMES,
     SHAPES,
     Cell,
     Chart,

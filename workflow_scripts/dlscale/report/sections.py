@@ -27,14 +27,13 @@ from dlscale.core.files import no_pipe
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
-from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
+from dlscale.measure.records import MODE_NAMES, MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import curves, published, scaling
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.evidence import bound
 from dlscale.report.figures import (
     COLOURS,
     MODE_COLOURS,
-    MODE_NAMES,
     MUTED,
     WORSE,
     Cell,

@@ -88,7 +88,13 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
     elif several:
         start = (
-            [sys.executable, *RANKS, *srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(site, geometry)]
+            [
+                sys.executable,
+                *RANKS,
+                *srun_command(site, geometry),
+                "--kill-on-bad-exit=1",
+                *meeting_command(site, geometry),
+            ]
             if site.starter == "srun"
             else mpirun_command(site, geometry)
         )
