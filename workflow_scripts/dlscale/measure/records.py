@@ -44,7 +44,9 @@ class Trials(Record):
     avg_iter_throughput: list[float] = []
     mean: Measured
     std: Measured = 0.0
-    rank_throughput: list[float] = []  #: Mean samples/s of each process, without the waits at the ends of trials.
+    rank_throughput: list[
+        float
+    ] = []  #: Mean samples/s of each process, without its waits for other processes at the ends of trials.
     usage: Usage | None = None  #: Resource use during the trials, without the warm-up.
 
 
@@ -53,10 +55,10 @@ class SampleWork(Record):
 
     forward_flops: float = Field(ge=0)  #: FLOPs of the forward pass; a multiply-add counts as two.
     backward_flops: float = Field(ge=0)
-    #: Bytes that the operators of forward pass, backward pass and update read and write if they are not compiled, also
-    #: data that stay in a cache between two operators. None if the bytes cannot be counted.
+    #: Bytes that the uncompiled operators of forward pass, backward pass and update read and write, including data that
+    #: stay in a cache between two operators. None if the bytes cannot be counted.
     bytes: float | None = None
-    operators: float | None = None  #: Operators that an uncompiled step calls, per step, for any batch size.
+    operators: float | None = None  #: Number of operators that one uncompiled step calls, at any batch size.
     source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or counted operators.
 
     @property
@@ -110,9 +112,10 @@ class Outside(Record):
     status: int  #: Exit status of the program.
     seconds: float = Field(ge=0)  #: Seconds from the program's start to its end.
     first_step_seconds: float = Field(ge=0)  #: Seconds from the program's start to the end of its first step.
-    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time in which the program waits for batches.
+    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
     training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
-    #: Time outside the steps, seconds: batches of other loaders (`other`), longest time without any batch (`longest`).
+    #: Seconds outside the steps: for batches of other loaders, as in a validation (`other`); longest time without a
+    #: batch or a step (`longest`).
     pauses: dict[str, float] = {}
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.
@@ -138,9 +141,8 @@ class Throughput(Record):
     io: Trials | None = Field(None, alias="IO")  #: Loading only.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
-    beside: PairedTiming | None = (
-        None  #: Paired timing of FULL with the plan's first run; only for single-process runs.
-    )
+    #: Paired timing of FULL with the plan's first run; only for single-process runs.
+    beside: PairedTiming | None = None
     #: SYNTHETIC without averaged gradients; only for runs of several processes that can compute steps independently.
     alone: Trials | None = None
     work: SampleWork | None = None  #: FLOPs and bytes per sample.

@@ -40,7 +40,7 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
-#: Factor on the number of batches of a trial, so that trials also last long enough if steps become faster.
+#: Factor on the number of batches per trial, so that trials last long enough even if steps become faster.
 MARGIN = 1.1
 #: Maximum factor by which the number of batches grows from one warm-up trial to the next, because one short trial may
 #: be much faster than later trials.
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest`; write one line of JSON to `args.out`."""
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
-        # Before any computation, because the timed processes are forks of this process.
+        # Start the timed processes before any computation, because they are forks of this process.
         turns = stack.enter_context(paired(args))
         world, links = stack.enter_context(run_context(run, args.manifest, args.device))
         if args.beside and args.beside_manifest != args.manifest:
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def measure(settings: Settings, session: Session) -> Throughput:
-    """Measure the samples/s of all ranks together in each mode; return the record."""
+    """Measure each mode, over all ranks together; return the record."""
     step, world, run = session.step, session.world, session.run
     compiling: dict[str, float] | None = None
     modes: dict[str, Trials] = {}
