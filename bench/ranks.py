@@ -29,7 +29,7 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from tests.exchanged import Counting
 
 RANKS = 2
-#: Factor on the batch size of a case, so computing is long enough to hide communication.
+#: Factor on the batch size of a case, so that computing takes long enough to hide communication.
 LARGER = 8
 #: Seconds between saves.
 INTERVAL = 2.0
