@@ -18,7 +18,7 @@
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
 #   requests of jobs         `job.resources`, `workflow._localrules`: not printed if a rule has a message.
 #   user's options of sbatch `rule.resources`, `workflow.resource_settings._parsed_overwrite_resources` and
-#                            `_parsed_default_resources`: a user's `slurm_extra` would replace ours, or be ignored.
+#                            `_parsed_default_resources`: a user's `slurm_extra` would replace dlscale's, or be ignored.
 #   secrets in a report      `workflow.configfiles`: configuration files with logins or secrets are left out of
 #                            --report.
 #   reasons of jobs          `workflow.dag.reason`, `workflow.persistence`: printed as sentences.
@@ -121,7 +121,7 @@ def files_to_make():
 
 
 def failure_time(log, stage):
-    """Return the time when a stage failed, as in `2026-11-30 00:45`; empty if its last attempt did not fail."""
+    """Return the time when a stage failed, such as `2026-11-30 00:45`; empty if its last try did not fail."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(log.stat().st_mtime)) if status.failure(log, stage) else ""
 
 

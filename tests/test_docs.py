@@ -94,6 +94,12 @@ def test_readme_and_home_page_are_short() -> None:
     assert len(home.splitlines()) <= 30
 
 
+def test_the_pages_are_short() -> None:
+    """The hand-written pages have at most 38,000 words, examples included; a word has a letter or a digit."""
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md") if page.name != "configuration.md"]
+    assert sum(bool(re.search(r"\w", word)) for page in pages for word in page.split()) <= 38_000
+
+
 def test_both_pages_install_alike_on_perlmutter() -> None:
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/slurm.md")]
     one, other = (re.findall(r"^(?:export UV_|module load python)[^#\n]*[^#\s]", page, re.MULTILINE) for page in pages)

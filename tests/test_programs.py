@@ -423,12 +423,12 @@ def words(**program: Any) -> list[str]:
             r"losses: each key needs a name of dlscale \(.*\); loss/valid is required",
         ),
         ({"losses": {"a (.)": "loss/valid", "b (.)": "loss/valid"}}, "losses: two keys have the same name of dlscale"),
-        ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the samples/s, or one of nersc"),
+        ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the number, or one of nersc"),
         ({"rate": "("}, r"rate \(: expected a regular expression"),
         ({"command": ["{a.b}"], "values": {"a.b": 1}}, "program.values.a.b: names with dots are for settings"),
         (
             {"repository": "/r", "revision": "0" * 40, "folder": "/r/src"},
-            "program.folder: /r/src: with a repository, expected a relative path in it",
+            "program.folder: /r/src: expected a path relative to program.repository",
         ),
         (
             {"losses": {"a (.)": "loss/train"}},

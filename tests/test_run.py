@@ -199,7 +199,7 @@ def test_the_call() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--dryrum", "unrecognized arguments: --dryrum (did you mean '--dryrun'?); targets and settings come before"),
+        ("--dryrum", "unrecognized arguments: --dryrum (did you mean '--dryrun'?); write targets and settings before"),
         ("-q plan_x", "argument --quiet/-q: invalid choice: 'plan_x' (choose from 'all', "),
     ],
 )

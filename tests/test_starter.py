@@ -284,7 +284,7 @@ def test_an_ambiguous_shape_is_refused(tmp_path: Path, stored: tuple[int, ...], 
     for key, files in (("input", {"input": x, "target": y}), ("target", {"input": y, "target": x})):
         source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}, key: info}
         dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
-        with pytest.raises(UserError, match=rf"x\.npy: '{key}' has shape .* set `source\.{key}\.channel_axis`"):
+        with pytest.raises(UserError, match=rf"x\.npy: '{key}' has shape .* Set `source\.{key}\.channel_axis`"):
             open_source(dataset, Part("train", "train"), [Path(path) for path in files.values()])
 
 

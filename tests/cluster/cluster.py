@@ -567,7 +567,7 @@ class Cluster:
         return int(done.stdout)
 
     def state(self, job: int) -> str:
-        """Return a job's state, until 1800 s after its end: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
+        """Return a job's state, until 1800 s after its end, for example PENDING or NODE_FAIL."""
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").stdout.strip()
 
     def wait(self, job: int, *states: str) -> None:
@@ -602,7 +602,7 @@ class Cluster:
         until("the queue to be empty", lambda: not self.run("squeue", "--noheader").stdout.strip())
 
     def nodes(self) -> dict[str, str]:
-        """Return the state of each node: `idle`, `mixed`, `allocated`, `down*` …"""
+        """Return the state of each node, for example `idle` or `down*`."""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout.splitlines()
         return dict(line.split() for line in lines)
 

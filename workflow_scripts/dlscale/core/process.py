@@ -214,7 +214,7 @@ def _print(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-#: Function that prints a last message to the user; the command line sets it.
+#: Function that prints a last message to the user; `dlscale.cli` sets this function.
 say: Callable[[str], object] = _print
 
 
@@ -229,10 +229,10 @@ def end(message: str, status: int) -> None:
 
 
 def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
-    """Return a function that calls `work`, then ends Snakemake with the status from `ended`.
+    """Return a function that calls `work`, then exits with the status from `ended`, unless this status is 0.
 
-    If this status is 0, the function returns. After Ctrl-C the status is 130. The function calls `sys.exit`, because
-    Snakemake prints a traceback for any error in a function of the Snakefile.
+    After Ctrl-C the status is 130. The function exits by `sys.exit`, because for any other exception in a function of
+    the Snakefile, Snakemake prints a traceback.
     """
 
     def done(*args: object, **named: object) -> None:

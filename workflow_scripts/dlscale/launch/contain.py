@@ -48,7 +48,7 @@ def name() -> str:
 
 def main(command: list[str]) -> int:
     """Run `command` (engine and arguments) to its end, and return the container's exit status."""
-    if command[:1] == ["apptainer"]:  # it has no daemon and no container names: this process becomes the container
+    if command[:1] == ["apptainer"]:  # no daemon and no container names: this process becomes the container
         given = {word.partition("=")[0] for option, word in itertools.pairwise(command) if option == "--env"}
         passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ and key not in given}
         os.execvpe(command[0], command, {**os.environ, **passed})
@@ -82,7 +82,7 @@ def main(command: list[str]) -> int:
     try:
         status = client.wait()
         if status in (125, 126, 127):  # the engine failed, or the command is not executable, or not found
-            remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false leaves GPUs out)"
+            remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false disables GPUs)"
             print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
         if status < 0:  # the client was killed; the container continues
             waited = ask("wait", called).stdout.strip()

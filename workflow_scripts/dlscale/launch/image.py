@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):
         if not Path("docker/Dockerfile").is_file():
-            remedy = "build the image in a checkout of dlscale, or set site.image to a published one"
+            remedy = "build the image in a checkout of dlscale, or set site.image to a published image"
             raise UserError(f"{image}: cannot be built, because this folder has no docker/Dockerfile; {remedy}")
         words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
         if engine != "docker":

@@ -64,8 +64,8 @@ class ContainerMounts:
 def sources(site: Site) -> Path:
     """Return the folder from which Python imports `dlscale`.
 
-    For containers, the folder has nothing else that Python could import by accident. For an installed dlscale, it is a
-    new folder with a link to the package.
+    For containers, the folder has nothing else that Python could import by accident: for an installed dlscale, this is
+    a new folder with a link to the package.
     """
     if CHECKOUT or site.engine == "none":
         return ROOT.parent
@@ -78,9 +78,9 @@ def sources(site: Site) -> Path:
 
 
 def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None) -> list[str]:
-    """Return the command that starts `dlscale`, once or with a process per device, without the stage's arguments.
+    """Return the command that starts `dlscale` (one process, or one per device), without the stage's arguments.
 
-    `site` must be resolved. `geometry` is None for a stage that needs no device.
+    `site` is a result of `resolve`. `geometry` is None for a stage that needs no device.
     """
     # On full nodes, local rank i takes the i-th GPU of the site's order. On part of a node, the scheduler selects GPUs.
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
@@ -181,7 +181,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
     if geometry.nodes > 1 and site.engine == "podman-hpc" and site.fabric == "slingshot":
         raise UserError(
             f"{where}geometry.nodes: {geometry.nodes} nodes: containers of podman-hpc do not get the devices of "
-            "Slingshot (/dev/cxi*), so NCCL would use TCP. Use engine: shifter or none"
+            "Slingshot (/dev/cxi*), so NCCL would use TCP. Set site.engine to shifter or none"
         )
     if site.starter != "mpirun" and not site.rendezvous:  # sites with mpirun or a rendezvous have no scheduler
         slurm.check(site.scheduler, geometry, where)
@@ -280,7 +280,7 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
         # Rootless podman has to keep the user's ID; otherwise files would belong to a subordinate ID.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    # podman-hpc is rootless: root in the container is the user outside. The image's own user would match none.
+    # podman-hpc is rootless: root in the container is the user outside. The image's own user would be a subordinate ID.
     modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
     return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
 

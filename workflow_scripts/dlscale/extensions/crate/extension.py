@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale crate`."""
+"""Extension: the command `crate`."""
 
 from dlscale.core.stage import Query, option
 
@@ -10,7 +10,7 @@ COMMANDS = {
             ("plan", {"metavar": "PLAN", "help": "finished plan"}),
             option(
                 "--citation",
-                "CITATION.cff with the authors and the licence of the results (required)",
+                "CITATION.cff with the authors and the licence of the results (required; example: docs/crate.md)",
                 False,
                 metavar="FILE",
             ),

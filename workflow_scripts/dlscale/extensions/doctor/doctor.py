@@ -120,9 +120,11 @@ def probe_image(site: Site) -> Finding:
     if site.engine == "none":
         return Finding("image", "skip", "no container engine: commands run directly")
     if not shutil.which(site.engine):
-        return failed(f"{site.engine}: no such command here", "install it, or set site.engine to an installed engine")
+        return failed(
+            f"{site.engine}: no such command here", f"install {site.engine}, or set site.engine to an installed engine"
+        )
     if not site.image:
-        return failed("site.image is not set", "set it to the name of an image (for apptainer: its file)")
+        return failed("site.image is not set", "set site.image to the name of an image (for apptainer: its file)")
     if site.engine == "apptainer":  # computing the identity, which is the SHA-256 of the file, takes too long
         if not Path(site.image).is_file():
             return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
@@ -143,8 +145,15 @@ def probe_python(
         # slow, hence the long timeout.
         printed = command_output([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
-        remedy = "activate the environment of dlscale, or correct site.engine and site.image"
-        return [Finding("python", "FAIL", f"cannot be started where the stages run: {error}", remedy)]
+        text = "not found" if isinstance(error, AbsentError) else "the check of its versions failed"
+        return [
+            Finding(
+                "python",
+                "FAIL",
+                f"{text} where the stages run: {error}",
+                "activate the environment of dlscale (Python 3.11 or later), or correct site.engine and site.image",
+            )
+        ]
     # The entry point of an image may print a greeting first.
     return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
 
@@ -281,7 +290,7 @@ def probe_queue() -> Finding:
 
 
 def _used_queues(scheduler: Scheduler) -> list[tuple[str, Queue]]:
-    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # empty without a queue
+    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # an empty name means no queue
     return [(name, scheduler.queues.get(name, Queue())) for name in names]
 
 
@@ -334,7 +343,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 
 def probe_job_limits(scheduler: Scheduler) -> Finding:
-    """Check that the site's settings know how many jobs a user may submit to each used QOS."""
+    """Check that the site's settings limit the jobs of each used QOS to the number that a user may submit."""
     try:
         listed = command_output(["sacctmgr", "-nP", "show", "qos", "format=name,maxsubmitpu"])
     except FailedError as error:

@@ -1,4 +1,4 @@
-"""Command that checks a site; each dry run ends with the same checks."""
+"""Extension: the command `doctor`; each dry run ends with the same checks."""
 
 from dlscale.core.stage import PLANS, Query
 

@@ -1,4 +1,4 @@
-"""Extension: scores of trained weights."""
+"""Extension: the command `evaluate`."""
 
 from dlscale.core.stage import RUNS, Query, option, path
 

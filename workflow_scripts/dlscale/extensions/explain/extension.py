@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale explain`."""
+"""Extension: the command `explain`."""
 
 from dlscale.core.stage import RUNS, Query
 

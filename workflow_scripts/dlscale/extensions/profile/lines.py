@@ -29,7 +29,7 @@ from dlscale.measure.profilers import Found, ProfiledTool, TopEntry
 from dlscale.train import step as step_module
 from dlscale.train.build import Session
 
-ELSEWHERE = "read by this process after the steps, because during the steps the loader's processes read"
+ELSEWHERE = "read by this process after the steps; during the steps, worker processes read the data"
 #: Top-level modules that do not belong to a study.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
@@ -68,7 +68,7 @@ class LineProfiler:
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:
-            print("In milliseconds.\n", file=file)
+            print("Times in milliseconds.\n", file=file)
             self._steps.print_stats(file, output_unit=1e-3, stripzeros=True)
             if self._reads is not self._steps:
                 with self._reads:

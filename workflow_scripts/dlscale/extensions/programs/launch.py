@@ -66,7 +66,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
     assert program is not None
     several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
     site = with_stage_environment(site, geometry, ordered=False)
-    # External programs may write into their own folder, so the container mounts it.
+    # External programs may write into their own folder, so the container mounts this folder.
     if site.engine not in ("none", "shifter"):
         own = outside([program.folder], place.folder, *filter(None, [place.results]))
         site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
@@ -87,16 +87,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
         container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
     elif several:
-        start = (
-            [
-                sys.executable,
-                *RANKS,
-                *srun_command(site, geometry),
-                "--kill-on-bad-exit=1",
-                *meeting_command(site, geometry),
-            ]
-            if site.starter == "srun"
-            else mpirun_command(site, geometry)
-        )
+        srun = [*srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(site, geometry)]
+        start = [sys.executable, *RANKS, *srun] if site.starter == "srun" else mpirun_command(site, geometry)
         start += ["sh", "-c", TORCHRUN_VARIABLES, "sh"]
     return outer, [*start, *container]

@@ -1,4 +1,4 @@
-"""Command that prints the schema of the configuration."""
+"""Extension: the command `schema`."""
 
 from dlscale.core.stage import Query, option
 
