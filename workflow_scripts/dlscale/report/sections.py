@@ -238,7 +238,7 @@ def speed(plan: PlanResult) -> View | None:
     (fastest, like, groups), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
     known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
-    # Figures that were published only for a similar run (`like`) appear only in the table of all runs.
+    # Figures published for another size, such as a demo's full-size model, appear only in the table of all runs.
     figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
     # Prefer ratios from paired timing: quotients of the separately measured speeds may contradict these ratios.
     base = first.speed or fastest.speed
@@ -614,7 +614,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         reached = over.ratio
     words = (
         "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before. The label of "
-        "a bar is the speed-up over the rung before, then the limit of the speed of the rung before."
+        "a bar is the speed-up over the rung before, followed by the limit of that rung's speed."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
