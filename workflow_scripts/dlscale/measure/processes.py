@@ -33,7 +33,7 @@ def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
     """Return the resource use of `root` and its descendants; raise `psutil.NoSuchProcess` if `root` does not exist.
 
     Processes in `without` do not count. If a process ends while counters are read, Linux adds its counters to its
-    parent's. Then all counters are read again; together, at most `tries` times.
+    parent's. All counters are then read again, up to `tries` times in total.
     """
     parent = psutil.Process(root)
     found = []
@@ -75,7 +75,7 @@ def ranks_seen(root: int) -> int:
 
 
 class Meter:
-    """Counter of the resource use of this process and its descendants, and of all programs on their cores."""
+    """Counter of the resource use of this process and its descendants, and of all programs on the same cores."""
 
     def __init__(self) -> None:
         self._cores, self._own = core_seconds(), used(os.getpid())

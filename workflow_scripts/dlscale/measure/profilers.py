@@ -97,8 +97,8 @@ class TopEntry(Record):
     #: Seconds per step: device time for kernels and copies, else host time.
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
-    share: float = 0.0  #: Fraction of the step's time.
-    total: Known = None  #: For functions: fraction of the step's time, including the functions that they call.
+    share: float = 0.0  #: `seconds` as a fraction of the step's time.
+    total: Known = None  #: As `share`, for functions, including the functions that they call.
     note: str = ""
 
 

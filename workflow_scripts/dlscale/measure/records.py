@@ -105,7 +105,8 @@ class Outside(Record):
     """An external program, and the measurement of its steps."""
 
     command: list[str]
-    #: Source of the step times: calls in the program, PyTorch's functions, the program's log, or a rate that it prints.
+    #: Source of the step times. timed: calls in the program; seen: PyTorch's functions; log: the program's log; rate: a
+    #: rate that the program prints.
     way: Literal["timed", "seen", "log", "rate"]
     samples: bool = True  #: Whether rates are samples/s (else steps/s).
     steps: int  #: Number of counted steps.

@@ -81,7 +81,7 @@ class Subject(Protocol):
     """
 
     def open(self) -> None:
-        """Begin to start the run; do not wait for it."""
+        """Start the run; return before it has started."""
 
     def wait(self) -> None:
         """Wait until the run has started and has made its warm-up steps."""

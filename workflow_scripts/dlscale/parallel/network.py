@@ -41,7 +41,7 @@ def nccl_log() -> Iterator[Path | None]:
 
 
 def read_network(log: str) -> str | None:
-    """Return the network that NCCL's log names: `Socket`, `IB`, `AWS Libfabric: cxi`; None if it names no network.
+    """Return the network that NCCL's log names: `Socket`, `IB`, `AWS Libfabric: cxi`; None if missing.
 
     The word after a colon is the name of libfabric's provider.
     """

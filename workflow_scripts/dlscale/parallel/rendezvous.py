@@ -50,7 +50,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.from_environment()
     store, names = _meet(geometry, rank), {each: f"started/{each}" for each in range(size)}
-    # Without a heartbeat of a process that hangs before it joins, PyTorch would wait half an hour, and not name it.
+    # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.
     store.set(names[rank], "")
     try:
         store.wait([*names.values()], dt.timedelta(seconds=limits.between) if limits else TIMEOUT)
@@ -173,7 +173,7 @@ def _listen(address: str, port: int) -> int:
         if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
             raise UserError(
                 f"{where}: {address} is {place[0]} on this node: other nodes cannot reach this loopback address. "
-                "Use an address of this node in the network"
+                "Use this node's address in the network"
             )
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

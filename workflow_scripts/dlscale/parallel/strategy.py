@@ -35,7 +35,7 @@ BUFFERS = (
     else "broadcast_buffers"
 )
 
-#: Function that averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
+#: Function that averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` expects it.
 CommHook = Callable[[Any, Any], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -305,7 +305,7 @@ class Gradients:
         """
         if agreed:
             self.bad.zero_()
-        device = values[0].device if values else loss.device  # weights are elsewhere with `cpu_offload`
+        device = values[0].device if values else loss.device  # with `cpu_offload`, weights are on the host
         here, alone = self.bad.to(device), loss[:1] if loss.dim() else loss
         # GradScaler's check reads all tensors in one call, which is fastest, also on CPUs. It multiplies tensors by 1.
         torch._amp_foreach_non_finite_check_and_unscale_([*values, alone.to(device)], here, self._one.to(device))

@@ -108,7 +108,7 @@ class Watchdog:
     """Watchdog over a run's ranks, from construction until `close`; every rank must construct a watchdog."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """Start watching; `per_node` is the number of ranks per node, which are consecutive.
+        """Start watching; `per_node` is the number of ranks per node; the ranks of a node are consecutive.
 
         Without `limits`, only a failed exchange ends the run.
         """
@@ -147,7 +147,7 @@ class Watchdog:
     def describe_lost_rank(self, error: BaseException, seconds: float = 8.0) -> str:
         """Return a text that names the rank that was lost in a failed exchange.
 
-        Wait up to `seconds` until heartbeats show which rank was lost. Otherwise the text contains `error`.
+        Wait up to `seconds` until heartbeats show the lost rank. If they do not, the text contains `error`.
         """
         self._known = range(self.size)
         until = time.monotonic() + seconds
@@ -196,7 +196,7 @@ class Watchdog:
                 self._unanswered = 0.0
                 if self._judges:
                     self._judge()
-            except Exception as error:  # `_await_answer` ends the process if this lasts
+            except Exception as error:  # if the store stays silent, `_await_answer` ends the process
                 logging.info("watchdog: the store does not answer: %s", brief(error))
 
     def _judge(self) -> None:
