@@ -52,7 +52,7 @@ MAX_LOADING_RATIO = 10.0
 
 @dataclass(frozen=True)
 class Headline:
-    """Efficiency of training (FULL) on the most devices; if several series have them, the highest efficiency."""
+    """Efficiency of training (FULL) on the most devices; if several series reach this number, the highest."""
 
     series: Series
     point: Point

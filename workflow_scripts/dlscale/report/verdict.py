@@ -64,7 +64,7 @@ def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run."""
+    """Limit of a run's speed, causes that slow the run, and the next remedies."""
 
     bound: Bound | None  #: Limit of the training speed; None if the limit was not measured.
     findings: list[Finding]  #: Causes, sorted as in `verdict`: disturbances first, then by cost.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedLog:
-    """TensorBoard tags of the program that a study repeats, which dlscale writes in addition to its own tags."""
+    """TensorBoard tags of the published program; dlscale writes these tags in addition to its own tags."""
 
     tags: Mapping[str, str] = field(default_factory=dict)  #: Program's tag → dlscale's tag (see `dlscale.train.logs`).
     over: Literal["step", "epoch"] = "step"  #: Unit of the log's step numbers; 0 is before training.
@@ -80,7 +80,7 @@ class Study(ABC):
     #: Optional abilities of the model; any of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
     #: Function that makes a batch (inputs, targets), trees of tensors [B, ...], from a list of samples (input, target)
-    #: whose tensors may differ in shape; for example, it pads them. None: the tensors of all samples are stacked.
+    #: whose tensors may differ in shape, for example by padding. None: the tensors of all samples are stacked.
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     published_log: ClassVar[PublishedLog] = PublishedLog()
     train_metrics: ClassVar[tuple[str, ...]] = ()  #: Metrics that `train_scores` computes on training batches.

@@ -122,7 +122,7 @@ def _says(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes: those named by `raise … from`, and those handled when it was raised."""
+    """Return an exception and its causes: exceptions named by `raise … from`, or handled when it was raised."""
     found: list[BaseException] = []
     more: BaseException | None = error
     while more and more not in found:

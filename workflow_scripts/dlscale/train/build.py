@@ -96,7 +96,7 @@ def build_step(
     # 4. and 5. Set the number format, and add the loss, the exchange with other ranks, and the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
     step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs, scores)
-    # 6. Compile the step, and record it as a CUDA graph, if the run asks for this.
+    # 6. Compile the step, and record it as a CUDA graph, if the run's settings require this.
     if run.compile.mode != "none":
         torch._functorch.config.activation_memory_budget = run.compile.memory_budget
         logging.info("code is compiled at the first batch of each shape, which may take minutes")

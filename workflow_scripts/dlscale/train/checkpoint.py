@@ -68,7 +68,9 @@ class CheckpointRecord(Record):
     untrained: Untrained | None = None  #: scores before the first step; only in records of the first epoch
     places: dict[str, Any] = {}  #: mesh and device type; random states are restored only if both are unchanged
     scaler: dict[str, float] = {}  #: state of the loss scaler
-    best: bool | None = None  #: whether the best weights are stored in addition to the last; None if no epoch is best
+    best: bool | None = (
+        None  #: whether the best weights are stored in addition to the last weights; None if no epoch is best
+    )
     files: dict[str, str] = {}  #: name of each safetensors file of the checkpoint → SHA-256
     run: str = ""  #: name of the folder of the checkpoints: the training's fingerprint
     own: str = ""  #: SHA-256 of this record without this key
@@ -186,9 +188,7 @@ class Checkpoints:
         if main:
             known = [step for step in self.steps() if self._until is None or step <= self._until]
             earlier = [step for step in known if step < record.step]
-            later = [
-                step for step in known if step > record.step
-            ]  # of a training that was restarted at an earlier step
+            later = [step for step in known if step > record.step]  # from before a restart at an earlier step
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
@@ -213,7 +213,7 @@ class Checkpoints:
                 return found
             problem = next(problem for problem, _ in reports if problem)
             logging.warning("%s: not used (%s); trying an earlier checkpoint", self._path(step), problem)
-            if not any(damaged for _, damaged in reports):  # a retry, or dlscale's version that wrote it, may read it
+            if not any(damaged for _, damaged in reports):  # a retry may succeed, or another version of dlscale
                 useless = useless or (
                     f"{self._path(step)}: this training cannot resume from this checkpoint ({problem}), nor from an "
                     "earlier checkpoint, although this checkpoint may be undamaged. Try again, or remove this folder "

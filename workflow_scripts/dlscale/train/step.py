@@ -112,7 +112,7 @@ class Step:
         #: step so far on this rank; after it: in the last step on any rank. Gradients of a scaled loss do not count,
         #: because loss scaling expects overflows.
         self.bad, self.skips = gradients.bad, False  #: `skips`: whether to leave out bad steps
-        #: Weights to check; none with a scaled loss.
+        #: Weights to check; empty with a scaled loss.
         self._trained = numbers(
             [p.detach() for p in weights.updated if p.requires_grad and run.precision not in SCALED]
         )
@@ -176,7 +176,7 @@ class Step:
                 self.scaler.update()
             else:
                 update_unless(self.scaler.left_out, self.optimizer)
-            if not self.skips:  # NaN gradients make weights NaN, and checking weights takes less time
+            if not self.skips:  # NaN gradients make weights NaN, which are checked faster than gradients
                 self._gradients.check(loss, self._trained, False)
             self.weights.distribute()
             for buffer, value in kept:

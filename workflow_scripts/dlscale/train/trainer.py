@@ -312,7 +312,7 @@ class Trainer:
         return self._naive
 
     def resume(self) -> None:
-        """Load the newest usable checkpoint, if any, unless training must restart; the same on all ranks."""
+        """Load the newest usable checkpoint, unless training must restart; all ranks load the same checkpoint."""
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
@@ -343,9 +343,7 @@ class Trainer:
         """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
         end = self._end(record.history)
         if end and record.step > end.step:
-            return (
-                f"the checkpoint is later than epoch {end.epoch}, which reached the target: training again until then"
-            )
+            return f"the checkpoint is later than epoch {end.epoch}, which reached the target: training again up to it"
         # A checkpoint of the last step may be from before the last validation, which is then missing in `history`.
         trained = record.step == self.last_step and len(record.history) >= self.last_epoch
         if (end or trained) and record.made_with != self._made_with:

@@ -16,8 +16,8 @@ def launches(evidence: Evidence) -> Finding | None:
         share, launched = idle - for_data, evidence.activity.launches
         with_ = f" with {number(launched)} launches" if launched else ""
         why = (
-            f"Without the wait for data, the device is idle for {percent(share)} of a step{with_}, because the host "
-            "does not launch work fast enough."
+            f"In addition to its wait for data, the device is idle for {percent(share)} of a step{with_}, because the "
+            "host does not launch work fast enough."
         )
         if share < 0.25 or sync(evidence):
             return None
