@@ -369,7 +369,7 @@ def telemetry(bench: Bench, case: Case) -> Values:
         "least": min(ratios),
         "most": max(ratios),
         **cost,
-        "looks": len(rows),
+        "telemetry samples": len(rows),
     }
     return values | (_of_gpu(bench, rows) if bench.cuda else {})
 

@@ -36,7 +36,7 @@ INTERVAL = 2.0
 
 
 def ranks(options: Options) -> list[Row]:
-    """Measure averaging in two processes of one thread, which compete for memory bandwidth; then measure saving."""
+    """Measure averaging in two single-threaded processes, which compete for memory bandwidth; then measure saving."""
     found = options.folder / "found.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
