@@ -451,7 +451,7 @@ def test_other_arrays_need_another_model(tmp_path: Path) -> None:
             key: write(tmp_path / f"{key}{number}.npy", v=v) for key, v in (("input", inputs), ("target", targets))
         }
         source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
-        with pytest.raises(UserError, match=r"expects images \[C, H, W\] of one size for both"):
+        with pytest.raises(UserError, match=r"expects two images \[C, H, W\]"):
             tiny_session(
                 "starter_cnn", {"kind": "starter", "source": source}, TINY["starter_cnn"]["run"], tmp_path / f"{number}"
             )

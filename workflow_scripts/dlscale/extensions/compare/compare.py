@@ -30,7 +30,7 @@ from dlscale.extensions.compare.terminal import show
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, Table, cell, table
-from dlscale.report.speedup import FLOOR, SpeedUp, measured_apart, paired_ratio
+from dlscale.report.speedup import MIN_PAIRED_LOG_DIFFERENCE, SpeedUp, measured_apart, paired_ratio
 from dlscale.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
         return None
-    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
+    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), MIN_PAIRED_LOG_DIFFERENCE, looks)
 
 
 def unescape_formulas(row: dict[str, Any]) -> dict[str, Any]:
