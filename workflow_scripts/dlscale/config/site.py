@@ -237,8 +237,8 @@ class Site(Lawful):
 
     engine: Engine = Field(
         "none",
-        description="Container engine. auto: the first of shifter, podman-hpc, apptainer, enroot, podman and docker that "
-        "works here, else none.",
+        description="Container engine. auto: the first of shifter, podman-hpc, apptainer, enroot, podman and docker "
+        "that works here, else none.",
     )
     image: str | None = Field(
         None,

@@ -233,8 +233,10 @@ def container_command(
     if site.engine in FILE_SUFFIXES:
         # These engines mount in the order of the options. Data come first: if a parent of the working folder were
         # mounted later, it would hide this folder.
-        mounts = [*((path, f"{path}:ro") for path in place.data), *folders.items(), *site.mounts.items()]
-        binds = [f"{source}:{target}" for source, target in mounts]
+        binds = [
+            *(f"{path}:{path}:ro" for path in place.data),
+            *(f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()),
+        ]
     if site.engine == "enroot":
         # A mount is a line of an fstab, in which blanks are octal numbers. The working folder has no option. enroot's
         # hook mounts NVIDIA's driver as two variables say, which the image may set, too.
