@@ -113,6 +113,7 @@ SITES: list[tuple[str, str, str | dict[str, Any]]] = [
     ("perlmutter with podman.yaml", "perlmutter", "podman.yaml"),
     ("slurm", "slurm", {}),
     ("slurm with apptainer", "slurm", {"engine": "apptainer", "image": "/shared/dlscale.sif"}),
+    ("cloud", "cloud", {}),
     ("juwels", "juwels", {}),
     ("leonardo", "leonardo", {}),
     ("docker", "docker", {"engine": "docker", "gpu": False}),

@@ -27,6 +27,7 @@ from dlscale.core.errors import UserError
 from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.doctor import doctor, probe
 from dlscale.launch import image as images
+from dlscale.launch import launcher
 from dlscale.preflight.probe import Finding, probe_clock, probe_space
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
@@ -337,11 +338,12 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/other:1"}))
     assert named(found, "image").status == "FAIL" and "snakemake image" in named(found, "image").remedy
     assert named(found, "environment").status == "skip"
-    (file := tmp_path / "image.sif").touch()
-    command("apptainer", "")
-    site = Site(engine="apptainer", image=str(file))
-    for image, status in ((str(file), "ok"), ("/no.sif", "FAIL"), (None, "FAIL")):
-        assert doctor.probe_image(site.model_copy(update={"image": image})).status == status
+    for engine, suffix in launcher.FILE_SUFFIXES.items():
+        (file := tmp_path / f"image{suffix}").touch()
+        command(engine, "")
+        site = Site(engine=engine, image=str(file))
+        for image, status in ((str(file), "ok"), (f"/no{suffix}", "FAIL"), (None, "FAIL")):
+            assert doctor.probe_image(site.model_copy(update={"image": image})).status == status
     assert "no such command" in doctor.probe_image(Site(engine="shifter", image="mine:1")).text
 
 

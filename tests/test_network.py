@@ -67,7 +67,7 @@ def test_tcp_is_refused_if_the_site_has_a_faster_network(
             check_network(tcp)
 
 
-@pytest.mark.parametrize("engine", ["none", "shifter", "apptainer"])
+@pytest.mark.parametrize("engine", ["none", "shifter", "apptainer", "enroot"])
 def test_ranks_on_several_nodes_know_the_sites_network(engine: str, tmp_path: Path) -> None:
     place = ContainerMounts(str(tmp_path), str(ROOT / "workflow_scripts"), 1000, 1000)
     found = {

@@ -25,7 +25,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.machine import WATCHDOG
+from dlscale.core.machine import STEPS, WATCHDOG
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
 from dlscale.data.manifest import File, Manifest
@@ -57,7 +57,7 @@ STARTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("starter", STARTERS)
-@pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
+@pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"])
 def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
     """With srun, mpirun, several nodes or its own image, a program has its own containers; else the stage has one."""
     given = {"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, "host_suffix": "-hsn0"}
@@ -70,7 +70,7 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
             apart = bool(changes.get("image")) or (several and (starter != "torchrun" or geometry is FOUR))
             inside = engine != "none" and not apart
             assert outer[-4:] == ([sys.executable, *PYTHON[1:]] if not inside else PYTHON)
-            client = "run" if engine in ("docker", "podman", "podman-hpc") else "exec"
+            client = {"apptainer": "exec", "enroot": "start"}.get(engine, "run")
             contained = f"{engine} {client}" if engine != "shifter" else "shifter --image"
             assert (contained in " ".join(outer)) is (engine != "none" and not apart)
             assert (contained in " ".join(inner)) is (engine != "none" and apart)
@@ -81,6 +81,8 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
                     "the program's folder must be mounted"
                 )
                 assert (image in words and "{folder}" in " ".join(inner)) or not apart
+                if engine in ("apptainer", "enroot"):
+                    assert (f"--env={STEPS}" in words) is apart, "the hook's variables must reach the program"
                 assert (PROGRAM_SHELL in inner) is apart
             if apart and engine in ("docker", "podman", "podman-hpc"):
                 assert {"--env=DLSCALE_STEPS", "--env=DLSCALE_READ", "--env=DLSCALE_HANG_AFTER"} <= set(inner)

@@ -18,7 +18,7 @@ from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.urls import has_secret
 
-Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
+Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"]
 Starter = Literal["auto", "direct", "torchrun", "srun", "mpirun"]
 
 #: Kind of a job: a stage of a run, or `data` for the stages that make a dataset.
@@ -237,8 +237,8 @@ class Site(Lawful):
 
     engine: Engine = Field(
         "none",
-        description="Container engine. auto: the first of shifter, podman-hpc, apptainer, podman and docker that works "
-        "here, else none.",
+        description="Container engine. auto: the first of shifter, podman-hpc, apptainer, enroot, podman and docker "
+        "that works here, else none.",
     )
     image: str | None = Field(
         None,

@@ -12,18 +12,26 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
 from dlscale.core.machine import command_output
 from dlscale.core.process import Image
-from dlscale.launch.launcher import LOCAL
+from dlscale.launch.launcher import FILE_SUFFIXES, LOCAL
+
+#: Commands that make an engine's image file from an image of podman, Docker or a registry.
+MAKE_FILE = {
+    "apptainer": "podman save --format docker-archive --output dlscale.tar {built} && apptainer build {file} "
+    "docker-archive:dlscale.tar (from a registry: apptainer pull {file} docker://REGISTRY/NAME:TAG)",
+    "enroot": "enroot import --output {file} podman://{built} (from Docker: dockerd://{built}; from a registry: "
+    "docker://REGISTRY#NAME:TAG)",
+}
 
 
 def identity(engine: str, image: str) -> str | None:
     """Return the identity of an image's content; None without an engine, or if the image is missing.
 
     For podman and docker, the identity is the digest of the image's configuration. For Shifter, it is the gateway's
-    identifier. For Apptainer, it is the SHA-256 of the file.
+    identifier. For Apptainer and enroot, it is the SHA-256 of the file.
     """
     if engine == "none" or not image:
         return None
-    if engine == "apptainer":
+    if engine in FILE_SUFFIXES:
         return sha256(image) if Path(image).is_file() else None
     if engine == "podman-hpc":
         return migrated(image)
@@ -52,14 +60,21 @@ def image_identity(engine: str, image: str, first: bool) -> str:
     return here
 
 
+def file_remedy(engine: str, image: str) -> str:
+    """Return what `site.image` has to be for an engine with image files, and the commands that make the file."""
+    file = Path(image if image.endswith(FILE_SUFFIXES[engine]) else f"dlscale{FILE_SUFFIXES[engine]}")
+    commands = MAKE_FILE[engine].format(file=file, built=image if image.startswith(LOCAL) else f"{LOCAL}dlscale:gpu")
+    return f"site.image has to be a {file.suffix} file. To make {file}: {commands}"
+
+
 def main(args: argparse.Namespace) -> None:
     """Build or pull `args.image` for `args.engine`, and migrate it for podman-hpc."""
     engine, image = args.engine, args.image
     if engine == "none" or not image:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
-    if engine == "apptainer":
+    if engine in FILE_SUFFIXES:
         if not Path(image).is_file():
-            raise UserError(f"{image}: no such file; to make this file: apptainer pull {image} docker://NAME")
+            raise UserError(f"{image}: no such file; {file_remedy(engine, image)}")
     elif engine == "shifter":
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):

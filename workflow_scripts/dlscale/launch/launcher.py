@@ -30,6 +30,9 @@ PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 #: Prefix of the names of images that the workflow builds.
 LOCAL = "localhost/"
 
+#: Ends of the names of image files, for engines whose images are files.
+FILE_SUFFIXES = {"apptainer": ".sif", "enroot": ".sqsh"}
+
 #: Arguments of Python that run `dlscale.launch.ranks`, which starts a node's ranks or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
@@ -212,7 +215,7 @@ def container_command(
         if path
     }
     here = guest.folder if guest else place.folder
-    prefix = guest.prefix if guest else ()
+    prefix, variables = (guest.prefix, guest.variables) if guest else ((), ())
     if site.engine == "shifter":
         # A Shifter container sees the site's file systems and the environment. Modules of the site set their variables
         # last, so `env` sets the stage's variables in the container. The image's HOME would hide ~/.netrc and caches.
@@ -227,13 +230,29 @@ def container_command(
         ]
     for path in place.data:
         _check_mount(path, site)
-    if site.engine == "apptainer":
-        # Apptainer mounts in the order of the options. Data come first: if a parent of the working folder were mounted
-        # later, it would hide this folder.
-        binds = [f"{path}:{path}:ro" for path in place.data]
-        binds += [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
+    if site.engine in FILE_SUFFIXES:
+        # These engines mount in the order of the options. Data come first: if a parent of the working folder were
+        # mounted later, it would hide this folder.
+        binds = [
+            *(f"{path}:{path}:ro" for path in place.data),
+            *(f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()),
+        ]
+    if site.engine == "enroot":
+        # A mount is a line of an fstab, in which blanks are octal numbers. The working folder has no option. enroot's
+        # hook mounts NVIDIA's driver as two variables say, which the image may set, too.
+        binds = [bind.replace("\\", r"\134").replace(" ", r"\040") for bind in binds]
+        cards = {"NVIDIA_VISIBLE_DEVICES": "all" if gpu else "void", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
         return [
-            *(*SUPERVISOR, "apptainer", "exec", "--cleanenv", "--no-home"),
+            *(*SUPERVISOR, *(f"--env={name}" for name in variables), "enroot", "start"),
+            *(word for bind in binds for word in ("--mount", re.sub(":ro$", ":none:rbind,ro,x-create=auto", bind))),
+            *(word for item in {**cards, **environment}.items() for word in ("--env", "=".join(item))),
+            *(image, *(unset or ["env"]), f"--chdir={here}"),
+            *prefix,
+        ]
+    if site.engine == "apptainer":
+        return [
+            *(*SUPERVISOR, *(f"--env={name}" for name in variables)),
+            *("apptainer", "exec", "--cleanenv", "--no-home"),
             *(["--nv"] if gpu else []),
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
@@ -255,7 +274,7 @@ def container_command(
         f"--workdir={here}",
         *(f"--env={name}={value}" for name, value in environment.items()),
         *(f"--env={name}" for name in PASSED_ON if name not in environment),
-        *([f"--env={name}" for name in guest.variables] if guest else ["--env=DLSCALE_LIFELINE=1"]),
+        *([f"--env={name}" for name in variables] if guest else ["--env=DLSCALE_LIFELINE=1"]),
         image,
         *unset,
         *prefix,
@@ -287,7 +306,7 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
 
 
 #: Engines in the order in which `auto` tries them: engines for clusters first.
-ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
+ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "enroot", "podman", "docker")
 
 
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
@@ -322,7 +341,9 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
     command = shutil.which(engine, path=str(folder) if folder else None)
     if not command:
         return "absent"
-    if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
+    if (engine in FILE_SUFFIXES) != image.endswith(FILE_SUFFIXES.get(engine, tuple(FILE_SUFFIXES.values()))) or (
+        engine == "shifter" and image.startswith(LOCAL)
+    ):
         return f"not for image {image}"
     # Often docker is installed but its daemon does not run, or podman-hpc lacks the variable USER or its tools.
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):

@@ -279,14 +279,17 @@ class Crate:
         if not image:
             return None
         known, digest = image["name"], image["identity"].removeprefix("sha256:")
-        file, (host, _, rest) = image["engine"] == "apptainer", known.partition("/")
+        file, (host, _, rest) = image["engine"] in ("apptainer", "enroot"), known.partition("/")
         # As in Docker, the first part of an image's name is a registry if the part can be the name of a host.
         registry = host if rest and not file and (host == "localhost" or set(host) & set(".:")) else ""
         name, _, tag = (known, "", "") if file else known.removeprefix(f"{registry}/").partition("@")[0].partition(":")
         return self.add(
             f"#image-{digest[:12]}",
             "ContainerImage",
-            additionalType={"@id": f"{TERMS}#{'SIFImage' if file else 'DockerImage'}"},
+            # The vocabulary has no term for enroot's files.
+            additionalType={"@id": f"{TERMS}#{'SIFImage' if file else 'DockerImage'}"}
+            if image["engine"] != "enroot"
+            else None,
             name=name,
             registry=registry,
             tag=tag,

@@ -124,10 +124,10 @@ def probe_image(site: Site) -> Finding:
             f"{site.engine}: no such command here", f"install {site.engine}, or set site.engine to an installed engine"
         )
     if not site.image:
-        return failed("site.image is not set", "set site.image to the name of an image (for apptainer: its file)")
-    if site.engine == "apptainer":  # computing the identity, which is the SHA-256 of the file, takes too long
+        return failed("site.image is not set", "set site.image to an image's name (for apptainer and enroot: its file)")
+    if site.engine in launcher.FILE_SUFFIXES:  # the identity is the SHA-256 of the file, which takes too long
         if not Path(site.image).is_file():
-            return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
+            return failed(f"{site.image}: no such file", images.file_remedy(site.engine, site.image))
         return Finding("image", "ok", site.image)
     if (identity := images.identity(site.engine, site.image)) is None:
         migrated = ", or has not migrated it, so compute nodes do not see it" * (site.engine == "podman-hpc")
