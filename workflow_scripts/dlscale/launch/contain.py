@@ -35,7 +35,7 @@ PASSED_ON = (
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-#: Settings of enroot, whatever a site's `enroot.conf` says. A login shell would reset the image's PATH, a mounted home
+#: Settings of enroot that replace those of a site's `enroot.conf`. A login shell would reset the image's PATH, a mounted home
 #: folder the stage's HOME; in other namespaces, a stage would lack signals, the network or devices.
 ENROOT_SETTINGS = dict.fromkeys(
     (

@@ -239,7 +239,7 @@ def container_command(
         ]
     if site.engine == "enroot":
         # A mount is a line of an fstab, in which blanks are octal numbers. The working folder has no option. enroot's
-        # hook mounts NVIDIA's driver as two variables say, which the image may set, too.
+        # hook mounts NVIDIA's driver according to two variables, which the image may set, too.
         binds = [bind.replace("\\", r"\134").replace(" ", r"\040") for bind in binds]
         cards = {"NVIDIA_VISIBLE_DEVICES": "all" if gpu else "void", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
         return [

@@ -117,7 +117,7 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
     Raises
     ------
     UserError
-        The plan, run, dataset or study is unknown (the message has the nearest name), or this machine can run none of
+        The plan, run, dataset or study is unknown (the message has the nearest name), or this machine cannot run any of
         the plan's runs.
     """
     results, path = Path(configuration.workflow.results), Path(word)

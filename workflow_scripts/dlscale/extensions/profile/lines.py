@@ -111,9 +111,7 @@ def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> Non
     """Time all functions of a module, and of the modules that define `things` or their classes."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # a warning says that only the decorator of a decorated function is timed
+    with warnings.catch_warnings(action="ignore"):  # a warning: only the decorator of a decorated function is timed
         for each in {module, *(sys.modules[name] for name in names)}:
             profiler.add_module(each, scoping_policy="children")
 

@@ -253,7 +253,7 @@ class Program(Lawful):
             if name in settings or name in LATER:
                 return f"program.values.{name}: a setting has this name, or {{{name}}} is reserved; choose another name"
             if name == "kind":
-                return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
+                return "program.values.kind: another `kind` replaces all settings of a section; choose another name"
             if "." in name:
                 return f"program.values.{name}: names with dots are for settings; choose another name"
             if name not in used:
