@@ -418,7 +418,7 @@ def words(**program: Any) -> list[str]:
         ),
         (
             {"command": ["{kind}"], "values": {"kind": 99}},
-            "program.values.kind: another `kind` replaces a whole section",
+            "program.values.kind: another `kind` replaces",
         ),
         ({"values": {"batch_size": 99}}, "program.values.batch_size: a setting has this name"),
         ({"values": {"optimizer.lr": 99}}, "program.values.optimizer.lr: a setting has this name"),
