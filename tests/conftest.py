@@ -167,7 +167,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # remove what a failed process left
+            shutil.rmtree(folder, ignore_errors=True)  # remove files of a failed process
             make(folder)
             done.touch()
     return folder

@@ -1,4 +1,4 @@
-"""Bytes that ranks exchange in a step, counted and by formula; the scaling model uses the same formula."""
+"""Count the bytes that ranks exchange in a step, and compute them by a formula that tests compare with the count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 
 class Counting(TorchDispatchMode):
-    """Count the bytes and calls of this rank's exchanges by kind (`KINDS`); exchanges in compiled code do not count."""
+    """Count the bytes and calls of this rank's exchanges by kind (`KINDS`), without exchanges in compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def formula(run: RunCore, model: nn.Module, sharding: Sharding, samples: int, wi
     Parameters
     ----------
     model
-        The undivided model, with weights of their dtype, on any device, including `meta`.
+        The undivided model on any device, including `meta`; its weights have the training's dtype.
     samples
         Number of this rank's samples in a step.
     width
@@ -91,7 +91,7 @@ def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str,
 
 
 def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -> dict[str, int]:
-    """Return the bytes of tokens, with `width` bytes per number.
+    """Return the bytes of exchanged tokens by kind; `width` is the bytes of one number in all samples.
 
     The backward pass scatters the tokens that the forward pass gathers.
     """

@@ -3,8 +3,8 @@
 `python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that
 should catch the mutation. The exit status is 1 if a mutation survives. Arguments select mutations by name; names may
 contain `*` and `?`: `python -m tests.mutate_code 'schedule*' lock`. `test_mutate_code.py` fails if the list no longer
-matches the code. With `--draw N`, arguments are paths in the package, in which N random mutations are drawn: the tests
-of `make test` that import the module must catch each, and a person judges the survivors.
+matches the code. With `--draw N`, arguments are paths in the package, and N random mutations are drawn from their
+modules. Up to three test files that import the module should catch each mutation; a person judges the survivors.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tests import changed
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
 
-#: Names that are not copied, because tests do not need them: in the top folder, then (`CACHES`) in any folder.
+#: Names that tests do not need, so they are not copied: in the top folder; in any folder (`CACHES`).
 EXCLUDED_FOLDERS = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 
 #: Time limit of a test, seconds. After some mistakes, processes wait for each other forever.
 LIMIT_S = 600.0
 
-#: Tests that each change waits for, as an argument of pytest.
+#: Marker expression of the tests of `make test`, which run before each change.
 FAST = "not (slow or long or parallel or cluster or container)"
 
 
@@ -165,7 +165,7 @@ def run(
 ) -> list[Outcome] | None:
     """Return the outcome of each mutation; None if a test fails in unchanged code.
 
-    The tests of drawn mutations are run in unchanged code at the end, and only those that caught a mutation.
+    Tests of drawn mutations run in unchanged code at the end, and only if they caught a mutation.
     """
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
@@ -245,7 +245,7 @@ def mutated(part: ast.AST) -> Iterator[str]:
 def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
     """Return random mutations of modules in the package; each statement that has mutations is equally likely.
 
-    Statements that only set a constant are left out. Of `if` and `while`, the condition is mutated.
+    Statements that only set a constant are left out. In `if` and `while`, only the condition is mutated.
     """
     found, choose, folder = list[Mutation](), random.Random(seed), ROOT / PACKAGE
     files = sorted({file for path in paths for file in [*folder.glob(path), *folder.glob(f"{path}/**/*.py")]})

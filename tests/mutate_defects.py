@@ -30,8 +30,8 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-#: By beginning of a defect's row in DEFECTS.md: the defect's mutation, the name of its mutation in `tests.mutate_code`,
-#: or the reason why it has no mutation.
+#: Key: beginning of a defect's row in DEFECTS.md. Value: the defect's mutation, the name of a mutation in
+#: `tests.mutate_code`, or the reason why the defect has no mutation.
 DEFECTS: dict[str, Mutation | str] = {
     # ---- U-Net
     "DALI's flip takes the first of the box's three axes as the axis of frames": Mutation(
@@ -373,7 +373,7 @@ DEFECTS: dict[str, Mutation | str] = {
 
 
 def mutations() -> dict[str, Mutation]:
-    """Return the mutation of each row of DEFECTS.md that has one.
+    """Return the mutations by row of DEFECTS.md, without rows that have no mutation.
 
     A string in `DEFECTS` may name a mutation of `tests.mutate_code`.
     """

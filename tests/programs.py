@@ -56,7 +56,7 @@ def write_program(folder: Path) -> Path:
 
 
 def settings(folder: Path, *more: str, **program: Any) -> dict[str, Any]:
-    """Return the settings of a run of the program; `python3` is the interpreter of its machine or container."""
+    """Return the settings of a run of the program; `python3` is the interpreter of the machine or of the container."""
     words = ["--out", "{out}", "--epochs", "{epochs}", "--batch-size", "{batch_size}", *more, "{resume}"]
     own: dict[str, Any] = {} if "command" in program else {"batch_size": 8, "training": {"epochs": 3}}
     return {

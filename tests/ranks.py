@@ -1,4 +1,4 @@
-"""Fast start of a test's processes: forks of a process that has imported modules but has not computed.
+"""Fast start of a test's processes: forks of a process that has imported modules but has not computed anything.
 
 A new Python process takes seconds to import PyTorch. Other tests cover the launchers that start a run's processes.
 """
@@ -24,7 +24,7 @@ def spawn(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> 
 
 
 def _begin(rank: int, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
-    os.environ.clear()  # remove the variables of the test that started the forking process
+    os.environ.clear()  # drop the environment of the fork server, which an earlier test may have started
     os.environ.update(environment)
     work(rank, *arguments)
 

@@ -34,7 +34,7 @@ def volume(shape: tuple[int, int, int], seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def published(fields: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return physical fields as SC22's files have them: transformed, with values mostly in (-1, 1)."""
+    """Transform physical fields to the form in SC22's files, in which most values are in (-1, 1)."""
     return {
         name: np.stack([t.forward(channel) for t, channel in zip(CHANNELS[name][2], values, strict=True)])
         for name, values in fields.items()

@@ -270,7 +270,7 @@ def test_an_unchanged_program_is_profiled(tmp_path: Path) -> None:
     page = (tmp_path / "results/plans" / PLAN / "report.html").read_text()
     assert "Slow.__getitem__" in page and "py-spy.svg" in page and "waiting for data" in page
     assert "Slow.__getitem__" in ended.stderr and "torch, 10 steps: waiting for data" in ended.stderr
-    assert "dlscale measure --profile" not in ended.stderr, "the verdict must not suggest the profile that it has"
+    assert "dlscale measure --profile" not in ended.stderr, "the run has a profile, so the verdict must not suggest one"
     measured = found(tmp_path)
     assert measured.full and measured.outside and not measured.outside.profiled
     assert "KINETO" not in ended.stderr and "profiler_start" not in ended.stderr
@@ -306,10 +306,7 @@ def test_time_in_a_closure_is_not_optimiser_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_page_compares_runs_of_one_program_alone(tmp_path: Path) -> None:
-    """The page compares only runs of the same program.
-
-    The test has three runs: a script with two different argument lists, and another script.
-    """
+    """Three runs: one script with two argument lists, and another script."""
     train, other = write_program(tmp_path / "a") / "train.py", tmp_path / "a/other.py"
     other.write_text(train.read_text())
     for words in ([train, "--seconds=0.005"], [train], [other]):
@@ -349,7 +346,7 @@ def test_failing_profilers_are_reported(
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, text), 0.001, path=path)
     assert ended.returncode == 0 and by_torch in ended.stderr, ended.stderr
-    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # the program may end too early
+    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # it may end before py-spy starts
         assert f"py-spy: no profile: {message}" in ended.stderr
     record = found(tmp_path)
     assert record.outside and not record.outside.profiled

@@ -74,7 +74,7 @@ def of_kinds(modules: list[str]) -> dict[str, str]:
 
 
 def test_extensions_declare_the_extensions_that_they_import() -> None:
-    """`USES` has the exceptions of the import contract in pyproject.toml, and the extension of one plan's sweep."""
+    """`USES` has the exceptions of the import contract in pyproject.toml, and `tune`, used by a sweep of mnist_cnn."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (ignored,) = (contract["ignore_imports"] for contract in contracts if contract["type"] == "independence")
     allowed = {tuple(part.split(".")[2] for part in each.split(" -> ")) for each in ignored}
@@ -91,7 +91,7 @@ def test_layers() -> None:
 
 
 def test_computed_imports_are_in_one_place() -> None:
-    """Only the registry and the command line import modules by computed names.
+    """Stages import modules by computed names only through the registry and the command line.
 
     The fingerprint cannot follow such imports. Instead, the registry names the modules of studies, and the command line
     names the modules of stages.
@@ -202,7 +202,7 @@ def test_a_stage_reaches_no_other(stage: str) -> None:
     assert not below("report", reached) | below("preflight", reached) and "dlscale.cli" not in reached
 
 
-#: Calls that change weights, gradients or random generators. Modules around a training must not contain them.
+#: Calls that change weights, gradients or random generators. Guards must not contain these calls.
 TOUCHING = {
     *("backward", "zero_grad", "requires_grad_", "load_state_dict", "copy_", "fill_", "set_", "register_hook"),
     *("register_forward_hook", "register_forward_pre_hook", "clip_grad_norm_"),
@@ -273,10 +273,7 @@ def test_a_data_stage_imports_only_the_modules_of_one_kind(stage: str, kind: str
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_a_raw_file_depends_only_on_the_simulator(name: str) -> None:
-    """A raw file depends only on the simulator that writes the file.
-
-    Changes of the download code do not affect downloaded files.
-    """
+    """Changes of the download code do not affect downloaded files."""
     dataset = DATASETS[name]
     maker = parts.kind_of(dataset).maker(dataset)
     reached = reachable(data_modules("acquire", dataset.kind, maker))

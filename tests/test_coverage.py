@@ -26,7 +26,7 @@ from dlscale.launch import launcher
 from tests.conftest import ROOT
 
 COLUMNS = ["feature", "where", "command", "test"]
-#: Documents in their order; each has a section.
+#: Numbers of the documents, each of which has a section, in order.
 DOCUMENTS = ["000", "001", "002", "003", "004"]
 
 
@@ -156,7 +156,7 @@ def functions(file: Path) -> set[str]:
 
 
 def check_test(name: str, before: str) -> str:
-    """Fail unless a test or a test file exists; return its file, to which a following `::test` refers."""
+    """Return the file of an existing test; `before` is the file of a name that begins with `::`."""
     path, _, function = name.partition("::")
     path = path or before
     file = ROOT / path if (ROOT / path).is_file() else ROOT / "tests" / path

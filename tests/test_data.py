@@ -40,10 +40,7 @@ from tests.raw_files import CHANNELS_OF, cosmo, era5, published, volume, write_v
 
 @pytest.mark.parametrize("factor", [1, 2, 3, 4, 5, 7])
 def test_block_average_equals_a_slow_loop(factor: int) -> None:
-    """Block averages equal the result of a slow loop.
-
-    If a size is not a multiple of the factor, the last cells are dropped. Other axes are unchanged.
-    """
+    """If the factor does not divide a size, the last cells are dropped. Axes that are not averaged are unchanged."""
     values = np.random.default_rng(factor).normal(5, 3, (2, 7, 9, 12)).astype(np.float32)
     found = block_average(values, factor, (1, 2, 3))
     assert (found.dtype, found.shape) == (np.float32, (2, *(size // factor for size in values.shape[1:])))
@@ -68,9 +65,9 @@ def test_transforms_invert(transform: Transform) -> None:
 
 
 def test_merged_moments_equal_moments_of_all_values() -> None:
-    """If values are divided into any pieces, even empty ones, merged moments equal the moments of all values.
+    """Merged moments of pieces, in any order and with empty moments between, equal the moments of all values.
 
-    The means are far from zero, so sums of squares would cancel.
+    The first channel's mean is a million times its standard deviation, so a sum of squares would lose the variance.
     """
     rng = np.random.default_rng(1)
     values = np.stack([rng.normal(1e6, 1, 600), rng.exponential(1e-3, 600), rng.normal(0, 1e4, 600)])
@@ -248,7 +245,7 @@ print(json.dumps(grown))
 def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> None:
     """Peak memory is bounded by the block size, not by the input.
 
-    With 121 MB of input and blocks of 16 MB, the process grows by 16 MB and at most 8 MB that libraries keep.
+    With 121 MB of input and blocks of 16 MB, the process grows by at most 24 MB: a block, and 8 MB that libraries keep.
     """
 
     def positive(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
@@ -284,7 +281,7 @@ def test_memory_is_bounded_whatever_the_input(tmp_path: Path, dtype: str) -> Non
 
 
 def test_float16_values_are_within_the_recorded_error(tmp_path: Path) -> None:
-    """Each value differs by at most the recorded error, and by at most 2^-11 of its distance from the mean."""
+    """Each value differs by at most the recorded error, and by about 2^-11 of its distance from the mean."""
     paths = [write_volume(tmp_path / "a.h5", volume((24,) * 3)), write_volume(tmp_path / "b.h5", volume((8,) * 3, 1))]
     for dtype in ("float32", "float16"):
         make_parts(tmp_path / dtype, cosmo(paths[:1], paths[1:], storage={"dtype": dtype, "chunk": 16}))
@@ -460,9 +457,9 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_with_equal_names_get_different_names() -> None:
-    """Different files get different names.
+    """`train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`.
 
-    `train/box.h5` and `valid/box.h5` are two files, and so are `a.b.h5` and `a b.h5`. Special characters are replaced.
+    Special characters are replaced.
     """
     urls = ["https://example.org/one/box.h5", "https://example.org/two/box.h5?version=3"]
     named = name_files(["train/box.h5", "valid/box.h5", "more/box.hdf5", "a.b.h5", "a b.h5", *urls]).values()
@@ -502,10 +499,10 @@ def pair_folder(tmp_path: Path, years: dict[int, int]) -> Manifest:
 
 @pytest.mark.parametrize("dt", [1, 4])
 def test_every_pair_is_used_once_an_epoch_whatever_the_files_lengths(tmp_path: Path, dt: int) -> None:
-    """Every pair is used once per epoch, whatever the lengths of the files.
+    """A leap year is between two other years, and one file is too short for a pair.
 
-    In this test, a leap year is between two other years, and one file is too short for a pair. SC23's loader assumed
-    that every file is as long as the first file, never used sample 0, and used sample 1 three times.
+    SC23's loader assumed that every file is as long as the first file, never used sample 0, and used sample 1 three
+    times.
     """
     years = {2003: 1460, 2004: 1464, 2005: 1460, 2006: dt}
     pairs = Pairs(pair_folder(tmp_path, years), "train", PairSamples(kind="pairs", dt=dt), seed=0)

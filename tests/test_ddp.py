@@ -137,7 +137,7 @@ def test_the_number_of_averaging_calls_is_exact(found: list[dict[str, Any]], nam
 def test_averaging_begins_while_gradients_are_computed() -> None:
     """Two of three buckets are averaged before the first layer's gradient is computed.
 
-    A single process averages its buckets, too.
+    The test needs only one process, because a group of one averages its buckets, too.
     """
     order: list[str] = []
 
@@ -339,7 +339,7 @@ def test_copies_on_gpus_have_the_loss_of_the_whole_batch(monkeypatch: pytest.Mon
         ({"parallel": {"bucket_mb": 0}}, "greater than 0"),
         (
             {"parallel": {"sync_batchnorm": True}, "accumulation_steps": 2},
-            "sync_batchnorm and accumulation_steps: .*; remove one of the two keys",
+            "sync_batchnorm and accumulation_steps: ",
         ),
     ],
 )

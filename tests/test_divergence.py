@@ -1,4 +1,4 @@
-"""Losses and gradients of NaN or infinity: detection, policies, the batch's command, and equal replicas.
+"""Losses and gradients of NaN or infinity: detection, policies, the command `batch`, and equal replicas.
 
 Each policy is compared with a training that omits the bad steps.
 """
@@ -53,7 +53,7 @@ from tests.waiting import PATIENCE
 
 
 class Faulty(nn.Module):
-    """Network with batch normalisation; values of 1000, 2000 in an input plant an infinite activation, or gradient."""
+    """Network with batch normalisation. An input of 1000 makes an activation infinite; 2000 makes a gradient NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Faulty(nn.Module):
         return self.last(y.relu())
 
 
-#: Name of a planted fault → value of one input, and the expected code.
+#: Name of a planted fault → value of one input, and the expected code (2: bad loss, 1: bad gradient alone).
 PLANTED = {"data": (torch.nan, 2), "activation": (1000.0, 2), "gradient": (2000.0, 1)}
 
 
@@ -130,7 +130,7 @@ def test_a_skipped_step_changes_no_bit(over: dict[str, Any]) -> None:
             assert float(step.bad) == wrong, (planted, number)
             if wrong:
                 assert equal(state(step), before), (planted, number)
-                omitting.scaler.load_state_dict(step.scaler.state_dict())  # its scale may be halved
+                omitting.scaler.load_state_dict(step.scaler.state_dict())  # a bad step may halve the loss scale
             else:
                 omitting(*numbered(number))
         # A first step without earlier moments may give zeros another sign.
@@ -178,7 +178,7 @@ def test_only_a_skipping_step_without_fused_optimiser_waits(fused: bool) -> None
         if skips:
             step.skip_bad()
         given = [numbered(number) for number in range(3)]
-        for x, y in given:  # the marker of `Faulty` reads a value itself
+        for x, y in given:  # `Faulty` also reads a value, which waits; `own` counts these waits
             with Waits(step.optimizer) as counted:
                 step.gradients(x, y)
             own = counted.count
@@ -221,7 +221,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (info,) = Manifest.read(manifest).files("train")
     with h5py.File(folder / info.path, "r+") as file:
         file["input"][ROW, 0, 3, 5] = np.nan
-    # As if the data had come with NaN.
+    # Update the digest, as if the data had been prepared with NaN.
     manifest.write_text(manifest.read_text().replace(info.digest, sha256(folder / info.path)))
     Manifest.checked(json.loads(manifest.read_text()), "").write(manifest)
     return folder
@@ -330,11 +330,11 @@ def test_a_training_that_skips_most_steps_fails(
     monkeypatch.setattr(Step, "__call__", lambda self, x, y, *w: call(self, x * torch.nan, y, *w))
     folder = configured(tmp_path / "run", training={"on_divergence": "skip"})
     assert train(folder, spoilt / "manifest.json") == 2
-    assert "the loss of step 1 is NaN or infinite, the first of 10 such steps of 10" in error_line(capfd)
+    assert "the first of 10 such steps of 10" in error_line(capfd)
 
 
 def finished_like(folder: Path, skipped: Path) -> None:
-    """Compare with the training that skipped from the begin: weights, best weights, records and last checkpoint."""
+    """Compare a training with `skipped`: weights, best weights, records and last checkpoint."""
     for name in ("model.pt", "model_best.pt"):
         assert (folder / name).read_bytes() == (skipped / name).read_bytes(), name
     assert timeless(folder) == timeless(skipped)
@@ -359,7 +359,7 @@ class Killed(Exception):
 def test_a_rolled_back_training_equals_one_that_skipped(
     spoilt: Path, skipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: tuple[int, ...]
 ) -> None:
-    """A training that rolls back, also killed and repeated, gives the bits of a training that skips."""
+    """A training that rolls back, even if it is killed and repeated, gives the bits of a training that skips."""
     folder = configured(tmp_path / "run", training={"on_divergence": "roll_back", "checkpoint_epochs": 2})
     call, left = Step.__call__, [0]
 
@@ -427,9 +427,9 @@ def _one_bad(rank: int, port: int) -> None:
                 assert equal(before, state(step)), (name, code, rank)
             batches(case, step, world, range(2, 3))
             batches(case, omitting, world, range(2, 3))
-            if name != "fp16":  # another scale, after an overflow, may round otherwise
+            if name != "fp16":  # after an overflow, another loss scale may round differently
                 assert equal(whole(step.weights.state_dict()), whole(omitting.weights.state_dict())), name
-            # Replicas are equal; a single changed bit is found, if both ranks hold the parameter.
+            # Replicas are equal. A changed number is found if both ranks hold the parameter.
             check_replicas(step, world, 3)
             with torch.no_grad():
                 parameter = [*step.model.named_parameters()][-1][1]

@@ -27,7 +27,7 @@ def commands(page: Path) -> list[str]:
 
 
 def names(nav: list) -> list[str]:
-    """Return the pages in a navigation."""
+    """Return the names of all pages in a navigation."""
     return [
         name
         for each in nav
@@ -80,7 +80,10 @@ def test_a_table_follows_an_empty_line(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_to_files(page: Path) -> None:
-    """Links to files resolve, and are inline: the site's hook moves no other links. The site's build checks anchors."""
+    """Links to files resolve, and are inline, because the site's hook moves only inline links.
+
+    The site's build checks anchors.
+    """
     text = page.read_text()
     made = {"api.md", "commands.md", "command_lines.md"}  # pages that the site's build writes
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):

@@ -51,7 +51,7 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the import of torch by known facts, except in the command line's other processes."""
+    """Replace the import of torch by known facts, except in processes of `doctor_command`."""
     monkeypatch.setattr(doctor, "FACTS", f"print({json.dumps(FACTS)!r})")
 
 
@@ -430,7 +430,7 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_versions(tmp_path: Path, facts: dict, name: str, plan: str, status: str) -> None:
-    """If the site's runs use GPUs, a torch without usable GPU fails the check."""
+    """If the site's runs use GPUs, a torch without usable GPU fails the check `CUDA`."""
     runs = [found.run for found in load(tmp_path).plans[plan].values()]
     found = named(doctor.environment({**FACTS, **facts}, runs), name)
     assert found.status == status, found
@@ -513,7 +513,7 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     [(1e12, 2e11, "ok"), (1e12, 0.9e11, "warn"), (1e11, 1.9e10, "warn"), (1e11, 1e8, "FAIL")],
 )
 def test_space(monkeypatch: pytest.MonkeyPatch, total: float, free: float, status: str) -> None:
-    """Free space below a tenth of the disk, or below 20 GB, is a warning."""
+    """Free space below a tenth of the disk, or below 20 GB, is a warning; below 0.5 GB, it is a failure."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=total, free=free))
     assert probe_space(Path("/not/there")).status == status
 

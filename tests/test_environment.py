@@ -32,10 +32,7 @@ BEFORE = Environment(
 
 
 def test_the_record_agrees_with_pip_git_and_the_machine(tmp_path: Path) -> None:
-    """The record agrees with pip, git and the machine.
-
-    The record contains only the listed variables, and no secret. Packages with damaged metadata are left out.
-    """
+    """The record contains only the listed variables, and no secret. Packages with damaged metadata are left out."""
     code = "import torch; from dlscale.core.environment import environment; print(environment().text())"
     kept = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     secrets = {name: "secret" for name in ("WANDB_API_KEY", "MY_NCCL_KEY", "NCCL_NET_TOKEN", "FI_X_AUTH_KEY")}

@@ -25,7 +25,7 @@ from tests.conftest import ROOT, make_dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:Consolidated metadata")
 
-LEVELS = (50, 500, 700, 850, 1000)  # of 37 levels, those that the channels need and one more
+LEVELS = (50, 500, 700, 850, 1000)  # the levels that the channels need, and one more level
 #: Name in the store, units, mean and spread of each surface channel, by channel.
 SURFACE = {
     "u10": ("10m_u_component_of_wind", "m s**-1", 0.0, 5.0),
@@ -42,7 +42,7 @@ LEVELLED = {
     "z": ("geopotential", "m**2 s**-2", 50000.0, 800.0),
     "q": ("specific_humidity", "kg kg**-1", 2e-3, 3e-4),
 }
-ROWS, COLUMNS = 19, 36  # like 721 and 1440, the rows include both poles and the columns surround the globe
+ROWS, COLUMNS = 19, 36  # as with 721 x 1440 points, rows include both poles and columns surround the globe
 
 
 def shipped() -> dict[str, Any]:
@@ -143,9 +143,9 @@ def test_the_channels_are_those_of_the_store(tmp_path: Path) -> None:
 
 
 def test_only_changes_of_the_stored_part_fetch_raw_files_again() -> None:
-    """Another crop or downsampling fetches raw files again, but other days of another split do not.
+    """Another crop or downsampling fetches raw files again, because they contain only cropped and averaged states.
 
-    The reason is that raw files contain only cropped and averaged states.
+    Other days of another split do not fetch raw files again.
     """
 
     def fetched(**changes: Any) -> dict[str, Any]:

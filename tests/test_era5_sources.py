@@ -316,7 +316,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
     later = open_source(settings(["u10", "t2m"]), part("2020-02-28", "2020-03-01"), [path])
     np.testing.assert_array_equal(fields(later)[:, 1], states.t2m[4:])
 
-    # valid 6 h after the base time: two forecast steps from each of two base times
+    # forecasts of 6 h and 12 h from each of four base times, 12 h apart
     forecast = tmp_path / "forecast.grib"
     for base in range(0, 8, 2):
         for ahead in (1, 2):
@@ -398,7 +398,7 @@ def without(index: int) -> Callable[[xr.Dataset], xr.Dataset]:
 
 
 def in_celsius(states: xr.Dataset) -> xr.Dataset:
-    """Return the four following days, in other units."""
+    """Return states for the four following days, with the unit C."""
     later = states.assign_coords(time=states.time + np.timedelta64(96, "h"))
     later.t2m.attrs["units"] = "C"
     return later
@@ -495,10 +495,7 @@ def test_damaged_grib(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_grib_without_the_extra_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the `grib` extra, a GRIB file is refused with the remedy.
-
-    GRIB is an extra, because it needs 180 MB and the demo does not need it.
-    """
+    """GRIB is an extra, because it needs 180 MB and the demo does not need it."""
     monkeypatch.setitem(sys.modules, "cfgrib", None)
     (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
     assert "GRIB needs cfgrib" in (message := refused(tmp_path / "a.grib")) and "dlscale[grib]" in message
@@ -551,11 +548,7 @@ def test_values_outside_the_valid_range_are_missing(
 @pytest.mark.slow
 @pytest.mark.parametrize("downsample", [1, 3])
 def test_a_missing_value_is_reported_with_date_and_position(tmp_path: Path, downsample: int) -> None:
-    """A missing value is reported with its date and position.
-
-    A missing value is NaN, a fill value, an entry of a bitmap, or the number that NetCDF's library leaves in unwritten
-    floats or integers.
-    """
+    """A missing value is NaN, a fill value, an entry of a bitmap, or NetCDF's number for unwritten values."""
     states = atmosphere(names=("t2m",))
     states.t2m[2, 3, 4] = np.nan
     files = [write(states, tmp_path / form, form) for form in ("netcdf4", "packed", "netcdf3")]
@@ -701,7 +694,7 @@ def test_invalid_stores_are_refused(tmp_path: Path) -> None:
         "damaged": "damaged: cannot be read .* copy it again",
         "folder": "the Zarr store cannot be opened",
         "torn": "incomplete or damaged",
-        "interrupted": "has no value at .* Copy an incomplete file again",
+        "interrupted": "has no value at .* again",
     }
     for name, expected in cases.items():
         with pytest.raises(UserError, match=expected):
@@ -805,7 +798,7 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
 def test_units_of_axes_are_applied_or_refused(
     tmp_path: Path, axis: str, units: str, levels: tuple[int, ...], channel: str
 ) -> None:
-    """Pressure levels are converted to hPa; heights, model levels and radians are refused."""
+    """Levels in Pa, hPa or millibars are read; levels in other units, and latitudes in radians, are refused."""
     states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
     states[axis].attrs["units"] = units
     states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")

@@ -77,7 +77,7 @@ def active(executor: Executor, jobs: list[SubmittedJobInfo]) -> list[SubmittedJo
 
 
 def test_status_queries_list_only_the_users_jobs() -> None:
-    """If the plugin's own query has `--me`, delete the patch and the report in docs/upstream.md."""
+    """If the query of Snakemake's plugin has `--me`, delete the patch, and the report in docs/upstream.md."""
     own = query_job_status_squeue("uuid")
     assert "--me" not in own and plugin.query_job_status_squeue("uuid") == f"{own} --me"
     assert plugin.Executor.check_active_jobs.__globals__["query_job_status_squeue"]("uuid").endswith("--me")
@@ -240,7 +240,7 @@ def submitting(executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class Resources(dict[str, Any]):
-    """Resources of a job. As in Snakemake, `get` and attributes read them."""
+    """Resources of a job, read by `get` or as attributes, as in Snakemake."""
 
     __getattr__ = dict.__getitem__
 

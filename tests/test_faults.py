@@ -114,7 +114,7 @@ def test_a_campaign_is_continued(
     assert run == [2, 3]
     said = capsys.readouterr().out
     assert "--seed 1 --count 4 --only 1" in said
-    assert campaign.main() == 1 and run == [2, 3], "the log must have the new trials, also behind a torn line"
+    assert campaign.main() == 1 and run == [2, 3], "the log must have the new trials, even after a torn line"
 
 
 def test_only_the_program_may_print_a_traceback() -> None:

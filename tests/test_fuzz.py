@@ -45,7 +45,7 @@ TOYS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("outcome", TOYS)
 def test_each_outcome_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str) -> None:
-    """The case after a crash or a hang is run, too."""
+    """The case after a crash or a hang is still run."""
 
     def read(folder: Path) -> None:
         if (folder / "a.txt").read_bytes() == b"damaged":
@@ -66,7 +66,7 @@ def test_each_outcome_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("runnable", [True, False])
 def test_a_case_on_a_busy_machine_does_not_hang(monkeypatch: pytest.MonkeyPatch, runnable: bool) -> None:
-    """Only sleep and CPU time count, not the wait for a core."""
+    """Sleep and CPU time count towards the time limit, but waiting for a core does not."""
     process = SimpleNamespace(cpu_times=lambda: (1.0,), status=lambda: "running" if runnable else "sleeping")
     monkeypatch.setattr(campaign.psutil, "Process", lambda number: process)
     answers = iter([False] * 200 + [True])

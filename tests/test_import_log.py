@@ -64,7 +64,7 @@ def unet(path: Path, **more: Any) -> Path:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the results folder in the working directory."""
+    """Return the path of the results folder, `results` in the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "results"
 
@@ -163,7 +163,7 @@ def test_point_0_of_a_published_program_is_the_untrained_model(
 ) -> None:
     log = write(tmp_path / "events.out.tfevents.1", [(n, n, {"Loss/val": 1.0}) for n in (0, 1)])
     assert bring(log, "--epoch-samples", 1000, study="imagenet_resnet50") == 0
-    assert "untrained model; if point 0 belongs to the first epoch, add --counts epoch" in capfd.readouterr().out
+    assert "--counts epoch" in capfd.readouterr().out
     found = Reference.read(results / "references/theirs/reference.json")
     assert points(found, "loss/valid", "samples") == [(0, 1.0), (1000, 1.0)]
 
@@ -180,32 +180,32 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
     "two trainings": (
         {"1": curve(*range(0, 101, 10)), "2": curve(*range(0, 81, 10), value=2.0)},
         [2.0] * 9,
-        "loss/valid: 11 points left out, of an earlier training, or another process, in the same folder; import that",
+        "loss/valid: 11 points left out, of an earlier training",
     ),
     "a resumed training": (
         {"1": curve(0, 10, 20, 30), "2": curve(20, 30, 40, value=2.0)},
         [1.0, 1.0, 2.0, 2.0, 2.0],
-        "loss/valid: 2 points left out, of an abandoned try: the program resumed from an earlier step",
+        "loss/valid: 2 points left out, of an abandoned try",
     ),
     "a resumed training that logs other steps": (
         {"1": curve(*range(0, 91, 10)), "2": curve(*range(55, 106, 10), value=2.0)},
         [1.0] * 6 + [2.0] * 6,
-        "loss/valid: 4 points left out, of an abandoned try: the program resumed from an earlier step",
+        "loss/valid: 4 points left out, of an abandoned try",
     ),
     "two trainings in one file": (
         {"1": [*curve(*range(10)), *[(step, 40.0 + step, {"Loss/valid": 2.0}) for step in range(5)]]},
         [2.0] * 5,
-        "loss/valid: 10 points left out, of an earlier training, or another process, in the same folder",
+        "loss/valid: 10 points left out, of an earlier training",
     ),
     "a last point of another writer": (
         {"1": curve(10, 20, 30), "2": curve(0, value=2.0), "3": curve(30, value=3.0)},
         [2.0, 1.0, 1.0, 3.0],
-        "loss/valid: 1 point left out, of a step that is logged again later; the later point counts",
+        "loss/valid: 1 point left out, of a step that is logged again later",
     ),
     "no steps": (
         {"1": curve(*[0] * 11)},
         [1.0],
-        "loss/valid: 10 points left out, because all points have the same step; log values with a step: add_scalar(tag",
+        "loss/valid: 10 points left out, because all points have the same step",
     ),
     "bad steps": (
         {"1": [*curve(0, 1), (-1, 1.0, {"Loss/valid": 7.0}), (2, math.nan, {"Loss/valid": 8.0})]},
@@ -290,7 +290,8 @@ def test_abandoned_points_equal_tensorboards(
     assert len(expected) == {None: 17, 0: 4, 55: 10, 60: 10, 121: 17}[purge]
     assert bring(tmp_path / "log") == 0
     found = Reference.read(results / "references/theirs/reference.json").curves["loss/valid"]
-    # TensorBoard keeps abandoned points unless the writer has `purge_step`. An imported curve never has them.
+    # TensorBoard keeps abandoned points unless the writer has `purge_step`. An imported curve never contains abandoned
+    # points.
     counts = expected[:6] + [(step, 2.0) for step in range(55, 86, 10)] if len(expected) == 17 else expected
     assert [(step, value) for step, _, value in found] == counts
     void, printed = 17 - len(counts), capfd.readouterr().out

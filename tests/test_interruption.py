@@ -80,10 +80,7 @@ def test_repeated_interruptions_do_not_change_the_result(
 def test_a_training_continues_bit_by_bit_with_another_loader(
     poll: int, epoch: int, tmp_path: Path, era5_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training continues bit by bit with another loader.
-
-    All loaders deliver the same samples, so a checkpoint does not depend on the loader.
-    """
+    """All loaders deliver the same samples, so a checkpoint does not depend on the loader."""
     manifest = era5_data / "manifest.json"
     whole, stopped = (configure(tmp_path / name) for name in ("whole", "stopped"))
     polls: list[Request] = []
@@ -113,7 +110,7 @@ def test_no_sum_is_lost_with_other_ranks(ranks: int, sums: list[list[float]]) ->
 
 
 def _train_until(rank: int, port: int, folder: Path, manifest: Path, steps: int) -> None:
-    """Train as one of two ranks; both are asked to end after some steps."""
+    """Train as one of two ranks; both ranks are asked to end after `steps` steps."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

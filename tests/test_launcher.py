@@ -44,7 +44,7 @@ ONE, FOUR, EIGHT = Geometry(), Geometry(gpus_per_node=4), Geometry(nodes=2, gpus
 
 
 class Resources(dict[str, Any]):
-    """Resources of a job. As in Snakemake, `get` and attributes read them."""
+    """Resources of a job, read by `get` or as attributes, as in Snakemake."""
 
     __getattr__ = dict.__getitem__
 
@@ -90,7 +90,7 @@ def test_srun_gets_the_options_of_the_site() -> None:
     "options", [["--cpu-bind=threads"], ["--hint=nomultithread"], ["--hint", "memory_bound"], ["-B", "1:8:1"]]
 )
 def test_options_of_the_site_for_binding_replace_ours(options: list[str]) -> None:
-    """With --cpu-bind, srun would ignore --hint, and refuse or override the site's other options."""
+    """With --cpu-bind, srun would ignore --hint, and refuse or override the site's other options for binding."""
     found = launch(site(engine="none", starter="srun", scheduler=SCHEDULER, start=options), HERE, EIGHT)
     assert [word for word in found if word.startswith("--cpu-bind")] == options[:1] * (options[0][:5] == "--cpu")
     assert found[found.index(options[0]) :][: len(options)] == options
@@ -623,9 +623,7 @@ def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     assert slurm.request(perlmutter, "train", Geometry(gpus_per_node=4, cpus=8), processes=ONE)["cpus_per_task"] == 32
     with pytest.raises(UserError, match=r"4 processes with 64 CPUs each \(geometry.cpus\) need 256 CPUs"):
         slurm.check(perlmutter, Geometry(gpus_per_node=4, cpus=64))
-    with pytest.raises(
-        UserError, match=r"geometry.memory_mb: 600000 MB is more than the 500000 MB of this site's nodes"
-    ):
+    with pytest.raises(UserError, match=r"geometry.memory_mb: 600000 MB .*500000 MB"):
         slurm.check(PLACED, Geometry(memory_mb=600_000))
 
 
@@ -643,11 +641,11 @@ def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
     allowed = re.escape("at most shared (1 node, 2 GPUs), debug (8 nodes)")
     with pytest.raises(UserError, match=rf"^a\.geometry: no queue .* allows 9 nodes with 36 GPUs in total; {allowed}"):
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4), "a.")
-    with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes"):
+    with pytest.raises(UserError, match="8 is more than the 4 GPUs"):
         slurm.check(perlmutter, Geometry(gpus_per_node=8))
     cpus = perlmutter.model_copy(update={"gpu_nodes": slurm.Nodes(cpus=64)})
     slurm.check(cpus, Geometry(gpus_per_node=2))
-    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes .* need 96 CPUs, but this site's nodes have 64"):
+    with pytest.raises(UserError, match=r"gpus_per_node: 3 processes .* 96 CPUs.* 64"):
         slurm.check(cpus, Geometry(gpus_per_node=3))
 
 
@@ -672,7 +670,7 @@ def test_a_queue_has_a_number_of_jobs(perlmutter: slurm.Scheduler) -> None:
 def test_a_fixed_share_of_a_node_cannot_be_changed(perlmutter: slurm.Scheduler, key: str) -> None:
     """Perlmutter's shared nodes give each GPU 32 CPUs. A job that requests another number would fail at submission."""
     geometry = Geometry.model_validate({key: 1 if key == "cpus" else 8192})
-    with pytest.raises(UserError, match=rf"a\.geometry\.{key}: this site gives each GPU a fixed number of CPUs"):
+    with pytest.raises(UserError, match=rf"a\.geometry\.{key}: .*fixed number of CPUs"):
         slurm.check(perlmutter, geometry, "a.")
     free = perlmutter.gpu_nodes.model_copy(update={"fixed_share": False})
     slurm.check(perlmutter.model_copy(update={"gpu_nodes": free}), geometry)
@@ -696,7 +694,7 @@ PLACED = slurm.Scheduler.model_validate(
 
 
 def test_a_job_pays_for_its_largest_share_of_a_node() -> None:
-    """GPUs, CPUs or memory, whichever share is largest."""
+    """The shares of GPUs, CPUs and memory are compared."""
     shares = {(4, None, None): 0.5, (1, 48, None): 0.75, (4, None, 470_000): 0.94}
     for (gpus, cpus, memory), share in shares.items():
         geometry = Geometry(gpus_per_node=gpus, cpus=cpus, memory_mb=memory)
@@ -783,7 +781,7 @@ def test_old_keys_request_the_same_jobs(name: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(("part", "whole"), [*itertools.product((None, "a", "b"), (None, "b"))])
 def test_old_keys_choose_the_same_qos(part: str | None, whole: str | None) -> None:
-    """The translated queues choose, charge and refuse as `part_qos` and `whole_qos` did, which the test computes."""
+    """The translated queues choose, charge and refuse like `part_qos` and `whole_qos`, which the test evaluates."""
     sizes = [Geometry(nodes=nodes, gpus_per_node=gpus) for nodes in (1, 2, 3) for gpus in (1, 2, 3, 4)]
     limits = (None, 1, 4)
     for gpus, few, most, geometry in itertools.product((0, 1, 4), limits, limits, sizes):
@@ -894,7 +892,7 @@ def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", [None, ONE, FOUR, EIGHT, Geometry(nodes=2)])
 def test_the_shown_options_equal_those_given_to_sbatch(perlmutter: slurm.Scheduler, geometry: Geometry | None) -> None:
-    """The options that dlscale shows equal those that Snakemake's Slurm plugin passes to sbatch.
+    """The options that dlscale shows equal the options that Snakemake's Slurm plugin passes to sbatch.
 
     Account, partition and defaults for one process are not compared, because the plugin adds them.
     """
@@ -922,7 +920,7 @@ def test_a_reservation_is_asked_for(perlmutter: slurm.Scheduler) -> None:
 
 def test_auto_without_an_image_selects_no_engine(tmp_path: Path) -> None:
     chosen, reasons = resolve(Site(engine="auto"), fake(tmp_path, "podman"))
-    assert chosen.engine == "none" and "engine: none, since site.image names no image" in reasons
+    assert chosen.engine == "none" and any("engine: none" in reason and "site.image" in reason for reason in reasons)
 
 
 # ---- jobs of an earlier call -----------------------------------------------------------------------
@@ -952,9 +950,7 @@ def test_a_failed_query_does_not_mean_an_empty_queue(
     program(tmp_path, monkeypatch, "squeue", answers)
     slurm.wait_for_left_running("/here", 0.01)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "Waiting for squeue's answer." and said[1].startswith(
-        "Waiting for jobs of an earlier call: 7 (train"
-    )
+    assert "squeue" in said[0] and "7 (train" in said[1]
     assert (tmp_path / "asked").read_text().count("x") == 3
 
 
@@ -980,7 +976,10 @@ def test_versions_of_the_images_are_the_projects() -> None:
 
 
 def test_a_chain_of_links_is_followed(tmp_path: Path) -> None:
-    """Each folder on a chain of links (to links, relative, to folders) is mounted once; so containers can follow it."""
+    """Each folder on a chain of links is mounted once, so that containers can follow the chain.
+
+    The chain has links to links, relative links, and links to folders.
+    """
     work, far = tmp_path / "work", tmp_path / "far"
     (far / "v2").mkdir(parents=True)
     work.mkdir()

@@ -50,10 +50,7 @@ def end(job: status.Job, seconds: float | None = None) -> None:
 
 
 def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
-    """The estimate is a time, not a number of jobs.
-
-    Jobs that need all cores wait for one another; jobs that need some of the cores run in parallel.
-    """
+    """Jobs that need all cores wait for one another; jobs that need some of the cores run in parallel."""
     now = time.time()
     whole = [work(tmp_path, name, 10) for name in "ab"]
     parts = [work(tmp_path, name, 4, 0.25) for name in "cdef"]
@@ -117,9 +114,9 @@ def test_a_line(tmp_path: Path) -> None:
     says(jobs[0], time=now)
     progress = status.CallProgress(now - 8, jobs)
     progress.look(now)
-    assert status.progress_line(progress, now).replace("\u00a0", " ") == (
-        "7 % after 8.00 s; about 1 min 40 s left; 0 of 2 jobs; "
-        "p.a train: 30 of 120 steps (25 %), 1,234 samples/s, 1 min 30 s left"
+    assert re.fullmatch(
+        r"7 % .*8\.00 s.*1 min 40 s.*0 of 2 jobs.*p\.a train: 30 of 120 steps \(25 %\).*1,234 samples/s.*1 min 30 s.*",
+        status.progress_line(progress, now).replace("\u00a0", " "),
     )
 
 

@@ -280,7 +280,7 @@ def test_a_fit_names_the_value_that_is_not_finite(
         else:
             COSMO_UNET.metrics(None, manifest, CPU)
     assert str(caught.value).startswith(f"{path}: {field}: channel '{channel}' is not finite at row 9 ")
-    assert str(caught.value).endswith("correct these values, or leave out this part of the input")
+    assert "correct these values" in str(caught.value)
 
 
 def test_yesterday_may_lie_in_the_file_before(era5_data: Path, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_cosmo_metrics_are_plain_numpy_in_physical_units(cosmo_data: Path) -> No
     y = np.stack([valid[:, 4 * i : 4 * i + 16, :16, :16] for i in range(5)])  # 5 samples in batches of 2, 2 and 1
     p = y + 0.02 * random(*y.shape) * np.arange(1, 6)[:, None, None, None, None]
 
-    # Least squares over all cells of the training boxes. The data stage adds block by block; here a block is a box.
+    # Least squares over all cells of the training boxes at once. The data stage adds up sums of blocks.
     points = [key for key in boxes if key[0] == "train"]
     terms = np.concatenate([inputs[key].reshape(4, -1) for key in points], axis=1).T
     answers = np.concatenate([boxes[key].reshape(5, -1) for key in points], axis=1).T

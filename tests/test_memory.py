@@ -105,7 +105,8 @@ def test_predicted_memory_equals_the_allocators_memory(case: Case, over: dict[st
         "the difference may only be step counters"
     )
     assert found.gradients == own + masters
-    # With two micro-batches, the second forward pass holds the first one's gradients. This case of the ViT is skipped.
+    # With two micro-batches, gradients of the first exist during the second forward pass. For the ViT, this case is not
+    # compared.
     if case is UNET or over != {"accumulation_steps": 2}:
         parts = own if "accumulation_steps" in over else 0
         assert at["forward"] == pytest.approx(found.activations - batch + parts, abs=64)
@@ -133,7 +134,7 @@ def test_a_compiled_step_keeps_what_its_memory_budget_allows() -> None:
 def saved_by_autograd(
     step: Step, x: torch.Tensor, y: torch.Tensor, call: Callable[..., torch.Tensor]
 ) -> tuple[int, torch.Tensor]:
-    """Return the bytes that a call saves for the backward pass, each storage once, without parameters; and its loss."""
+    """Return the bytes that a call saves for the backward pass (each storage once, no parameters), and its loss."""
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -384,7 +384,7 @@ def test_exchanged_bytes_equal_the_formula(learnt: Any, name: str) -> None:
     "name", [pytest.param(n, marks=[] if case.ranks == 2 else [pytest.mark.parallel]) for n, case in STRATEGIES.items()]
 )
 def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
-    """`World.sum` adds one value per copy of the model, its first rank's, even if the copy's other ranks differ."""
+    """`World.sum` adds one value per copy of the model, from its first rank, even if values in a copy differ."""
     ranks = arrangement(STRATEGIES[name].run().geometry)
     assert {float(rank["sum"]) for rank in learnt(name)} == {float((ranks[:, 0, 0] + 1).sum())}
 
@@ -586,7 +586,7 @@ ORDERS = ("tp-cp-dp", "cp-tp-dp")
 def test_tokens_are_united_over_both_axes_at_once(tmp_path: Path) -> None:
     """Seven tokens on four devices are gathered by one collective, even if tp neighbours are not adjacent ranks.
 
-    With two consecutive collectives, PyTorch would warn at each start.
+    With two consecutive collectives, PyTorch would log a warning at each start.
     """
     spawn(_divide_and_unite, (4, 20000 + (os.getpid() * 7) % 20000, str(tmp_path)), 4)
     tokens = torch.arange(14.0).reshape(1, 7, 2)
@@ -619,7 +619,7 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
                     return ViT((8, 24), (2, 3), 4, 3, 8 * HEADS, 2, HEADS, checkpointing=again, dropout=0.5)
 
                 step = build_step(run, make, relative_l2, world, VIT.sharding, draws=True)
-                torch.manual_seed(world.data_rank)  # a training session seeds alike
+                torch.manual_seed(world.data_rank)  # a training uses the same seed
                 drawn: dict[str, list[torch.Tensor]] = {"position": [], "hidden": []}
                 model = step.model
 

@@ -85,9 +85,7 @@ def test_a_run_uses_only_the_assigned_cpus(tmp_path: Path, tiny_data: Callable[[
     assert json.loads((tmp_path / "provenance.json").read_text())["cores"] == 1
     run.write_text(run.read_text().replace("cpus: 1", "cpus: 99999"))
     ended = subprocess.run(command, env=variables(), capture_output=True, text=True)
-    assert (
-        ended.returncode == 2 and "geometry.cpus: 99999 CPUs per process, but this process may use only" in ended.stderr
-    )
+    assert ended.returncode == 2 and "geometry.cpus: 99999" in ended.stderr
 
 
 def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
@@ -127,7 +125,7 @@ def test_bad_files_are_one_message(
 
 
 def test_the_network_is_the_published_one() -> None:
-    """The network has as many parameters as PyTorch's MNIST example; logits and gradients are right layer by layer."""
+    """The network has the size of PyTorch's MNIST example; logits and gradients equal those of single layers."""
     torch.manual_seed(0)
     model = MnistCNN().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882
@@ -206,7 +204,7 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, pytest.param(14, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int) -> None:
-    """Training on 8,000 real digits classifies 96 % of 2,000 others correctly after one epoch, 98 % after 14 epochs."""
+    """Training on 8,000 real digits classifies 96 % of 2,000 other digits after one epoch, 98 % after 14 epochs."""
     shipped = yaml.safe_load((registry.studies()["mnist_cnn"].yaml).read_text())["datasets"]["mnist_t10k"]
     pair = shipped["source"]["all"]
     shipped["source"]["all"] = {key: str(shared(path.replace("data/", "data/mnist/"))) for key, path in pair.items()}
@@ -219,9 +217,7 @@ def test_real_digits(tmp_path: Path, shared: Callable[[str], Path], epochs: int)
 def test_labels_of_qmnist_are_named(tmp_path: Path) -> None:
     """QMNIST's labels, 32-bit integers [N, 8], are refused; the message does not call them images."""
     (labels := tmp_path / "labels.idx").write_bytes(struct.pack(">HBBII", 0, 12, 2, 3, 8) + bytes(3 * 8 * 4))
-    with pytest.raises(
-        UserError, match=r"IDX file of 32-bit integers with 2 axes, expected .* with 1 axes. QMNIST's extended"
-    ):
+    with pytest.raises(UserError, match=r"32-bit integers with 2 axes, .* 1 axes.*QMNIST"):
         read_idx(labels, 1)
     (colour := tmp_path / "colour.idx").write_bytes(struct.pack(">HBBIIII", 0, 8, 4, 1, 2, 2, 3) + bytes(12))
     with pytest.raises(UserError, match=r"expected 00000803\); colour images are not supported"):

@@ -383,7 +383,7 @@ def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Names, order and shapes in the state dict are torchvision's; it has no mean and std of images."""
+    """Names, order and shapes in the state dict are torchvision's; it lacks the images' mean and std."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]
@@ -443,7 +443,7 @@ def test_logits_are_those_of_the_layers_one_by_one(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [18, 50])
 def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
-    """Channels-last changes no gradient. Gradients in bf16 are finite, and the last layer's keeps its direction."""
+    """Channels-last changes no gradient. Gradients in bf16 are finite; that of the last layer keeps its direction."""
     torch.manual_seed(0)
     # Use double precision, because a normalisation over few values amplifies rounding errors.
     model = ResNet(depth, classes=5, width=8).double()
@@ -507,7 +507,7 @@ def test_a_convolution_that_the_processor_computes_wrong_is_refused(monkeypatch:
 
 
 def test_a_gradient_that_the_processor_computes_wrong_in_channels_last_is_refused() -> None:
-    """The check only reads shapes: oneDNN writes outside its memory for strided 1×1 convolutions of few channels."""
+    """oneDNN writes outside its memory for strided 1×1 convolutions of few channels, so the check only reads shapes."""
     fine = [nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, stride=2), nn.Conv2d(16, 8, 1, stride=2), nn.Conv2d(4, 8, 2, 2)]
     check_channels_last(nn.Sequential(*fine))
     for wrong in (
