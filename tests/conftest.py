@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # pytest-xdist would combine two groups of a test into a third group.
         if not item.get_closest_marker("xdist_group") and (group := _group(item)):
             item.add_marker(pytest.mark.xdist_group(group))
-    # Start the longest group, the finished workflow, first. If it started last, it would run alone at the end.
+    # Start the longest group (fixture `finished`) first. If it started last, it would run alone at the end.
     items.sort(key=lambda item: "finished" not in getattr(item, "fixturenames", ()))
     if since := config.getoption("--changed"):
         different = changed.files(since)

@@ -35,7 +35,7 @@ from tests import changed
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "workflow_scripts/dlscale"
 
-#: Names that tests do not need, so they are not copied: in the top folder; in any folder (`CACHES`).
+#: Names that are not copied, because tests do not need them: in the top folder only, and in any folder (`CACHES`).
 EXCLUDED_FOLDERS = {".git", ".venv", "results", "shared", "build", "dist", ".snakemake", ".hypothesis"}
 CACHES = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 
@@ -83,7 +83,7 @@ class Outcome:
 
     name: str
     caught: bool
-    by: str  #: The test that failed, or the reason why no test could fail.
+    by: str  #: The test that failed (caught) or passed (survived), or the reason why no test ran to its end.
     seconds: float
 
     def line(self) -> str:

@@ -233,7 +233,7 @@ def test_stacks_of_a_slow_start_are_replaced_by_those_of_steps(
         if clock:
             until("a profile of steps", lambda: "seen.host.0" in (stacks.read_text() if stacks.exists() else ""))
     after = [steps.Process(0, os.uname().nodename, 7, steps=[9e9, 9.1e9])]
-    assert profilers._by_spy(after)[0].problem == profile.UNBEGUN, "no step was made in these seconds"
+    assert profilers._by_spy(after)[0].problem == profile.UNBEGUN, "no step was made in the sampled seconds"
     rows = profilers._by_spy([])[1]
     assert [row.name for row in rows] == ["seen.host.0" if steps_follow else ""]
 
@@ -346,7 +346,7 @@ def test_failing_profilers_are_reported(
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     ended = measure(tmp_path, "--profile", "--", sys.executable, program(tmp_path, text), 0.001, path=path)
     assert ended.returncode == 0 and by_torch in ended.stderr, ended.stderr
-    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # it may end before py-spy starts
+    if said != "no such thing" or "before py-spy sampled" not in ended.stderr:  # the program may end first
         assert f"py-spy: no profile: {message}" in ended.stderr
     record = found(tmp_path)
     assert record.outside and not record.outside.profiled

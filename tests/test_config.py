@@ -1265,7 +1265,7 @@ def test_secrets_are_removed_from_addresses_of_datasets() -> None:
         ),
     ],
 )
-def test_values_that_would_end_far_from_where_they_were_written(changes: Raw, expected: str) -> None:
+def test_extreme_values_are_reported_with_their_key(changes: Raw, expected: str) -> None:
     text = message(**changes)
     assert expected in text
     assert len(text) < 2000

@@ -370,7 +370,7 @@ def test_a_formula_that_is_wrong_is_named(
 # ---- peaks, and the stage ----------------------------------------------------------------------------
 
 
-def test_peaks_are_rates_that_nothing_here_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_near_rates_of_small_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks are near the rates of a small product and of a copy within the cache.
 
     The product's peak is above 0.8 times the former rate; the copy's peak is below 1.5 times the latter rate.

@@ -76,7 +76,7 @@ def test_every_symmetry(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(decoded(samples.target, starts, symmetries), truth(samples.target, starts, symmetries))
 
 
-def test_states(tmp_path: Path, way: str) -> None:
+def test_boxes_of_one_cell_and_of_unequal_edges(tmp_path: Path, way: str) -> None:
     """Boxes of one cell along an axis, and boxes with unequal edges, are decoded exactly."""
     samples = pairs(tmp_path, {"dtype": "float16"})
     starts = np.array([[time, 0, 0] for time in (5, 0, 6)])

@@ -56,7 +56,7 @@ def test_a_command_is_understood(page: Path, monkeypatch: pytest.MonkeyPatch) ->
             test_coverage.check(shlex.join([program, *words]))
 
 
-def test_a_file_of_settings_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_files_in_the_pages_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each YAML block that begins with a file name is valid on top of config.yaml: its keys, plans and runs exist."""
     monkeypatch.chdir(ROOT)
     found = 0

@@ -523,7 +523,7 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("f4", 99.9, {"valid_range": "0 to 100"}, ""),
     ],
 )
-def test_values_outside_the_valid_range_are_missing(
+def test_values_outside_the_valid_range_are_refused(
     tmp_path: Path, dtype: str, value: float, attributes: dict[str, Any], bounds: str
 ) -> None:
     """Values outside `valid_min`, `valid_max`, `valid_range` are refused; limits may be packed or unpacked."""

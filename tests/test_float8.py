@@ -66,7 +66,7 @@ def test_a_step_differs_from_bf16_by_the_error_of_the_format(
         with_loader.close()
     (loss, gradients), (loss8, gradients8) = found.values()
     assert 0 < abs(loss8 / loss - 1) < 0.02
-    assert gradients.keys() == gradients8.keys(), "checkpoints have the same names"
+    assert gradients.keys() == gradients8.keys(), "names in checkpoints must not change"
     error = torch.stack([(gradients8[name] - own).norm() / own.norm() for name, own in gradients.items()])
     assert 0 < error.median() < 0.125  # float8_e5m2 has two mantissa bits, so rounding errs by up to 1/8
 
@@ -88,7 +88,7 @@ def test_a_training_converges_as_in_bf16(
         assert losses[precision] != losses["bf16"]
 
 
-def test_what_has_no_8_bit_products_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_8_bit_products_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(words: str, model: nn.Module) -> None:
         with pytest.raises(UserError) as error:
             float8.convert(model, "fp8")

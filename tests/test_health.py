@@ -28,7 +28,7 @@ from dlscale.results import read_alone
 from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, train
 
-#: Causes of this extension.
+#: Causes that the extension `health` reports.
 OURS = ("leak", "peak", "recompilation", "breaks")
 
 #: Program of three epochs with validations; its argument is the defect.
@@ -95,7 +95,7 @@ def findings(folder: Path) -> dict[str, Finding]:
     return {each.cause: each for each in found if each.cause in OURS}
 
 
-#: Memory after each of 600 steps without noise, in MB; and whether it is a leak.
+#: Memory after each of 600 steps without noise, in MB, and whether the curve is a leak.
 CURVES: dict[str, tuple[Callable[[int], float], bool]] = {
     "constant": (lambda step: 1000.0, False),
     "a leak": (lambda step: 1000 + 0.5 * step, True),

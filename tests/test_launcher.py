@@ -881,7 +881,7 @@ def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.Mon
     assert "'NCCL_NET=AWS Libfabric'" in native and "NCCL_CROSS_NIC=2" in native
 
 
-def test_resources_are_all_that_is_asked_for(perlmutter: slurm.Scheduler) -> None:
+def test_resources_lists_all_requested_resources(perlmutter: slurm.Scheduler) -> None:
     assert set(slurm.RESOURCES) == {
         *slurm.request(perlmutter, "train", EIGHT),
         *slurm.request(PLACED, "data", None),
@@ -943,7 +943,7 @@ def test_jobs_of_this_folder_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failed_query_does_not_mean_an_empty_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If squeue fails, the call waits for its answer; otherwise it could submit running jobs a second time."""
+    """If squeue fails, the call waits for squeue's answer; otherwise it could submit running jobs a second time."""
     program(tmp_path, monkeypatch, "squeue", "exit 1")
     assert slurm.left_running("/here") is None
     answers = f"cd {tmp_path}; echo x >>asked; case $(wc -l <asked) in 1) exit 1;; 2) printf '{QUEUE}';; esac"

@@ -196,7 +196,7 @@ LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
 
 
 def marked(*values: Any, id: str | None = None, quick: bool = False) -> Any:
-    """Return a test's parameters, first the loader's name. DALI's processes start slowly: slow unless `quick`."""
+    """Return a test's parameters, first the loader's name. DALI starts slowly, so it is marked slow unless `quick`."""
     return pytest.param(*values, id=id, marks=[pytest.mark.slow] if values[0].startswith("dali") and not quick else [])
 
 
@@ -417,11 +417,8 @@ def test_compiled_loops_equal_the_formula(form: str, step: tuple[int, int, int],
     np.testing.assert_array_equal(out, wanted)
 
 
-def test_batches_are_written_again_only_when_the_next_is_asked_for(tmp_path: Path) -> None:
-    """A batch is overwritten only after the next batch is requested.
-
-    Buffers are reused, so memory does not grow with the epoch.
-    """
+def test_a_batch_is_overwritten_only_after_the_next_request(tmp_path: Path) -> None:
+    """Buffers are reused, so memory does not grow with the epoch."""
     samples = crops(tmp_path, VOLUMES["half"])
     with closing(build("direct", samples, Share(2), 2)) as loader:
         places = set()
@@ -690,7 +687,7 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
     """Mirrors exist only for volumes; series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
-    with pytest.raises(UserError, match=r"loader.reader: numpy .*Pairs.* h5py"):
+    with pytest.raises(UserError, match=r"loader.reader: numpy .*Pairs.*loader.reader to h5py"):
         dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 
 

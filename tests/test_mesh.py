@@ -397,7 +397,7 @@ def test_ranks_agree_on_sums(learnt: Any, name: str) -> None:
         if case.over.get("precision") == "fp16"
     ],
 )
-def test_an_overflow_of_one_is_one_of_all(learnt: Any, name: str) -> None:
+def test_an_overflow_on_one_rank_is_handled_by_all(learnt: Any, name: str) -> None:
     """If a gradient overflows on one rank, all ranks skip the update and reduce the loss scale."""
     assert [rank["overflow"] for rank in learnt(name)] == [{"kept": True, "scale": 0.5}] * STRATEGIES[name].ranks
 
@@ -648,7 +648,10 @@ def _draw(rank: int, ranks: int, port: int, folder: str, meshes: list[dict[str, 
     ],
 )
 def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshes: list[dict[str, int]]) -> None:
-    """Devices that share a model drop equal values in replicated layers, but differ for own tokens and hidden units."""
+    """Devices that share a model drop equal values in replicated layers.
+
+    They drop different values of their own tokens and hidden units.
+    """
     spawn(_draw, (ranks, 20000 + (os.getpid() * 7) % 20000, str(tmp_path), meshes), ranks)
     for number, _ in enumerate(meshes):
         found = [torch.load(tmp_path / f"{number}.{rank}.pt") for rank in range(ranks)]

@@ -88,7 +88,7 @@ def test_a_run_uses_only_the_assigned_cpus(tmp_path: Path, tiny_data: Callable[[
     assert ended.returncode == 2 and "geometry.cpus: 99999" in ended.stderr
 
 
-def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
+def test_runs_with_their_own_cpus_run_alone() -> None:
     """A run with `geometry.cpus` never runs next to another job, because such runs would all use the first CPUs."""
     run = resolve.load({"targets": ["mnist_demo"]}).plans["mnist_demo"]["published"].run
     own = run.model_copy(update={"geometry": run.geometry.model_copy(update={"cpus": 1})})
@@ -99,7 +99,7 @@ def test_runs_that_name_their_cpus_are_no_neighbours() -> None:
 def test_processes_of_a_node_have_cpus_of_their_own(
     monkeypatch: pytest.MonkeyPatch, cpus: int, rank: int, processes: int, own: set[int]
 ) -> None:
-    """A process takes its part of the node's CPUs. In a Slurm task, which has only its own CPUs, it takes these."""
+    """A process takes its part of the node's CPUs; in a Slurm task, which has only its own CPUs, all of them."""
     found = list[set[int]]()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, given: found.append(set(given)))
@@ -125,7 +125,7 @@ def test_bad_files_are_one_message(
 
 
 def test_the_network_is_the_published_one() -> None:
-    """The network has the size of PyTorch's MNIST example; logits and gradients equal those of single layers."""
+    """The network has the size of PyTorch's MNIST example; logits and gradients equal those computed by layer."""
     torch.manual_seed(0)
     model = MnistCNN().eval()
     assert sum(p.numel() for p in model.parameters()) == 1_199_882

@@ -205,7 +205,7 @@ def test_unet_on_blocks_is_the_plain_one(
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-def test_unet_on_blocks_keeps_the_order_in_memory_and_bears_no_sample(layout: torch.memory_format) -> None:
+def test_unet_on_blocks_keeps_the_memory_format_and_accepts_an_empty_batch(layout: torch.memory_format) -> None:
     models = [unet(space_to_depth=each).to(memory_format=layout) for each in (False, True)]  # type: ignore[call-overload]
     x = torch.randn(2, 4, 8, 8, 16).to(memory_format=layout)
     assert models[0](x).stride() == models[1](x).stride()
@@ -472,8 +472,8 @@ def test_it_trains_with_channels_last_in_bf16(depth: int) -> None:
 # ---- convolutions in bf16 on a processor -------------------------------------------------------------
 
 
-def test_patches_in_bf16_are_the_products_that_they_are() -> None:
-    """`_Patches` agrees with float64 on the same rounded numbers. oneDNN's convolution on AMX errs by over 100 %."""
+def test_patches_in_bf16_equal_products_in_float64() -> None:
+    """Products use the same rounded numbers. oneDNN's convolution on AMX errs by over 100 %."""
     torch.manual_seed(0)
     layer, x = _Patches(20, 48, kernel_size=(8, 8), stride=(8, 8)), torch.randn(2, 20, 32, 64)
     exact, rounded = nn.Conv2d(20, 48, 8, 8).double(), x.bfloat16()

@@ -75,7 +75,7 @@ def test_a_draw_is_repeatable() -> None:
 
 
 @pytest.mark.slow
-def test_one_is_caught_and_one_survives(tmp_path: Path) -> None:
+def test_one_mutation_is_caught_and_one_survives(tmp_path: Path) -> None:
     """In a repository with one module and one test, one mutation is caught and reverted, and one survives."""
     package, tests = tmp_path / "small" / PACKAGE, tmp_path / "small/tests"
     package.mkdir(parents=True)
