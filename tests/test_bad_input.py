@@ -192,7 +192,7 @@ def test_a_channel_that_does_not_vary(tmp_path: Path, refused: Check) -> None:
 
     path, other = damaged(tmp_path, change), write_volume(tmp_path / "b.h5", volume((8, 8, 8), 1))
     text = refused(*describe(tmp_path, cosmo([path], [other], "prepared"), path, other))
-    assert "Nbody: channel 'dm_velocity_y' is constant over the training part" in text
+    assert "Nbody: channel 'dm_velocity_y' is constant" in text
 
 
 def test_a_series_of_one_time(tmp_path: Path, refused: Check) -> None:
@@ -228,7 +228,7 @@ def test_missing_names_are_refused(tmp_path: Path, refused: Check, cosmo_data: P
     text = refused("acquire", *options, "--file", "box00.h5", "--out", tmp_path / "x")
     assert "did you mean 'box00" in text
     text = refused("preprocess", *options, "--part", "train/box9", "--source", "x", "--out", tmp_path / "x")
-    assert "--part train/box9: no such part; the dataset has: train/box000" in text
+    assert "--part train/box9: no such part" in text and "train/box000" in text
 
 
 # ---- series ----------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_a_torn_manifest(tmp_path: Path, content: str) -> None:
 def test_invalid_json_is_refused(tmp_path: Path, content: bytes) -> None:
     """Text that is not valid JSON is refused, even if Python's reader would accept the text."""
     (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file and run its stage again"):
+    with pytest.raises(UserError, match=r"a\.json: not valid JSON \(.*\); delete the file"):
         read_json(tmp_path / "a.json")
 
 
@@ -372,7 +372,7 @@ def test_a_name_that_is_not_utf8_is_written_and_read(tmp_path: Path) -> None:
     "text", ['{"a": ' + "[" * 100_000, f'{{"a": {"9" * 5000}}}', "{"], ids=["brackets", "digits", "torn"]
 )
 def test_settings_that_are_not_valid_json(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--config: not valid JSON \(.*\); pass valid JSON or a YAML file"):
+    with pytest.raises(UserError, match=r"^--config: not valid JSON \(.*\); .*YAML file"):
         read_settings(text)
 
 
@@ -460,6 +460,6 @@ def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content[:told] + struct.pack("<Q", len(content) - 80) + content[told + 8 :])
     with (
         h5py.File(path) as file,
-        pytest.raises(UserError, match=r"a.h5: values of '/x' are beyond the file's end; the file may"),
+        pytest.raises(UserError, match=r"a.h5: .*'/x' .*beyond the file's end"),
     ):
         map_chunks(file["x"])

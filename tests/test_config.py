@@ -1395,7 +1395,7 @@ def test_settings_without_effect_on_any_run_are_refused(name: str) -> None:
 def test_a_plan_is_not_called_as_the_results_of_measure() -> None:
     """A plan must not have the name of `dlscale measure`'s results, because both would use the same folder."""
     plan = {"study": "starter_cnn", "runs": {"a": {}}}
-    with pytest.raises(UserError, match=r"plans\.measured: `dlscale measure` uses this name; choose another"):
+    with pytest.raises(UserError, match=r"plans\.measured: `dlscale measure` uses this name"):
         config.load({"targets": ["measured"], "plans": {"measured": plan}})
 
 

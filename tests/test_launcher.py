@@ -530,7 +530,7 @@ def test_docker_without_a_daemon_is_unavailable(tmp_path: Path, monkeypatch: pyt
         ),
         (
             {"engine": "auto", "scheduler": SCHEDULER},
-            "site: engine: auto may choose different engines on different nodes",
+            "site: engine: auto .*different nodes",
         ),
         # Queues must exist, and old keys cannot be combined with queues.
         (
@@ -621,7 +621,7 @@ def test_a_run_may_set_cpus_and_memory(perlmutter: slurm.Scheduler) -> None:
     half = slurm.request(perlmutter, "train", Geometry(cpus=64))
     assert [slurm.part(perlmutter, ONE, slurm.Queue(), asked) for asked in (half, {"cpus_per_task": 8})] == [0.5, 0.25]
     assert slurm.request(perlmutter, "train", Geometry(gpus_per_node=4, cpus=8), processes=ONE)["cpus_per_task"] == 32
-    with pytest.raises(UserError, match=r"4 processes with 64 CPUs each \(geometry.cpus\) need 256 CPUs"):
+    with pytest.raises(UserError, match=r"4 processes with 64 CPUs .*geometry.cpus.* 256 CPUs"):
         slurm.check(perlmutter, Geometry(gpus_per_node=4, cpus=64))
     with pytest.raises(UserError, match=r"geometry.memory_mb: 600000 MB .*500000 MB"):
         slurm.check(PLACED, Geometry(memory_mb=600_000))
@@ -639,7 +639,7 @@ def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
     debug = perlmutter.model_copy(update={"run_queues": ["shared", "debug"]})
     assert slurm.request(debug, "train", EIGHT)["runtime"] == 30, "the runtime must be in minutes"
     allowed = re.escape("at most shared (1 node, 2 GPUs), debug (8 nodes)")
-    with pytest.raises(UserError, match=rf"^a\.geometry: no queue .* allows 9 nodes with 36 GPUs in total; {allowed}"):
+    with pytest.raises(UserError, match=rf"^a\.geometry: no queue .* 9 nodes with 36 GPUs.*; {allowed}"):
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4), "a.")
     with pytest.raises(UserError, match="8 is more than the 4 GPUs"):
         slurm.check(perlmutter, Geometry(gpus_per_node=8))

@@ -224,9 +224,7 @@ def test_labels_of_qmnist_are_named(tmp_path: Path) -> None:
         read_idx(colour, 3)
     for length, cause in ((3, "may be truncated"), (9, "is longer than its header states")):
         (torn := tmp_path / "torn.idx").write_bytes(struct.pack(">HBBIII", 0, 8, 3, 1, 2, 2) + bytes(length))
-        with pytest.raises(
-            UserError, match=rf"{length} values, expected shape \(1, 2, 2\), .* {cause}: fetch it again"
-        ):
+        with pytest.raises(UserError, match=rf"{length} values, .*\(1, 2, 2\), .* {cause}: fetch"):
             read_idx(torn, 3)
     with pytest.raises(UserError, match="a folder; expected an IDX file"):
         read_idx(tmp_path, 1)
