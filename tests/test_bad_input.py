@@ -217,7 +217,7 @@ def test_pieces_splits_and_factors_that_leave_nothing(tmp_path: Path, refused: C
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], pieces=9), path))
     assert "train/a: 8 rows do not fill 9 pieces" in text and "`pieces`" in text
     text = refused(*preprocess(tmp_path, cosmo([path], [tmp_path / "b.h5"], downsample=9), path))
-    assert "downsample 9 is larger than the volume (8, 8, 8)" in text
+    assert "downsample 9 " in text and "(8, 8, 8)" in text
     source = {"kind": "files", "paths": [str(path)], "fractions": {"train": 0.5, "valid": 0.1, "gap": 1}}
     text = refused(*preprocess(tmp_path, {"kind": "cosmo", "source": source}, path, part="valid/a"))
     assert "split 'valid' is empty" in text and "without its first 1 rows (the gap)" in text
