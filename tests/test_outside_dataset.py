@@ -456,3 +456,27 @@ def test_a_missing_file_of_an_own_kind_names_the_code_that_names_it(tmp_path: Pa
     found = probe_raw("mine", dataset, tmp_path)
     assert found and found.status == "FAIL" and "absent.npy" in found.text
     assert "`parts`" in found.remedy and "swells" in found.remedy and "datasets.mine" not in found.remedy
+
+
+def test_a_missing_file_is_only_accepted_if_the_dataset_was_made_from_it(tmp_path: Path) -> None:
+    """An own kind has no key `source`, so equal settings `source` do not show that the file is the same."""
+    raw = 'return [Part("train", "a", raws := (RawFile("a", dataset.file),)), Part("valid", "b", raws)]'
+    text = (
+        STUDY.format(kind="tides").replace("return []", raw).replace("DatasetKind\n", "DatasetKind, Part, RawFile\n", 1)
+    )
+    registry.add("s", write(tmp_path / "tides.py", text))
+    made = tmp_path / "data/mine/manifest.json"
+    made.parent.mkdir(parents=True)
+    raws = {"old.npy": (7, 1)}
+    Manifest(kind="tides", fields={}, splits={}, provenance={"settings": {"source": None}, "raws": raws}).write(made)
+
+    class Tides(DatasetSettings):
+        file: str
+
+    def found(file: str) -> Any:
+        return probe_raw("mine", Tides(kind="tides", file=file), tmp_path)
+
+    kept, wrong = found("old.npy"), found("other.npy")
+    assert kept.status == "warn" and "old.npy: no such file" in kept.text and "using the dataset" in kept.text
+    assert wrong.status == "FAIL" and "other.npy: no such file" in wrong.text and "made from" not in wrong.text
+    assert "datasets.mine.file" in wrong.remedy
