@@ -49,7 +49,7 @@ from dlscale.report.figures import (
     some,
     table,
 )
-from dlscale.report.speedup import VAGUE, Group, SpeedUp, SpeedUps
+from dlscale.report.speedup import Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import disturbance, judge_run
 from dlscale.results import (
     UNKNOWN,
@@ -149,11 +149,11 @@ def lead(card: View) -> str:
     elif found and not found["known"]:
         said.append("The fastest run is not known, because other programs or jobs disturbed the measurement.")
     elif found and found["gain"]:
-        said.append(f"“{found['fastest']}” trains {found['gain'].words} as fast as “{found['first']}”.")
+        said.append(f"{found['quoted']}: {found['gain'].words} as fast as “{found['first']}”.")
     elif found and found["of"] > 1:
         said.append(f"No run trains significantly faster than “{found['first']}”.")
     elif found:
-        said.append(f"“{found['fastest']}” trains at {text.number(found['speed'])} {found['unit']}.")
+        said.append(f"{found['quoted']}: {text.number(found['speed'])} {found['unit']}.")
     if bound and bound["bound"]:
         said.append(f"The limit is {bound['bound'].what}.")
     if bound and bound["todo"]:
@@ -198,11 +198,11 @@ def line(plan: PlanResult) -> str:
         if found["efficiency"]:
             told = f"{text.number(found['efficiency']['speed'])} {found['unit']}, {scaling.glance(plan)}"
         elif not found["known"]:
-            told += f" with “{found['fastest']}”, but the fastest run is {UNKNOWN}"
+            told = f"fastest run {UNKNOWN}; highest rate {told}, {found['quoted']}"
         elif found["gain"]:
-            told += f" with “{found['fastest']}”, {found['gain'].words} as fast as “{found['first']}”"
+            told += f" with {found['quoted']}, {found['gain'].words} as fast as “{found['first']}”"
         elif several and not found["alone"]:
-            told += f" with “{found['fastest']}”, no significant speed-up of other runs"
+            told += f" with {found['quoted']}, no significant speed-up of other runs"
         said.append(told)
     if found := quality(plan):
         lead = found["lead"]
@@ -221,11 +221,20 @@ def line(plan: PlanResult) -> str:
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
-    """Return the fastest group of runs, the groups equally fast within noise, and all groups; None without speeds."""
+    """Return the fastest group of runs, the groups equally fast within noise, and all groups; None without speeds.
+
+    If other programs disturbed a measurement, return the group with the highest rate as the first group.
+    """
     measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     speeds = SpeedUps(plan.runs)
     groups = [group for group in speeds.groups if group.runs[0] in measured]
+    if groups and not _is_known(groups):
+        return max(groups, key=lambda group: group.speed), [], groups
     return (*speeds.fastest(groups), groups) if groups else None
+
+
+def _is_known(groups: Sequence[Group]) -> bool:
+    return len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
 
 
 def speed(plan: PlanResult) -> View | None:
@@ -252,12 +261,13 @@ def speed(plan: PlanResult) -> View | None:
         "unit": first.unit,
         "what": "loading and computing together" if fastest.runs[0].throughput else "median over epochs",
         "fastest": _label(fastest),
+        "quoted": f"“{_label(fastest, '” and “')}”",
         "alone": len(groups) == 1,
         "speed": fastest.speed,
         "range": (min(rates), max(rates)) if len(rates) > 1 else None,
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
-        "known": len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs),
+        "known": _is_known(groups),
         "efficiency": _efficiency(plan),
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if first in group.runs), first.called),
@@ -269,7 +279,7 @@ def speed(plan: PlanResult) -> View | None:
                 "share": ratios[id(group)] / greatest,
                 "ratio": ratios[id(group)],
                 "gain": group.gain,
-                "fastest": group is fastest,
+                "fastest": group is fastest and _is_known(groups),
                 "published": published.quoted(figures, group.runs[0].name),
             }
             for group in shown
@@ -287,11 +297,11 @@ def _efficiency(plan: PlanResult) -> View | None:
     return {**own, "run": found.point.run.called, "speed": found.point.run.speed}
 
 
-def _label(group: Group) -> str:
+def _label(group: Group, joint: str = " and ") -> str:
     if len(group.runs) == 1:
         return group.runs[0].called
     labels = list(dict.fromkeys(map(without_seed, group.runs)))
-    return " and ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} equal runs"
+    return joint.join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} equal runs"
 
 
 def fastest_bound(plan: PlanResult, call: str) -> View | None:
@@ -498,8 +508,8 @@ def _per_sample(run: RunResult, row: Row, name: str) -> str:
 
 
 def _gain(found: SpeedUp | None) -> Cell:
-    if found and found.vague:
-        return Cell(UNKNOWN, note=VAGUE)
+    if found and found.unknown:
+        return Cell(UNKNOWN, note=found.unknown)
     return cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
 
 
