@@ -720,18 +720,25 @@ def test_tables_and_page_need_no_torch() -> None:
 
 def triplet(io: float, synthetic: float, full: float) -> Throughput:
     return Throughput.model_validate(
-        {key: {"mean": mean} for key, mean in zip(("IO", "SYNTHETIC", "FULL"), (io, synthetic, full), strict=True)}
+        {
+            key: {"mean": mean, "trial_time": [1.0] * 3}
+            for key, mean in zip(("IO", "SYNTHETIC", "FULL"), (io, synthetic, full), strict=True)
+        }
     )
 
 
 @pytest.mark.parametrize(
     ("rates", "what", "why"),
     [
-        ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
+        (
+            (84.5, 481.6, 83.2),
+            "data loading",
+            "98\u00a0% of loading alone, the slower of the two. A faster loader would help.",
+        ),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
         ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50
-        ((1000.0, 200.0, 120.0), "computation", "compete for"),  # 167 if loading and computing take turns
+        ((1000.0, 200.0, 120.0), "computation", "one after the other would be: both may compete for"),  # in turn: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
         ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
     ],
@@ -766,7 +773,7 @@ def test_impossible_rates_are_noise_or_a_disturbed_machine(
         f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
     ) is not beyond
     said = (
-        f"{full[0]:.0f} samples/s, which exceeds the slower rate by more than noise. Training cannot be faster than "
+        f"{full[0]:.0f} samples/s, which exceeds computing alone by more than noise. Training cannot be faster than "
         "the slower of"
     )
     assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again" in found.why) is beyond

@@ -372,6 +372,15 @@ def test_trials_that_differ_too_much_give_no_limit() -> None:
     assert "varies by 50" in found.why and found.what == UNKNOWN
 
 
+def test_a_noisy_training_is_not_blamed_on_competition() -> None:
+    """Loading and computing take turns at 3,728 samples/s. Training reaches 3,104 ± 800, so the difference is noise."""
+    for std, said in ((10.0, "compete for the same cores"), (500.0, "within noise")):
+        full = trials(3104, std=std)
+        found = bound(measured(23359, 4436, 3104).model_copy(update={"full": full}))
+        assert found and found.what == "computation" and said in found.why and "Taking turns" not in found.why
+        assert ("compete" in found.why) is (std == 10.0)
+
+
 def test_a_neighbour_does_not_hide_other_causes() -> None:
     """Loading alternates with computing and takes 27 % of the time; a neighbour does not hide this cause."""
     measured_ = measured(270, 100, 73, usage(1.0, 2.0))
@@ -388,7 +397,7 @@ def test_a_neighbour_does_not_hide_other_causes() -> None:
     [
         ((1000.0, 686.0, 714.0), "Training reaches 714 samples/s, the rate of computing within noise."),
         ((100.0, 1000.0, 104.0), "Training reaches 104 samples/s, the rate of loading within noise."),
-        ((1000.0, 100.0, 100.0), "Training reaches 100 % of the slower rate."),
+        ((1000.0, 100.0, 100.0), "Training reaches 100 % of computing alone, the slower of the two."),
     ],
 )
 def test_full_above_the_slower_part_is_noise(rates: tuple[float, float, float], reached: str) -> None:
