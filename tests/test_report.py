@@ -814,6 +814,9 @@ def test_units_times_and_sizes() -> None:
     assert [text.size(b, " ") for b in (512, 1_500_000, 999_499_999, 999_600_000)] == [
         *("512 B", "1.50 MB", "999 MB", "1.00 GB")
     ]
+    assert [text.percent(share) for share in (0, 0.0012, -0.0012, 0.0049, 0.006, 0.934)] == [
+        f"{said}\u00a0%" for said in ("0", "0.1", "−0.1", "0.5", "1", "93")
+    ]
     assert [joules(used) for used in (None, 100.0, 7200.0, 7.2e6)] == ["–", "100 J", "2.00 Wh", "2.00 kWh"]
     assert [text.size(b) for b in (None, 2.5e12, 3e15)] == ["–", "2.50\u00a0TB", "3,000\u00a0TB"]
 

@@ -347,7 +347,10 @@ def test_pauses_are_described_by_what_was_seen(
 def test_a_leak_is_not_hidden_by_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy for a leak, whose cost is unknown, precedes the remedy for the most expensive cause."""
     costly = Finding("launches", "tiny steps", "", "Use a larger batch.", 0.5)
-    for cause, share, todo in (("leak", None, "Mend it. Use a larger batch."), ("breaks", None, "Use a larger batch.")):
+    for cause, share, todo in (
+        ("leak", None, "Mend it. Then: Use a larger batch."),
+        ("breaks", None, "Use a larger batch."),
+    ):
         found = [costly, Finding(cause, "", "", "Mend it.", share)]
         monkeypatch.setattr("dlscale.report.verdict.findings", lambda evidence, found=found: found)
         assert verdict(Evidence(SETTINGS, measured())).todo == todo
@@ -424,12 +427,12 @@ def test_the_bytes_of_a_compiled_step_are_unknown() -> None:
 
 def test_suggestions_are_settings_that_the_run_does_not_use() -> None:
     assert verdict(Evidence(SETTINGS, measured())).todo.startswith(
-        "precision: bf16; then compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
+        "`precision: bf16`; after that `compile: {mode: default}`, `optimizer: {fused: true}`, `cuda_graph: true`."
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
     assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("No further setting is suggested.")
     refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
-    assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "precision: bf16."
+    assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "`precision: bf16`."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
     assert loading.todo == (
         "loader: {kind: direct} loads fields on grids, rows and images with far less work than the loader in use."
