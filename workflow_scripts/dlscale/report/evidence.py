@@ -205,9 +205,10 @@ def bound(throughput: Throughput | None) -> Bound | None:
     elif share > 1:
         reaches = f"{number(full)} samples/s, the rate of {slower_part} within noise"
     elif share < 0.8 and full < 0.9 * serial:
-        noise = full * (1 + spread(modes[2])) >= serial
         advice = "Training is slower than loading and computing one after the other would be" + (
-            ", but within noise." if noise else ": both may compete for the same cores or memory."
+            ", but within noise."
+            if full * (1 + spread(modes[2])) >= serial
+            else ": both may compete for the same cores or memory."
         )
     elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * slower.mean:
         loading = serial / io

@@ -220,21 +220,19 @@ def line(plan: PlanResult) -> str:
     return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 
-def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
+def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] | None:
     """Return the fastest group of runs, the groups equally fast within noise, and all groups; None without speeds.
 
-    If other programs disturbed a measurement, return the group with the highest rate as the first group.
+    The last value is False if other programs disturbed a measurement. The first group then has the highest rate.
     """
     measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     speeds = SpeedUps(plan.runs)
     groups = [group for group in speeds.groups if group.runs[0] in measured]
-    if groups and not _is_known(groups):
-        return max(groups, key=lambda group: group.speed), [], groups
-    return (*speeds.fastest(groups), groups) if groups else None
-
-
-def _is_known(groups: Sequence[Group]) -> bool:
-    return len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
+    if not groups:
+        return None
+    known = len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
+    best, like = speeds.fastest(groups) if known else (max(groups, key=lambda group: group.speed), [])
+    return best, like, groups, known
 
 
 def speed(plan: PlanResult) -> View | None:
@@ -245,11 +243,11 @@ def speed(plan: PlanResult) -> View | None:
     """
     if (found := _fastest(plan)) is None:
         return None
-    (fastest, like, groups), first = found, SpeedUps(plan.runs).first
+    (fastest, like, groups, known), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
-    known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     # Figures published for another size, such as a demo's full-size model, appear only in the table of all runs.
-    figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
+    figures = {run: figure for run, figure in figures.items() if f"{plan.name}.{run}" in figure.runs}
     # Prefer ratios from paired timing: quotients of the separately measured speeds may contradict these ratios.
     base = first.speed or fastest.speed
     ratios = {id(group): group.gain.ratio if group.gain else group.speed / base for group in groups}
@@ -267,7 +265,7 @@ def speed(plan: PlanResult) -> View | None:
         "range": (min(rates), max(rates)) if len(rates) > 1 else None,
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
-        "known": _is_known(groups),
+        "known": known,
         "efficiency": _efficiency(plan),
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if first in group.runs), first.called),
@@ -279,7 +277,7 @@ def speed(plan: PlanResult) -> View | None:
                 "share": ratios[id(group)] / greatest,
                 "ratio": ratios[id(group)],
                 "gain": group.gain,
-                "fastest": group is fastest and _is_known(groups),
+                "fastest": group is fastest and known,
                 "published": published.quoted(figures, group.runs[0].name),
             }
             for group in shown
@@ -508,9 +506,11 @@ def _per_sample(run: RunResult, row: Row, name: str) -> str:
 
 
 def _gain(found: SpeedUp | None) -> Cell:
-    if found and found.unknown:
-        return Cell(UNKNOWN, note=found.unknown)
-    return cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
+    return (
+        Cell(UNKNOWN, note=found.unknown)
+        if found and found.unknown
+        else cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
+    )
 
 
 def _times(ratio: float) -> str:

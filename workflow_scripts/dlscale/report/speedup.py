@@ -82,8 +82,11 @@ class SpeedUp:
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
         """Return the geometric mean of ratios; errors are averaged, because they may have a common cause."""
-        log, error = (statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error"))
-        return cls(log, error, any(each.disturbed for each in found))
+        return cls(
+            statistics.fmean(each.log for each in found),
+            statistics.fmean(each.error for each in found),
+            any(each.disturbed for each in found),
+        )
 
 
 # ---- measured separately -----------------------------------------------------------------------------
@@ -167,15 +170,12 @@ class SpeedUps:
         Other programs slow both runs of a paired timing alike; the ratio of separately measured speeds is then unknown.
         For several comparisons (`looks`), intervals are wider, so that all are right with 95 % probability.
         """
-        if not (run.speed and other.speed and _is_comparable(run, other)):
-            return None
         if run is other:
-            return SpeedUp(0.0, 0.0)
-        if timed := self._in_turns(run, other, self.floor, looks):
-            return timed
+            return SpeedUp(0.0, 0.0) if run.speed else None
         apart = measured_apart(run, other, self.separate_floor, looks)
-        disturbed = run.foreign_cpu_fraction or other.foreign_cpu_fraction
-        return replace(apart, error=math.inf, disturbed=True) if apart and disturbed else apart
+        if apart and (run.foreign_cpu_fraction or other.foreign_cpu_fraction):
+            apart = replace(apart, error=math.inf, disturbed=True)
+        return apart and (self._in_turns(run, other, self.floor, looks) or apart)
 
     @cached_property
     def _opening(self) -> tuple[float, int]:
