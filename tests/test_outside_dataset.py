@@ -15,9 +15,11 @@ import h5py
 import numpy as np
 import pytest
 
-from dlscale.config.dataset import DatasetSettings
+from dlscale import cli
+from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.core import fingerprint, registry
 from dlscale.core.errors import UserError
+from dlscale.core.settings import validate
 from dlscale.data import acquire, parts
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
@@ -441,6 +443,29 @@ def test_an_error_in_a_study_is_reported_with_file_and_line(tmp_path: Path) -> N
         registry.load("late").fail()
     assert registry.mistake(caught.value) == f"{tmp_path}/late.py:2: IndexError: list index out of range"
     assert registry.mistake(IndexError("elsewhere")) is None
+
+
+def test_a_network_with_two_arguments_is_told_that_it_gets_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The call is dlscale's, so the traceback has no line of the study, whose network is in any of its files."""
+    registry.add("tide", write(tmp_path / "tide.py", STUDY.format(kind="tide")))
+
+    def run(args: argparse.Namespace) -> int:
+        raise TypeError("Net.forward() missing 1 required positional argument: 'context'")
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["status"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tide.py" not in said and "study tide or of dlscale: TypeError: Net.forward() missing 1" in said
+    assert said.endswith("'context'. A network's `forward` gets one argument: a tensor, a tuple or a dict")
+
+
+def test_a_suggested_key_is_one_of_the_own_kind(module: str) -> None:
+    """Other kinds have the key `source.train`; the kind `marks` has no keys in `source`."""
+    with pytest.raises(UserError) as refused:
+        validate(dict[str, dataset_type()], {"mine": {"kind": "marks", "train": 4}})  # type: ignore[misc]
+    assert "unknown key 'train'" in str(refused.value) and "source.train" not in str(refused.value)
 
 
 def test_a_missing_file_of_an_own_kind_names_the_code_that_names_it(tmp_path: Path) -> None:

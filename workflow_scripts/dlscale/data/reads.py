@@ -71,7 +71,7 @@ class _Guard:
                 self.refused = UserError(
                     f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so changes of "
                     "this file would be ignored; return a `RawFile` for it from `parts`, and open its path in `paths`; "
-                    "or use kind `starter` with `source: {kind: arrays}` (docs/adding.md)"
+                    "or use kind `starter`, if one array is the input and one the target (docs/adding.md)"
                 )
                 raise self.refused
 
