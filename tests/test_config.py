@@ -603,8 +603,8 @@ def test_use_names_a_run_that_another_plan_has() -> None:
     labels = {
         ("sound", "second"): "its own",
         ("p", "own"): "own",
-        ("p", "mine"): "mine (sound.second)",
-        ("q", "through"): "through (sound.second)",
+        ("p", "mine"): "mine (= sound.second)",
+        ("q", "through"): "through (= sound.second)",
     }
     assert {names: configuration.label(*names) for names in labels} == labels
     found = configuration.plans

@@ -346,7 +346,7 @@ def test_a_dry_run_prints_the_cost_of_all_jobs(tmp_path: Path) -> None:
     [
         (cost.Expected(90.0), "3 jobs; about 1 min 30 s until the end"),
         (cost.Expected(90.0, untimed=2), "3 jobs; at least 1 min 30 s until the end; 2 jobs never timed here"),
-        (cost.Expected(30.0, untimed=3), "3 jobs, never timed here: the time is not known"),
+        (cost.Expected(30.0, untimed=3), "3 jobs; duration unknown, because none has run here"),
         (cost.Expected(90.0, busy=60.0), "3 jobs; about 1 min 30 s (2 min 30 s on a busy machine) until the end"),
     ],
 )

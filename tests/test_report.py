@@ -1199,6 +1199,28 @@ def test_weaker_baselines_are_listed_below_the_strongest(results: Results) -> No
     assert "a prediction without training: yesterday's weather; persistence" in page.text
 
 
+def test_a_baseline_of_a_metric_is_not_listed_twice(results: Results) -> None:
+    """A study names a baseline's metric in `naive` of another metric, and also gives it the name of a baseline."""
+    folder = results.run("p", "a")
+    provenance = Provenance.read(folder / "provenance.json")
+    named = {metric.naive for metric in provenance.metrics if metric.naive}
+    metrics = [
+        metric.model_copy(update={"rival": "yesterday"} if metric.name in named else {})
+        for metric in provenance.metrics
+    ]
+    provenance.model_copy(update={"metrics": metrics}).write(folder / "provenance.json")
+    results.plan("p", {"a": "a"}, measure=("train",))
+    (table,) = [table for table in Page(results.report()).tables if "baseline: persistence" in str(table)]
+    assert "yesterday" not in str(table) and [row[0] for row in table[1:]] == ["baseline: persistence", "a"]
+
+
+def test_a_tag_has_no_line_through_its_text() -> None:
+    """The line that marks zero in bars for both directions belongs to bars only, not to tags of the class `both`."""
+    style = (ROOT / "workflow_scripts/dlscale/report/templates/style.css").read_text()
+    rules = [line for line in style.splitlines() if ".both" in line.partition("{")[0]]
+    assert len(rules) == 3 and all(line.startswith(".track.both") for line in rules)
+
+
 def test_a_diverged_run_does_not_hide_baselines(results: Results) -> None:
     """A diverged run without metrics, or with metrics of NaN, does not hide the baselines without learning."""
     for name in ("a", "lost"):

@@ -98,7 +98,7 @@ class Configuration:
     def label(self, plan: str, run: str) -> str:
         resolved = self.plans[plan][run]
         if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
-            return f"{run} ({resolved.plan}.{resolved.name})"
+            return f"{run} (= {resolved.plan}.{resolved.name})"
         return resolved.run.label or run
 
 

@@ -266,8 +266,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def left_words(left: cost.Expected) -> list[str]:
     """Return the remaining time in words, with the number of jobs that this time does not include."""
-    known = f"{duration(left.seconds)} left, plus " if left.untimed else f"{left} left"
-    return [words] if (words := (known if left.seconds else "") + left.note) else []
+    known = f"{left} left" if left.seconds else "time left unknown" * bool(left.untimed)
+    return [known + f": {left.note}" * bool(left.note)] if known else []
 
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> cost.Expected:

@@ -545,7 +545,7 @@ def channels(plan: PlanResult, page: Page) -> Section | None:
     kinds: dict[str, list[Metric]] = {}
     rivals: dict[str, list[Metric]] = {}
     for metric in plan.metrics.values():
-        if metric.channel and metric.rival:
+        if metric.channel and metric.rival and metric.name not in naive:
             rivals.setdefault(metric.rival, []).append(metric)
         elif metric.channel and metric.name not in naive and not metric.derived:
             kinds.setdefault(metric.kind, []).append(metric)
@@ -625,7 +625,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         reached = over.ratio
     words = (
         "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before. The label of "
-        "a bar is the speed-up over the rung before, followed by the limit of that rung's speed."
+        "a bar is the speed-up over the rung before, and what limited the rung before."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
