@@ -185,6 +185,25 @@ def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dt
     assert (folder / "preview.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_curves_are_drawn_and_short_vectors_have_a_histogram(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of the picture is a row of the file, for curves with and without channels; a pair has no picture."""
+    curves = np.arange(40 * 2 * 64, dtype=np.float32).reshape(40, 2, 64)
+
+    def open_source(dataset: Any, part: Part, paths: list[Path]) -> ArraySource:
+        made = curves + (part.split == "valid")
+        arrays = {"sensors": made, "matrix": made, "pair": made[:, :, 0]}
+        return ArraySource(arrays, channels={"sensors": ["position", "velocity"]})
+
+    monkeypatch.setattr(registry.load(module), "open_source", open_source)
+    folder = make_dataset(tmp_path / "made", {"kind": "marks"})
+    panels = {panel.title: panel for panel in first_rows(Manifest.read(folder / "manifest.json"))}
+    np.testing.assert_array_equal(panels["velocity"].values, curves[:, 1])
+    np.testing.assert_array_equal(panels["matrix"].values, curves.reshape(40, 128))
+    assert panels["velocity"].labels[1] == panels["matrix"].labels[1] == "row" and panels["pair"].values.ndim == 1
+
+
 def test_files_of_other_fields_are_refused(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_parts(tmp_path, {"kind": "marks"})
     with h5py.File(tmp_path / "train" / "all.h5", "r+") as file:

@@ -1214,6 +1214,26 @@ def test_a_baseline_of_a_metric_is_not_listed_twice(results: Results) -> None:
     assert "yesterday" not in str(table) and [row[0] for row in table[1:]] == ["baseline: persistence", "a"]
 
 
+def test_a_label_that_begins_with_the_name_is_not_repeated(results: Results) -> None:
+    """A run of another plan has the label `NAME (= PLAN.RUN)`."""
+    for name in ("a", "b", "c"):
+        results.run("p", name)
+    labels = {"a": "a", "b": "b (= ladder.baseline)", "c": "more epochs"}
+    called = [run.called for run in read_plan(results.plan("p", labels)).runs]
+    assert called == ["a", "b (= ladder.baseline)", "c · more epochs"]
+
+
+def test_the_long_title_of_a_short_axis_has_several_lines() -> None:
+    row = {"run": "a", "what": "", "epoch": 0, "value": 1.0}
+    for title, wrapped in (
+        ("damping mean absolute error (kg s⁻¹)", ["damping mean absolute", "error (kg s⁻¹)"]),
+        ("learning rate", ["learning rate"]),
+    ):
+        spec = figures.lines("n", "about", [row], {"epoch": "epoch"}, {"value": title}).spec
+        assert spec["layer"][0]["encoding"]["y"]["title"] == wrapped
+        assert title in figures.lines("n", "about", [row], {"epoch": "epoch"}, {"value": title}).titles.values()
+
+
 def test_a_tag_has_no_line_through_its_text() -> None:
     """The line that marks zero in bars for both directions belongs to bars only, not to tags of the class `both`."""
     style = (ROOT / "workflow_scripts/dlscale/report/templates/style.css").read_text()

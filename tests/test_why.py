@@ -146,5 +146,5 @@ def test_runs_with_replaced_results_are_named() -> None:
     # The run is on another dataset, which this call makes or an earlier call made.
     for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):
         assert format_reasons([of_other_data], TABLES.get)[-1] == line.replace(
-            "define a new run", "define a new run, on a new dataset"
+            "define a new run", "give the changed dataset a new name, and use it in a new run"
         )

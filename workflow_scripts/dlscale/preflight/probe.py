@@ -59,8 +59,11 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     except UserError as error:  # the settings do not yield file names, or the manifest is damaged
         return Finding(f"data {name}", "FAIL", str(error))
     path, problem = trouble
-    same = origin.get("settings", {}).get("source") == settings["source"]
-    if same if read_once else path in origin.get("raws", {}) and not kind.prepared(dataset):
+    if (
+        origin.get("settings", {}).get("source") == settings["source"]
+        if read_once
+        else path in origin.get("raws", {}) and not kind.prepared(dataset)
+    ):
         return Finding(f"data {name}", "warn", f"{path}: {problem}; using the dataset that was made from it")
     keys = [key for key, value in flat(settings).items() if "kind" not in key and Path(path).name in str(value)]
     where = f"datasets.{name}.{keys[0]}" if keys else f"the path in `parts` of the dataset kind {dataset.kind}"
