@@ -221,15 +221,16 @@ def line(plan: PlanResult) -> str:
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] | None:
-    """Return the fastest group of runs, the groups equally fast within noise, and all groups; None without speeds.
+    """Return the fastest group of runs, the groups equally fast within noise, all groups, and whether this is known.
 
-    The last value is False if other programs disturbed a measurement. The first group then has the highest rate.
+    Return None without speeds.
     """
     measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     speeds = SpeedUps(plan.runs)
     groups = [group for group in speeds.groups if group.runs[0] in measured]
     if not groups:
         return None
+    # If other programs disturbed a measurement, the first group is the group with the highest rate.
     known = len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
     best, like = speeds.fastest(groups) if known else (max(groups, key=lambda group: group.speed), [])
     return best, like, groups, known

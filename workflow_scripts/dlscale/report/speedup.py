@@ -167,12 +167,12 @@ class SpeedUps:
     def over(self, run: RunResult, other: RunResult, looks: int = 1) -> SpeedUp | None:
         """Return the speed-up of a run over another; None if a speed is unknown or the speeds are not comparable.
 
-        Other programs slow both runs of a paired timing alike; the ratio of separately measured speeds is then unknown.
         For several comparisons (`looks`), intervals are wider, so that all are right with 95 % probability.
         """
         if run is other:
             return SpeedUp(0.0, 0.0) if run.speed else None
         apart = measured_apart(run, other, self.separate_floor, looks)
+        # Other programs slow both runs of a paired timing alike, but not the runs of separate timings.
         if apart and (run.foreign_cpu_fraction or other.foreign_cpu_fraction):
             apart = replace(apart, error=math.inf, disturbed=True)
         return apart and (self._in_turns(run, other, self.floor, looks) or apart)
