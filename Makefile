@@ -28,7 +28,7 @@ export VIRTUAL_ENV := $(abspath $(VENV))
 unexport PYTHONHOME
 # Without byte code, hundreds of processes would each compile the modules that they import.
 unexport PYTHONDONTWRITEBYTECODE
-# The demo runs on this machine, even if the user has set a profile for another one.
+# The demo runs on this machine, even if the user has set a profile for another machine.
 unexport SNAKEMAKE_PROFILE
 
 say = @printf '==> %s\n'

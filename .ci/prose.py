@@ -19,6 +19,10 @@ from pathlib import Path
 BANNED = {
     r"\b(nobody|somebody|whoever|whosoever)\b": "name the subject: the user, the process, the job",
     r"\b(told|tells|telling)\b": "report, print, log, write",
+    r"\b[Ss]ays?\b": "print, name, state, mean",
+    r"\b[Ww]hole\b(?! (number|second|hour|node|day))": "complete, atomic, gathered",
+    r"\b[Bb]eside (the|a|an|it|its|other|each)\b": "next to, paired with",
+    r"\bnone of (its|their|the)\b": "no …, without",
     r"\b[Ww]hat (is|was|are|were|it|its|they) ": "name the thing",
     r"\b(comes?|came) to (an end|nothing|that|this|these)\b": "ends, equals",
     r"\bgo(es)? on\b": "continue",

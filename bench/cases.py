@@ -34,7 +34,7 @@ KINDS = {"cosmo_unet": ("unet3d", "crops"), "era5_vit": ("vit", "pairs")}
 
 
 def sizes(small: bool) -> tuple[Case, Case, Case]:
-    """Return the tutorials' U-Net and ViT and a large ViT, each with one GPU's batch, or `small` versions."""
+    """Return the tutorials' U-Net and ViT, and a large ViT, each with the batch of one GPU; or `small` versions."""
     if small:
         vit: dict[str, Any] = {"depth": 2, "heads": 2}
         return (
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def manifest(self) -> Any:
-        """Stand-in for a manifest, with the fields that a study needs to build its model."""
+        """Stand-in for a manifest, with the fields from which a study builds its model."""
         (inputs, *_), (outputs, *_) = self.shapes
         named = {"Nbody": inputs, "Hydro": outputs, "fields": inputs}
         return SimpleNamespace(

@@ -12,7 +12,7 @@ from typing import Any
 
 #: Fields that `nvidia-smi` prints, in the order of its columns.
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
-#: Field of the reasons for reduced clocks: first the older drivers' name, then the newer drivers' name.
+#: Names of the field with the reasons for reduced clocks: of older drivers, of newer drivers.
 REASONS = ("clocks_throttle_reasons.active", "clocks_event_reasons.active")
 #: Name of each reason by its bit in NVML (nvmlClocksEventReasons). Bit 0 is left out because it means an idle GPU.
 BITS = {
@@ -25,7 +25,7 @@ BITS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-MILLISECONDS = 250
+MILLISECONDS = 250  #: Time between two lines of figures.
 
 
 def command(device: str, reasons: str) -> list[str]:
@@ -56,7 +56,7 @@ class Sampler:
         self._thread.start()
 
     def _read(self, device: str) -> None:
-        for reasons in REASONS:  # nvidia-smi exits at once if it does not know a name; then try the next name
+        for reasons in REASONS:  # if nvidia-smi does not know a name, it exits at once; then try the next name
             if self._closed:
                 return
             try:
@@ -78,7 +78,7 @@ class Sampler:
     def between(self, start: float, end: float) -> dict[str, Any]:
         """Return the figures between two times of `time.monotonic`.
 
-        Samples in which the GPU is less than 50 % busy are left out, unless all samples are.
+        Samples in which the GPU is less than 50 % busy are left out, unless this would leave out all samples.
         """
         seen = [values for moment, values in list(self._samples) if start <= moment <= end]
         busy = [values for values in seen if values[4] >= 50] or seen

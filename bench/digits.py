@@ -35,8 +35,8 @@ from tests.conftest import ROOT, make_dataset
 PLAN, EPOCHS, CPU = "mnist_fast", 3, torch.device("cpu")
 FILES = {"images": "t10k-images-idx3-ubyte.gz", "labels": "t10k-labels-idx1-ubyte.gz"}
 PLACES = (ROOT / "data", ROOT.parent / "shared/data/mnist")
-#: Least ratio of dlscale's speed to the example's. On a CPU, convolutions take most of the time, so a factor of ten is
-#: out of reach (see the row «floor»). On a GPU, loading takes most of the example's time.
+#: Minimum ratio of dlscale's speed to the example's speed. On a CPU, convolutions take most of the time, so a factor of
+#: ten is out of reach (see the row «floor»). On a GPU, loading takes most of the example's time.
 TARGET = 1.2
 
 
@@ -63,7 +63,7 @@ def cores(count: int) -> Iterator[None]:
 
 
 class Theirs:
-    """PyTorch's example on a dataset's images; a call trains (first three epochs, later one), and returns samples/s."""
+    """PyTorch's example on a dataset's images; a call trains (first three epochs, later one) and returns samples/s."""
 
     def __init__(self, manifest: Manifest) -> None:
         train, valid = (self._digits(manifest, split) for split in ("train", "valid"))

@@ -71,8 +71,8 @@ ORDER = (
     ("gpu_checks", "slow"),
     ("gpu_whole", "last"),
 )
-#: Seconds after the end of `--seconds` at which the program prints a traceback and exits, because a row hangs.
-GRACE = 30
+#: Time after `--seconds` at which the program prints a traceback and exits, because a row hangs.
+GRACE_SECONDS = 30
 
 
 def all_tasks(bench: Bench) -> list[Task]:
@@ -150,9 +150,9 @@ def main() -> int:
     parser = options()
     args = parser.parse_args()
     if not args.list and args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device; to try the program on a CPU, give --device cpu --quick")
+        parser.error("PyTorch finds no CUDA device; to try the program on a CPU, use --device cpu --quick")
     if args.go_on and not args.json:
-        parser.error("--continue needs the file of earlier results: give --json FILE")
+        parser.error("--continue needs the file of earlier results: add --json FILE")
     if args.wheels and not (wheels := sorted(args.wheels.glob("*.whl"))):
         parser.error(f"--wheels: no *.whl in {args.wheels}; collect them with make bench-gpu-wheels")
     logging.disable(logging.INFO)  # hide the log lines of the stages
@@ -189,7 +189,7 @@ def main() -> int:
             sampler = Sampler(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             stack.callback(sampler.close)
         earlier = read(args.json) if args.go_on and args.json.exists() else []
-        faulthandler.dump_traceback_later(args.seconds + GRACE, exit=True)
+        faulthandler.dump_traceback_later(args.seconds + GRACE_SECONDS, exit=True)
         about = heading(args)
         results = perform_all(tasks, args.seconds, about, args.json, clean, earlier, sampler, bench.found)
         faulthandler.cancel_dump_traceback_later()

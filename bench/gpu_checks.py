@@ -79,7 +79,7 @@ def loader_of(
 
 
 def samples_equal(bench: Bench, kind: str) -> Values:
-    """Compare all batches of two epochs, also the incomplete last batch, with plain reads while the device is busy."""
+    """Compare all batches of two epochs, including the incomplete last batch, with plain reads; the device is busy."""
     errors = Errors()
     for case, rows, count in ((CROPS, 24, 30), (PAIRS, 8, 14)):
         path = bench.folder / f"check-{case.study}.h5"
@@ -154,8 +154,13 @@ FP32 = 1e-4, 0.05
 HALF = 0.004, 0.06  # fp16 has significands of 11 bits, as TensorFloat-32
 BF16 = 0.02, 0.2  # significands of 8 bits; a few units per layer change sign
 BOTH = UNET, VIT
+#: Settings of the rung `fused`, and of other rungs that it is combined with.
 FUSED: dict[str, Any] = {"optimizer": {"fused": True}}
-TOP: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True, "memory_format": "channels_last"}
+OTHER_SETTINGS: dict[str, Any] = {
+    "accumulation_steps": 2,
+    "activation_checkpointing": True,
+    "memory_format": "channels_last",
+}
 #: Settings of a rung, its tolerances, and the studies that have the rung.
 Rung = tuple[dict[str, Any], tuple[float, float], tuple[Case, ...]]
 RUNGS: dict[str, Rung] = {
@@ -175,7 +180,7 @@ RUNGS: dict[str, Rung] = {
     "attention flash": ({"attention": "flash", "precision": "bf16"}, BF16, (VIT,)),
     "attention cudnn": ({"attention": "cudnn", "precision": "bf16"}, BF16, (VIT,)),
     "attention auto": ({"attention": "auto", "precision": "bf16"}, BF16, (VIT,)),
-    "all but compile": ({**FUSED, **TOP, "precision": "bf16"}, BF16, BOTH),
+    "all but compile": ({**FUSED, **OTHER_SETTINGS, "precision": "bf16"}, BF16, BOTH),
 }
 COMPILED: dict[str, Rung] = {
     "compile default": ({"compile": {"mode": "default"}}, FP32, BOTH),
@@ -364,7 +369,7 @@ def quick(bench: Bench) -> list[Task]:
 
 
 def ahead(bench: Bench) -> list[Task]:
-    """Return the checks for batches that are overwritten too early; slow, because the device must be kept busy."""
+    """Return the checks for batches that are overwritten too early; slow, because they keep the device busy."""
     forms: dict[str, dict[str, Any]] = {"": {}, ", CUDA graph": {"cuda_graph": True}}
     return [
         Task("check", f"samples ahead, {kind}{name}", 20, partial(samples_ahead, bench, kind, over))

@@ -21,7 +21,7 @@ import torch
 
 from bench import loading
 from bench.cases import Case, sizes
-from bench.gpu_kernels import BEST, TOP, _short, host_and_device, kind_of
+from bench.gpu_kernels import BEST, MAX_ROWS, _short, host_and_device, kind_of
 from bench.gpu_machine import COPY, PRODUCT, is_h200
 from bench.gpu_timings import COMPILE, WORKERS, Data, data
 from bench.tasks import Bench, Skip, Task, Values
@@ -75,7 +75,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "cosmo_unet": {"precision": "tf32", "loader": {"kind": "torch", "workers": 2}},
     "era5_vit": {"precision": "tf32", "loader": {"kind": "torch", "workers": 0}},
 }
-#: Activity left out of tables, because rows of kind `gap` also contain this time.
+#: Activity that tables leave out, because rows of kind `gap` have the same times.
 IDLE = {"idle_seconds"}
 STREAMED = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "never"}}
 RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}}
@@ -84,7 +84,7 @@ RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}
 def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[TopEntry], Values]:
     """Profile a run, then measure its throughput, as the stages do.
 
-    Returns the evidence for a verdict, the profile's longest entries, and host and device times. Profile and throughput
+    Return the evidence for a verdict, the profile's longest entries, and host and device times. Profile and throughput
     use one session, so the model is compiled once; other rows measure compile times.
     """
     folder = Path(tempfile.mkdtemp(dir=bench.folder))
@@ -162,10 +162,10 @@ def values_of(evidence: Evidence, rows: list[TopEntry], times: Values) -> Values
     if seen.memory:
         found["peak memory, measured / predicted"] = (seen.memory.peak or 0) / (seen.memory.predicted.peak or 1)
         found["memory"] = _memory(seen.memory)
-    said = [(each.what, each.share, each.why) for each in judged.findings]
-    said += [("bound by", "", judged.bound.why)] if judged.bound else []
-    said += [("limit", "", judged.limit), ("try next", "", judged.todo)]
-    found["verdict"] = [{"verdict": what, "share": share, "why": why} for what, share, why in said]
+    lines = [(each.what, each.share, each.why) for each in judged.findings]
+    lines += [("bound by", "", judged.bound.why)] if judged.bound else []
+    lines += [("limit", "", judged.limit), ("try next", "", judged.todo)]
+    found["verdict"] = [{"verdict": what, "share": share, "why": why} for what, share, why in lines]
     return found
 
 
@@ -200,7 +200,7 @@ def _kinds(rows: list[TopEntry]) -> list[Values]:
 
 
 def _table(rows: Iterable[TopEntry], kinds: tuple[str, ...]) -> list[Values]:
-    chosen = sorted((row for row in rows if row.kind in kinds), key=lambda row: -row.seconds)[:TOP]
+    chosen = sorted((row for row in rows if row.kind in kinds), key=lambda row: -row.seconds)[:MAX_ROWS]
     return [
         {
             "kind": row.kind,
@@ -369,7 +369,7 @@ def telemetry(bench: Bench, case: Case) -> Values:
         "least": min(ratios),
         "most": max(ratios),
         **cost,
-        "looks": len(rows),
+        "telemetry samples": len(rows),
     }
     return values | (_of_gpu(bench, rows) if bench.cuda else {})
 
@@ -401,12 +401,12 @@ def marked(bench: Bench) -> Values:
     words += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-m", "gpu"]
     command = [sys.executable, "-m", "pytest", *words, *files]
     done = subprocess.run(command, cwd=bench.folder, capture_output=True, text=True, timeout=120)
-    said = done.stdout.strip().splitlines()
-    if missing := [line.split()[-1] for line in said if "ModuleNotFoundError" in line]:
+    lines = done.stdout.strip().splitlines()
+    if missing := [line.split()[-1] for line in lines if "ModuleNotFoundError" in line]:
         raise Skip(f"packages that the tests need are missing: {', '.join(dict.fromkeys(missing))}")
     if done.returncode:
-        raise AssertionError(" ".join([*said[-12:], done.stderr[-300:]]))
-    return {"tests": said[-1]}
+        raise AssertionError(" ".join([*lines[-12:], done.stderr[-300:]]))
+    return {"tests": lines[-1]}
 
 
 # --- all -------------------------------------------------------------------------------------------------------

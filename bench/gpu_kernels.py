@@ -42,14 +42,14 @@ BEST: dict[str, dict[str, Any]] = {
 #: Pattern of kernel names by kind; the first match counts. On a CPU, the patterns apply to operators.
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
-    # a conversion's name has "to", but a layout alone may be in a product's: sm90_xmma_fprop_implicit_gemm_..._nhwc_...
+    # Conversions have "to" in their names. Names of products may also contain a layout: sm90_xmma_..._gemm_..._nhwc_...
     "layout": r"(nchw|nhwc|ncdhw|ndhwc)_?to|(?<!conv_)transpose|converttensor|im2col",
     "convolutions, products": r"conv|gemm|xmma|nvjet|cutlass|wgrad|dgrad|fprop|cublas|addmm|\bmm\b|bmm|linear",
     "optimiser": r"multi_tensor|adam|sgd|foreach",
     "copies": r"memcpy|memset|copy",
 }
-TOP = 15
-STEPS = 3
+MAX_ROWS = 15  #: Maximum number of rows in tables of kernels.
+STEPS = 3  #: Number of profiled steps.
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def shares(found: list[Launch], steps: int) -> dict[str, list[Values]]:
         return {label: name, "ms/step": microseconds / steps / 1e3, "%": 100 * microseconds / total, **more}
 
     def first(times: dict[str, float]) -> list[tuple[str, float]]:
-        return sorted(times.items(), key=lambda item: -item[1])[:TOP]
+        return sorted(times.items(), key=lambda item: -item[1])[:MAX_ROWS]
 
     return {
         "kinds": [row("kind", kind, microseconds) for kind, microseconds in first(kinds)],
@@ -139,7 +139,7 @@ def _short(name: str) -> str:
 
 
 def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> Values:
-    """Return the ms that the host needs to launch a step, and that the device needs to run it.
+    """Return the ms that the host needs to launch a step, and that the device needs to compute the step.
 
     Host time is measured on single steps that begin on an idle device. With consecutive steps, the host would wait for
     space in the device's queue. Device time is measured on consecutive steps, by events (on a CPU, by the clock).
@@ -349,9 +349,9 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
             with only(kind):
                 with torch.no_grad():
                     forward = bench.seconds(partial(F.scaled_dot_product_attention, q, k, v), 2 if bench.quick else 5)
-                whole = bench.seconds(both, 2 if bench.quick else 5)
+                duration = bench.seconds(both, 2 if bench.quick else 5)
             row |= {"forward ms": 1e3 * forward, "forward TFLOP/s": flops / forward / 1e12}
-            row |= {"both ms": 1e3 * whole, "both TFLOP/s": 3.5 * flops / whole / 1e12, "why not": ""}
+            row |= {"both ms": 1e3 * duration, "both TFLOP/s": 3.5 * flops / duration / 1e12, "why not": ""}
         except (RuntimeError, ImportError) as error:  # the kernel is missing, or memory is too small for the kernel
             row |= dict.fromkeys(("forward ms", "forward TFLOP/s", "both ms", "both TFLOP/s"), "")
             row["why not"] = " ".join(str(error).split())[:80]

@@ -19,7 +19,7 @@ PACKAGES = ("triton", "numba", "numpy", "h5py", "pydantic")
 
 
 def is_h200(bench: Bench) -> bool:
-    """Return whether the targets for an H200 apply: false without a GPU and in a quick run."""
+    """Return whether the targets for an H200 apply: the GPU is an H200, and the run is not quick."""
     there = bench.cuda and torch.cuda.is_available() and not bench.quick
     return there and "H200" in torch.cuda.get_device_name(bench.device)
 

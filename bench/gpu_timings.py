@@ -31,7 +31,7 @@ from dlscale.train.step import Step
 
 #: Peak of dense bf16 matrix products, TFLOP/s, by part of the card's name (data sheets); the first match counts.
 DATASHEET = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312}
-#: Least ratio of speed to the previous rung that counts as «no slower»; timings vary by 2 %.
+#: Minimum ratio of speed to the previous rung that counts as «no slower»; timings vary by 2 %.
 NO_SLOWER = 0.98
 WORKERS = min(8, len(os.sched_getaffinity(0)))
 
@@ -128,7 +128,7 @@ def compiling(bench: Bench, step: Step, batch: Batch, warm: bool) -> Values:
 
 
 class Ladder:
-    """Rungs of one study. Each rung is measured separately, with the settings of all earlier rungs."""
+    """Rungs of one study. Each rung is measured separately, and keeps the settings of all earlier rungs."""
 
     def __init__(self, bench: Bench, case: Case, data: Data, kinds: tuple[str, ...], settings: Throughput) -> None:
         self.bench, self.case, self.data, self.kinds, self.settings = bench, case, data, kinds, settings
@@ -251,7 +251,7 @@ def _trials(bench: Bench) -> tuple[Throughput, Throughput]:
 
 
 def expected(bench: Bench, rate: float, kind: str = "FULL resident") -> dict[str, float]:
-    """Return the target for a kind of loader; empty unless the device is an H200."""
+    """Return the target samples/s of a row's value `kind`; empty unless the device is an H200."""
     return {kind: rate} if is_h200(bench) else {}
 
 

@@ -137,7 +137,7 @@ def exchanging(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
 
 # --- as a user runs it -------------------------------------------------------------------------------------------
 
-PATIENCE = 150.0
+PATIENCE = 150.0  #: Timeout of a stage, seconds.
 EPOCHS = 24  # epochs of 8 steps: enough time to stop the training midway
 
 
@@ -187,7 +187,7 @@ def end_to_end(bench: Bench) -> Values:
         **rate,
     )
     found, results = Values(), dict[str, list[dict[str, Any]]]()
-    for name in ("whole", "resumed"):
+    for name in ("uninterrupted", "resumed"):
         out = folder / name
         out.mkdir()
         words = ["--config", run.model_dump_json(), "--manifest", manifest, "--threads", 1]
@@ -208,13 +208,13 @@ def end_to_end(bench: Bench) -> Values:
     if not 0 < (resumed or 0) < EPOCHS * 8:
         raise AssertionError(f"resumed from step {resumed}; expected a step between the first and the last")
     errors = Errors()
-    for whole, again in zip(results["whole"], results["resumed"], strict=True):
-        errors.hold("loss", abs(again["train_loss"] / whole["train_loss"] - 1), 0.01)
-    out = folder / "whole"
+    for straight, again in zip(results["uninterrupted"], results["resumed"], strict=True):
+        errors.hold("loss", abs(again["train_loss"] / straight["train_loss"] - 1), 0.01)
+    out = folder / "uninterrupted"
     ended(stage(bench, "throughput", out, *words, "--out", out / "throughput.json"), out / "throughput.log")
     measured = json.loads((out / "throughput.json").read_text())
-    found |= {"resumed from step": resumed, "first loss": results["whole"][0]["train_loss"]}
-    found |= {"last loss": results["whole"][-1]["train_loss"], "loss is off by": errors["loss"]}
+    found |= {"resumed from step": resumed, "first loss": results["uninterrupted"][0]["train_loss"]}
+    found |= {"last loss": results["uninterrupted"][-1]["train_loss"], "loss is off by": errors["loss"]}
     return found | {mode: measured[mode]["mean"] for mode in ("IO", "SYNTHETIC", "FULL")}
 
 

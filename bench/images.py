@@ -35,8 +35,8 @@ SIZE, BATCH = 224, 16
 HEIGHT, WIDTH = 375, 500  # size of most photographs in ImageNet
 DECODING = "Pillow's decoding alone"
 EXAMPLE = "DALI's example"
-#: Least ratio of each loader's speed to the fastest loader of Apex's example. Images decoded in advance are still
-#: resized.
+#: Minimum ratio of each loader's speed to the fastest loader of Apex's example. Images that were decoded in advance
+#: are still resized.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.2, "direct, decoded": 2.5, "DALI": 1.1}
 
 

@@ -1,7 +1,7 @@
 """Loading speed, samples/s: crops of a volume and pairs of a time series, in the page cache and cold.
 
 The reference is the loader of the SC22 and SC23 tutorials, restated operation by operation in `bench.published`, with
-its best number of workers. It takes turns with the other loaders. Its first batches do not count, as in the tutorials.
+its best number of workers. All loaders take turns. The reference's first batches do not count, as in the tutorials.
 The lower bound on time is a copy of as many stored bytes into reused buffers.
 """
 
@@ -45,13 +45,13 @@ from tests.raw_files import manifest_of
 CHANNELS_ERA5, ROWS, COLUMNS = 20, 360, 720
 CPU = torch.device("cpu")
 THREADS = 2
-FLOOR = "copying the stored bytes"
+COPYING = "copying the stored bytes"
 PLAIN = "published layout"
 LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
-#: Least ratio of each loader's speed to the tutorial's loader with its best number of workers.
+#: Minimum ratio of each loader's speed to the tutorial's loader with its best number of workers.
 CROPS = {"direct, fp16 channels last": 12.0}
 PAIRS = {"direct, fp16": 10.0}
 
@@ -146,7 +146,7 @@ def steady_rate(epoch: Callable[[], Iterable[Batch]], workers: int) -> Callable[
     """Return a function that delivers one epoch and returns samples/s, without the first batch of each worker.
 
     The tutorials leave out one batch of a thousand. Here an epoch has few batches, and the first batches of all workers
-    arrive together, so leaving out only one would overestimate the speed.
+    arrive together, so leaving out only one batch would overestimate the speed.
     """
 
     def measure() -> float:
@@ -185,8 +185,8 @@ def reading(stack: ExitStack, samples: GridSamples, batch_size: int) -> Callable
     for field in fields:
         for file in range(len(field.readers)):
             # touch each page once, because page faults are not part of reading
-            if (whole := field.mapped(file)) is not None:
-                whole.transpose(field.order_of(file)).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
+            if (values := field.mapped(file)) is not None:
+                values.transpose(field.order_of(file)).reshape(-1)[:: 4096 // field.dtype.itemsize].max()
     epochs = iter(range(10**9))
 
     def measure() -> float:
@@ -230,10 +230,10 @@ def reading_in_c(stack: ExitStack, samples: GridSamples, batch_size: int, folder
         """Return the arguments of the two C calls for a sample."""
         calls = list[tuple[Any, ...]]()
         for field, starts, out in zip(fields, (boxes.input, boxes.target), buffers, strict=True):
-            whole = field.mapped(boxes.file[index])
-            assert whole is not None
+            values = field.mapped(boxes.file[index])
+            assert values is not None
             box = [slice(None), *(slice(a, a + n) for a, n in zip(starts[index], field.shape[1:], strict=True))]
-            view = whole[tuple(box)].transpose(field.order)
+            view = values[tuple(box)].transpose(field.order)
             outer, width = list(zip(view.shape, view.strides, strict=True)), view.itemsize
             while outer and outer[-1][1] == width:  # merge contiguous axes
                 width *= outer.pop()[0]
@@ -298,7 +298,7 @@ def cold(path: Path, make: Callable[[], Loader], read: list[float]) -> Callable[
         loader.close()
         if not came:
             raise RuntimeError(
-                f"{path}: nothing came from the disk: the file is still mapped, or lies in memory (tmpfs)"
+                f"{path}: no bytes were read from the disk: the file is still mapped, or is in memory (tmpfs)"
             )
         read.append(came / delivered)
         return delivered / seconds
@@ -327,7 +327,7 @@ class Comparison:
     program: Published
     ours: GridSamples  #: Samples whose stored bytes the lower bounds read and copy.
     batch_size: int
-    targets: dict[str, float]  #: Least ratio of speed to the tutorial's loader, by loader.
+    targets: dict[str, float]  #: Loader → minimum ratio of its speed to the tutorial's loader.
 
 
 def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:
@@ -347,25 +347,25 @@ def compare(options: Options, comparison: Comparison, contestants: Callable[[Exi
                 **others,
                 "reads alone": reading(stack, ours, batch_size),
                 LOOP: reading_in_c(stack, ours, batch_size, options.folder),
-                FLOOR: copying(stack, stored_bytes, ours.size, batch_size),
+                COPYING: copying(stack, stored_bytes, ours.size, batch_size),
             },
         )
-    floor = found.pop(FLOOR)
+    floor = found.pop(COPYING)
     best = best_of([found[PROGRAM.format(workers)] for workers in WORKERS])
     ours_best = best_of([found[PUBLISHED.format(workers)] for workers in WORKERS])
     counted: dict[str, float] = {"bytes delivered": delivered, "batch": batch_size}
     rows = [
-        Row(f"{label}, {name}", "samples/s", found.pop(name), FLOOR, floor, {**counted, "stored": delivered})
+        Row(f"{label}, {name}", "samples/s", found.pop(name), COPYING, floor, {**counted, "stored": delivered})
         for name in [form.format(workers) for form in (PROGRAM, PUBLISHED) for workers in WORKERS]
     ]
     reference = "published loader's best"
     rows.append(Row(f"{label}, torch loader's best", "samples/s", ours_best, reference, best, counted, target=0.95))
     reads = found.pop("reads alone")
     counted["stored"] = stored_bytes
-    rows.append(Row(f"{label}, reads alone", "samples/s", reads, FLOOR, floor, counted))
+    rows.append(Row(f"{label}, reads alone", "samples/s", reads, COPYING, floor, counted))
     rows.append(Row(f"{label}, reads alone", "samples/s", reads, LOOP, found.pop(LOOP), counted, target=0.9))
     for name, values in found.items():
-        rows.append(Row(f"{label}, {name}", "samples/s", values, FLOOR, floor, counted))
+        rows.append(Row(f"{label}, {name}", "samples/s", values, COPYING, floor, counted))
         if name in targets:
             rows.append(Row(f"{label}, {name}", "samples/s", values, reference, best, counted, target=targets[name]))
     return rows

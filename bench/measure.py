@@ -1,4 +1,4 @@
-"""How the benchmarks measure: contestants take turns in one process, so other programs slow all contestants alike."""
+"""Benchmarks in turns: contestants alternate in one process, so other programs slow all contestants alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Options:
-    """Amount of measuring, and folder for files."""
+    """Options of a benchmark: small sizes (`quick`), folder for files, number of measurements per contestant."""
 
     quick: bool
     folder: Path
@@ -32,7 +32,7 @@ class Row:
     counted
         The bytes, FLOPs and sizes behind the numbers.
     target
-        Least ratio to reach (for the unit s: greatest ratio allowed); None without a target.
+        Minimum ratio to reach (for the unit s: maximum ratio); None without a target.
     """
 
     name: str
@@ -89,7 +89,7 @@ def figures(value: float) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Lay rows out in columns."""
+    """Format rows as a table with aligned columns."""
     cells = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS))]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Check that a report separates noise from a slow-down: `make bench-noise`, or `python -m bench.noise [--tries N]`.
+"""Check that a report distinguishes a slow-down from noise: `make bench-noise`, or `python -m bench.noise [--tries N]`.
 
 Each try measures three runs of the study in bottlenecks/plant.py, as the workflow does. The report must find the run
 `copy` equal to `first` within noise, and the run `slow` slower. `copy` does the same work as `first` under other
@@ -52,8 +52,8 @@ SETTINGS: dict[str, Any] = {
 class Try:
     """Result of one try: logarithms of speed ratios to the first run, with half-widths of their 95 % intervals."""
 
-    load: int
-    floor: float
+    load: int  #: Number of other programs.
+    floor: float  #: Log ratio below which speeds count as equal.
     copy: tuple[float, float]
     slow: tuple[float, float]
     rounds: tuple[int, ...]  #: Rounds of paired timing, one number per run.
@@ -73,8 +73,8 @@ class Try:
         copy, slow = SpeedUp(*self.copy), SpeedUp(*self.slow)
         rounds = "/".join(map(str, self.rounds))
         return (
-            f"{self.load:4d}  {100 * self.floor:5.1f} %  {copy.ratio:.3f} -+ {copy.error:.3f} "
-            f"{'equal' if self.equal else 'WRONG':7}  {slow.ratio:.3f} -+ {slow.error:.3f} "
+            f"{self.load:4d}  {100 * self.floor:5.1f} %  {copy.ratio:.3f} ± {copy.error:.3f} "
+            f"{'equal' if self.equal else 'WRONG':7}  {slow.ratio:.3f} ± {slow.error:.3f} "
             f"{'found' if self.found else 'MISSED':7}  {rounds:>12} rounds, {self.seconds:.0f} s"
         )
 
@@ -98,9 +98,9 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
             words += ["--threads", str(threads), "--log", str(own / "log")]
             words += ["--beside", first] if name != "first" or run.throughput.beside >= 10 else []
             stages.call("throughput", *words, "--out", str(own / "throughput.json"))
-    whole, pair = plan(folder, *runs), plan(folder, "first", "copy")
-    speeds = SpeedUps(whole.runs)
-    over = [found for run in whole.runs[1:] if (found := speeds.over(run, whole.runs[0]))]
+    every, pair = plan(folder, *runs), plan(folder, "first", "copy")
+    speeds = SpeedUps(every.runs)
+    over = [found for run in every.runs[1:] if (found := speeds.over(run, every.runs[0]))]
     view = sections.speed(pair)
     made = Try(
         load,
@@ -109,13 +109,13 @@ def measure(folder: Path, data: Path, load: int, settings: dict[str, Any], threa
         (over[1].log, over[1].error),
         tuple(
             sum(map(len, run.throughput.beside.openings))
-            for run in whole.runs
+            for run in every.runs
             if run.throughput and run.throughput.beside
         ),
         view["fastest"] if view else NONE,
         time.monotonic() - start,
     )
-    return made, whole
+    return made, every
 
 
 def gated(plans: list[PlanResult]) -> list[tuple[bool, bool]]:
@@ -167,14 +167,14 @@ def main() -> None:
     registry.add("plant", stages.STUDY)
     found, plans = list[Try](), list[PlanResult]()
     settings = resolve.merge(resolve.merge({}, SETTINGS), json.loads(args.set))
-    print("load   floor    copy                    slow")
+    print("load   floor    copy                   slow")
     with tempfile.TemporaryDirectory(prefix="dlscale-noise-") as place:
         data = stages.dataset(Path(place, "data"))
         for number in range(args.tries):
             load = args.load if number % 2 else 0
-            one, whole = measure(Path(place, str(number)), data, load, settings, args.threads)
+            one, every = measure(Path(place, str(number)), data, load, settings, args.threads)
             found.append(one)
-            plans.append(whole)
+            plans.append(every)
             print(one.line(), flush=True)
         gates = gated(plans)
     for load in sorted({each.load for each in found}):

@@ -40,8 +40,8 @@ def outside(options: Options) -> list[Row]:
 
     The median over the turns ignores turns that other programs disturb, and turns in which the hook writes its line,
     once a second. The measured time of the hook's own code includes this writing. All times are processor times of the
-    program's thread, which also runs the hook. The second row also subtracts telemetry's processor time, as if the
-    program had only one core.
+    program's thread, which also runs the hook. The second row also subtracts telemetry's processor time, as if
+    program and telemetry shared one core.
     """
     repetitions, turns = (2, 2) if options.quick else (options.repetitions, 300)
     file = options.folder / "telemetry.csv"
@@ -63,10 +63,10 @@ def outside(options: Options) -> list[Row]:
         own = program.own()
     counted = {"ms per step": 1e3 * BATCH / rates[False][0], "µs in the hook's own lines": 1e6 * own}
     counted |= {"telemetry's CPU s per second": share}
-    whole = [rate * (1 - share) for rate in rates[True]]
+    reduced = [rate * (1 - share) for rate in rates[True]]
     return [
         Row("dlscale measure: the hook", "samples/s", rates[True], "without", rates[False], counted, HOOKED),
-        Row("dlscale measure: hook and telemetry", "samples/s", whole, "without", rates[False], counted, MEASURED),
+        Row("dlscale measure: hook and telemetry", "samples/s", reduced, "without", rates[False], counted, MEASURED),
     ]
 
 

@@ -27,7 +27,7 @@ COLUMNS = [f"{precision} {what}" for precision in PRECISIONS for what in ("GFLOP
 
 
 def main(processes: int = 10, neighbours: int = 0) -> None:
-    """Print the peaks of each process, then the spread of each column: minimum and maximum over the median."""
+    """Print the peaks of each process, then the spread of each column: minimum and maximum relative to the median."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(neighbours)]
     try:
         rows = []

@@ -18,7 +18,7 @@ from dlscale.data import preprocess, store
 from dlscale.extensions.cosmo_unet.cosmo.channels import CHANNELS
 from tests.conftest import ROOT
 
-#: Bytes of the stage's buffers: less than the default, so that the stage reads a file in several blocks.
+#: Bytes of the stage's buffers: less than the default, so that the stage must read a file in several blocks.
 MEMORY = 64_000_000
 
 
@@ -54,7 +54,7 @@ def peak_mb(*arguments: str) -> float:
 
 
 def volumes(options: Options) -> list[Row]:
-    """Downsample a volume by 2; the peak memory should not grow if the edge doubles."""
+    """Downsample a volume by 2; the peak memory should not grow if the volume's edge doubles."""
     store.MEMORY = MEMORY
     paths = [options.folder / f"raw{edge}.h5" for edge in ((64, 128) if options.quick else (128, 256))]
     for path in paths:
@@ -148,7 +148,7 @@ def states(options: Options) -> list[Row]:
     name = "preprocess, NetCDF, downsample 2"
     return [
         Row(name, "MB/s", found["stage"], "reading the file", found["plain"], counted),
-        Row(name, "MB/s", found["stage"], "xarray reading it", found["xarray"], counted, target=0.3),
+        Row(name, "MB/s", found["stage"], "reading the file with xarray", found["xarray"], counted, target=0.3),
     ]
 
 

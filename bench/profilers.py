@@ -1,4 +1,4 @@
-"""Overhead of profiling: unused `mark` calls, NVTX ranges and each profiler, compared with steps without them."""
+"""Overhead of profiling: steps with unused `mark` calls, NVTX ranges or a profiler, compared with plain steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlscale.train import loop
 from dlscale.train import step as step_module
 from dlscale.train.step import Step
 
-#: Least ratio of speed to steps without marks: for unused marks (0.5 % is noise), and for marks as NVTX ranges.
+#: Minimum ratio of speed to steps without marks: for unused marks (0.5 % is noise), and for marks as NVTX ranges.
 FREE, NVTX = 0.995, 0.99
 
 

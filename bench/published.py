@@ -117,7 +117,7 @@ def relative_l2(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    """Return a function that does one step of the tutorials' loop: set the learning rate, compute gradients, update."""
+    """Return one step of the tutorials' loop: set the learning rate, compute gradients, update the weights."""
 
     def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         model.train()
@@ -133,7 +133,7 @@ def step(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> Call
 
 
 #: Turns of a cube in SC22's program, in its order: 24 pairs (axes, signs). The axes are permuted, then the axes of sign
-#: -1 are reversed. The program calls all of them rotations, but 8 are reflections: every second turn with two
+#: -1 are reversed. The program calls all turns rotations, but 8 are reflections: every second turn with two
 #: swapped axes, and the last turn of each of the two cyclic orders.
 TURNS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     (tuple(map(int, axes)), tuple(-1 if str(axis) in mirrored else 1 for axis in range(3)))

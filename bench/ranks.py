@@ -29,14 +29,14 @@ from dlscale.train.checkpoint import CheckpointRecord, Checkpoints
 from tests.exchanged import Counting
 
 RANKS = 2
-#: Factor on the batch size of a case, so computing is long enough to hide communication.
+#: Factor on the batch size of a case, so that computing takes long enough to hide communication.
 LARGER = 8
 #: Seconds between saves.
 INTERVAL = 2.0
 
 
 def ranks(options: Options) -> list[Row]:
-    """Measure averaging in two processes of one thread, which compete for memory bandwidth; then measure saving."""
+    """Measure averaging in two single-threaded processes, which compete for memory bandwidth; then measure saving."""
     found = options.folder / "found.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

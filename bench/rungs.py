@@ -33,7 +33,7 @@ RUNGS: dict[str, dict[str, Any]] = {
 
 
 def has_bf16() -> bool:
-    """Return whether the CPU multiplies bf16 natively; CPUs that convert bf16 are slower."""
+    """Return whether the CPU multiplies bf16 natively; CPUs that first convert bf16 to float32 are slower."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:

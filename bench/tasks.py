@@ -35,7 +35,7 @@ class Task:
     do
         Function that returns named values. A check raises if it fails.
     targets
-        Least values to reach, by name.
+        Minimum values to reach, by name.
     """
 
     group: str
@@ -122,7 +122,7 @@ class Result:
 
 
 def perform(task: Task, left: float, sampler: Sampler | None = None) -> Result:
-    """Do a task if `left` seconds suffice. A task whose package is missing counts as skipped."""
+    """Do a task if `left` seconds suffice; skip a task whose package is missing."""
     if left < task.seconds:
         why = f"needs about {task.seconds:.0f} s, but only {max(left, 0):.0f} s are left"
         return Result(task.group, task.name, "not run", 0.0, {}, task.targets, why)
@@ -162,7 +162,7 @@ def perform_all(
     clean
         Function called after each task.
     earlier
-        Results of tasks that are not repeated. They are sorted into the order of the tasks.
+        Results of tasks that are not repeated; they are sorted into the order of the tasks.
     found
         Mapping that receives the values of each task, by label.
     """

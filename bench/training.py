@@ -1,6 +1,6 @@
 """Speed, samples/s, of the trainer and its step, compared with a bare loop, the tutorials' step and upper bounds.
 
-Everything runs on one thread in many short turns. Other programs disturb single turns, which a median ignores.
+Everything runs on one thread, in many short turns. The median ignores single turns that other programs disturb.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ VIT = Case("era5_vit", {"patch": 8, "embed_dim": 96, "depth": 4, "heads": 4}, (6
 FULL_UNET = Case("cosmo_unet", {"widths": [32, 64, 128]}, (32, 32, 32), batch_size=2)
 FULL_VIT = Case("era5_vit", {"patch": 8, "embed_dim": 192, "depth": 4, "heads": 4}, (96, 192), batch_size=1)
 NAMES = {"cosmo_unet": "U-Net", "era5_vit": "ViT"}
-#: Least ratio of speed to the reference that counts as «no slower»; timings vary by 2 %.
+#: Minimum ratio of speed to the reference that counts as «no slower»; timings vary by 2 %.
 NO_SLOWER = 0.98
-#: Least ratio of speed of `run_steps` without hooks to a bare loop of the same step; 0.5 % is noise.
+#: Minimum ratio of the speed of `run_steps` without hooks to a bare loop of the same step; 0.5 % is noise.
 NO_COST = 0.995
 
 
@@ -236,9 +236,9 @@ def full_row(options: Options, case: Case, rows: int) -> Row:
     counted = {
         **counts(case, step.model, batches),
         "stored bytes/sample": 2 * (x.numel() + y.numel()) / case.batch_size,
-        "IO": statistics.median(found["IO"]),
-        "SYNTHETIC": statistics.median(found["SYNTHETIC"]),
+        "loading": statistics.median(found["IO"]),
+        "computing": statistics.median(found["SYNTHETIC"]),
         "loader threads": wanted.workers,
     }
-    name = f"FULL, {label(case)}, direct"
+    name = f"training, {label(case)}, direct"
     return Row(name, "samples/s", found["FULL"], "the slower of loading and computing", bound, counted, target=0.97)

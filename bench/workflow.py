@@ -1,4 +1,4 @@
-"""Waiting times of a user: the workflow's graph, a call with nothing to do, a changed setting, resuming, imports."""
+"""Times that a user waits: the workflow's graph, a call with nothing to do, a changed setting, resuming, imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import COSMO, COSMO_RUN, ERA5, ERA5_RUN, make_run
 from tests.workflow.conftest import Tree, copy_tree
 
 RUNS = 300
-#: Epochs that a training has completed before it is resumed.
+#: Number of epochs that a training has completed before it is resumed.
 EPOCHS = 3000
 
 #: Limits of the measured durations, seconds.
@@ -70,9 +70,9 @@ def edit_loop(options: Options) -> list[Row]:
 
     def call(*command: str) -> str:
         process = start(*command)
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        return said
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        return output
 
     def nothing() -> None:
         assert "until the end" not in call(*snakemake, "-n")  # a dry run that lists jobs ends with this text
@@ -103,8 +103,8 @@ def edit_loop(options: Options) -> list[Row]:
             assert process.poll() in (None, 0), process.communicate()[0]
             time.sleep(0.01)
         passed = time.time() - begin
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
         return passed
 
     def changed() -> float:

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 #: Packages that are not locked, because the index selects PyTorch's build and the matching Triton.
-APART = {"torch", "triton"}
+UNLOCKED = {"torch", "triton"}
 #: Optional dependencies of each image.
 EXTRAS = {"cpu": ["grib"], "gpu-cuda12": ["dali", "grib"], "gpu-cuda13": ["dali-cuda13", "grib"]}
 #: Packages that only a CUDA build of PyTorch requires.
@@ -82,7 +82,7 @@ def main() -> None:
     lock, cuda13 = locked(ROOT / "requirements.lock"), locked(Path(sys.argv[1]))
     for target, extras in EXTRAS.items():
         known = {**lock, **cuda13} if target == "gpu-cuda13" else lock
-        names = [name for name in sorted(needed(known, extras) - APART) if not CUDA.match(name)]
+        names = [name for name in sorted(needed(known, extras) - UNLOCKED) if not CUDA.match(name)]
         versions = [known[name][0] for name in names]
         with ThreadPoolExecutor(8) as pool:
             digests = list(pool.map(hashes, [index] * len(names), names, versions))

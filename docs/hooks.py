@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Pages outside docs/: readers on GitHub look for them next to the code. The site has them under the same paths.
 ELSEWHERE = ["CHANGELOG.md", "CONTRIBUTING.md", "results/README.md", "tests/DEFECTS.md"]
 ELSEWHERE += [f"profiles/{name}/README.md" for name in ("docker", "local", "perlmutter", "slurm")]
+#: Pages for common questions, which the search ranks first.
+BOOSTED = ("from_notebook.md", "data.md", "any_program.md", "slurm.md", "fingerprints.md", "words.md")
 #: End of a Markdown link, `](target#anchor)`, with the preceding `[text` if the text is the path of a .md file.
 LINK = re.compile(r"(\[[\w/.]+\.md)?\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
@@ -42,9 +44,12 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let each link to a file lead to a page of the site, or to the public repository if the site lacks the file.
 
-    If a link's text is the path of a .md file, the page's title in the navigation replaces the text.
+    If a link's text is the path of a .md file, the page's title in the navigation replaces the text. Also set the rank
+    of the page in searches.
     """
     here, titles = page.file.src_uri, dict(titles_of(config.nav))
+    if here in BOOSTED:
+        page.meta["search"] = {"boost": 3}
     folder = (ROOT / here if here in ELSEWHERE else ROOT / "docs" / here).parent
 
     def moved(found: re.Match[str]) -> str:
@@ -108,6 +113,7 @@ SITES: list[tuple[str, str, str | dict[str, Any]]] = [
     ("perlmutter with podman.yaml", "perlmutter", "podman.yaml"),
     ("slurm", "slurm", {}),
     ("slurm with apptainer", "slurm", {"engine": "apptainer", "image": "/shared/dlscale.sif"}),
+    ("cloud", "cloud", {}),
     ("juwels", "juwels", {}),
     ("leonardo", "leonardo", {}),
     ("docker", "docker", {"engine": "docker", "gpu": False}),

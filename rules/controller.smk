@@ -11,12 +11,14 @@
 #                            results exist. `onstart` is too late for that, and `--unlock` or `--lint` must not wait.
 #   end of a call            `workflow.execute`: no hook is called after a dry run, or if all files are up to date.
 #   failed jobs              `workflow.scheduler.failed`: the end of a call lists them, with their last messages.
+#   signals of Slurm         `JobScheduler.exit_gracefully`, the handler of TERM: it only waits for jobs; their
+#                            processes get the signal from us.
 #   --keep-going             `workflow.execution_settings`: with this option, a broken dataset must not end the call.
 #   requested files          `workflow.dag`: the end of a call lists the pages that show these files.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
 #   requests of jobs         `job.resources`, `workflow._localrules`: not printed if a rule has a message.
 #   user's options of sbatch `rule.resources`, `workflow.resource_settings._parsed_overwrite_resources` and
-#                            `_parsed_default_resources`: a user's `slurm_extra` would replace ours, or be ignored.
+#                            `_parsed_default_resources`: a user's `slurm_extra` would replace dlscale's, or be ignored.
 #   secrets in a report      `workflow.configfiles`: configuration files with logins or secrets are left out of
 #                            --report.
 #   reasons of jobs          `workflow.dag.reason`, `workflow.persistence`: printed as sentences.
@@ -25,6 +27,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from dlscale.core import interrupt, process
@@ -33,15 +36,17 @@ from dlscale.preflight import status
 from dlscale.preflight.run import Waiting, in_turn, write_reply
 from snakemake.cli import get_argument_parser
 from snakemake.exceptions import WorkflowError
+from snakemake.scheduling.job_scheduler import JobScheduler
 
 gc.freeze()  # imported objects are never garbage, and searching them took a fifth of a dry run
 
 if workflow.is_main_process:
     interrupt.end_at_once("snakemake")
 else:
-    # Before a job's time limit, Slurm signals all processes of the job. Snakemake's process ignores this signal; the
-    # training saves a checkpoint.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # Slurm may signal only the first process of a task (proctrack/cgroup). For a run on one device, this process is
+    # Snakemake, which would ignore USR2 (before the time limit), and wait for the training on TERM.
+    signal.signal(signal.SIGUSR2, process.pass_on)
+    JobScheduler.exit_gracefully = in_turn(partial(process.pass_on, signal.SIGTERM), JobScheduler.exit_gracefully)
 
 
 #: Command line of the call, without its profile's settings; None in the process of a job.
@@ -116,7 +121,7 @@ def files_to_make():
 
 
 def failure_time(log, stage):
-    """Return the time when a stage failed, as in `2026-11-30 00:45`; empty if its last attempt did not fail."""
+    """Return the time when a stage failed, such as `2026-11-30 00:45`; empty if its last try did not fail."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(log.stat().st_mtime)) if status.failure(log, stage) else ""
 
 

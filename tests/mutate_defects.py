@@ -213,7 +213,7 @@ DEFECTS: dict[str, Mutation | str] = {
         'epochs: NonNegativeInt | None = Field(None, description="Passes',
         "test_config.py::test_a_mistake_is_reported_once_where_it_was_written",
     ),
-    "fails outside Slurm": Mutation(
+    "the program fails outside Slurm": Mutation(
         "group_of_one",
         "parallel/rendezvous.py",
         "    if geometry.world_size == 1:\n",
@@ -241,7 +241,7 @@ DEFECTS: dict[str, Mutation | str] = {
         'dist.all_reduce(values.clone(), group=self.mesh.group("dp") if self.mesh else None)',
         "test_mesh.py::test_ranks_agree_on_sums",
     ),
-    "its tests of model parallelism check no gradients of weights": "context_without_the_others",
+    "the tutorial's tests of model parallelism check no gradients of weights": "context_without_the_others",
     "two error paths end": Mutation(
         "message_with_an_unknown_name",
         "config/laws.py",

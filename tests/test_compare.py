@@ -149,7 +149,7 @@ def test_other_software_is_named_in_a_line(machine: Machine, capsys: pytest.Capt
             (folder / f"plans/p/{run}/telemetry").mkdir(exist_ok=True)
             met.write(folder / f"plans/p/{run}/telemetry/throughput.json")
     assert main(["compare", "--gate", *map(str, folders)]) == 0
-    words = "made with other machines or software (p.first, p.fast): driver 570.1 → 580.2"
+    words = "machines or software differ (p.first, p.fast): driver 570.1 → 580.2"
     assert words in capsys.readouterr().out.splitlines()
 
 
@@ -174,8 +174,8 @@ def test_unfinished_runs_are_left_out(machine: Machine, capsys: pytest.CaptureFi
         ),
         (("p.first", "p.frist"), "p.frist: no such run; expected PLAN.RUN, or a run's folder; there are: other.else"),
         (("p.first", "other.empty"), "other.empty: no stage of the run is finished"),
-        (("p", "other"), "these results have no run in common. Name plans"),
-        (("results", "elsewhere"), "these results have no run in common. Name plans"),
+        (("p", "other"), "these results have no run in common. Name results"),
+        (("results", "elsewhere"), "these results have no run in common. Name results"),
         (("p", "./p"), "./p: expected a run (PLAN.RUN), a plan, or the folder of"),
         (("p", "empty"), "empty: expected a run (PLAN.RUN), a plan, or the folder of"),
     ],

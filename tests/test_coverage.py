@@ -136,6 +136,13 @@ def dlscale(words: list[str]) -> None:
         assert "/" in name or run in there, f"no run {name}"
 
 
+@pytest.mark.parametrize("name", cli.QUERIES)
+def test_the_example_of_each_command_is_valid(name: str) -> None:
+    program, *words = shlex.split(cli.QUERIES[name].example)
+    assert program == "dlscale" and name in " ".join(words)
+    dlscale(words)
+
+
 def parsed(parser: Any, words: list[str]) -> Any:
     try:
         return parser.parse_args(words)

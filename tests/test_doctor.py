@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,8 +23,11 @@ from dlscale.config.resolve import Configuration
 from dlscale.config.run import Geometry
 from dlscale.config.site import Nodes, Scheduler, Site
 from dlscale.core import machine
+from dlscale.core.errors import UserError
 from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.doctor import doctor, probe
+from dlscale.launch import image as images
+from dlscale.launch import launcher
 from dlscale.preflight.probe import Finding, probe_clock, probe_space
 from tests.cluster import cluster as slurm_cluster
 from tests.conftest import COSMO, ERA5, ERA5_RUN, ROOT
@@ -139,15 +143,15 @@ def test_accounts_are_those_of_the_jobs(
     [
         ("short", None, "warn", ["QOS debug accepts 5 submitted jobs per user", "queues.short.max_jobs: 5"]),
         ("short", 6, "warn", ["queues.short.max_jobs: 5"]),
-        ("short", 5, "ok", ["debug 5, premium 5"]),
-        ("regular", None, "ok", []),
+        ("short", 5, "ok", ["debug 5, gpu_regular 7"]),
+        ("regular", None, "warn", ["QOS regular accepts 7 submitted jobs per user", "queues.regular.max_jobs: 7"]),
         (None, None, "ok", []),
     ],
 )
 def test_the_site_knows_how_many_jobs_a_queue_accepts(
     command: Callable[[str, str], None], queue: str | None, known: int | None, status: str, words: list[str]
 ) -> None:
-    command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\npremium|5\\n'")
+    command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\ngpu_regular|7\\nregularly|1\\npremium|5\\n'")
     given = {
         "cpu_nodes": {"cpus": 1},
         "gpu_nodes": {"cpus": 1},
@@ -334,19 +338,36 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
     found = doctor.check(load(tmp_path / "results", {"engine": "docker", "image": "localhost/other:1"}))
     assert named(found, "image").status == "FAIL" and "snakemake image" in named(found, "image").remedy
     assert named(found, "environment").status == "skip"
-    (file := tmp_path / "image.sif").touch()
-    command("apptainer", "")
-    site = Site(engine="apptainer", image=str(file))
-    for image, status in ((str(file), "ok"), ("/no.sif", "FAIL"), (None, "FAIL")):
-        assert doctor.probe_image(site.model_copy(update={"image": image})).status == status
+    for engine, suffix in launcher.FILE_SUFFIXES.items():
+        (file := tmp_path / f"image{suffix}").touch()
+        command(engine, "")
+        site = Site(engine=engine, image=str(file))
+        for image, status in ((str(file), "ok"), (f"/no{suffix}", "FAIL"), (None, "FAIL")):
+            assert doctor.probe_image(site.model_copy(update={"image": image})).status == status
     assert "no such command" in doctor.probe_image(Site(engine="shifter", image="mine:1")).text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("listed", "status"), [("localhost/mine:1 true", "ok"), ("localhost/mine:1 false", "FAIL")])
-def test_migrated(command: Callable[[str, str], None], listed: str, status: str) -> None:
-    command("podman-hpc", f'[ "$1" = images ] && echo "{listed}" || echo sha256:01')
-    assert doctor.probe_image(Site(engine="podman-hpc", image="localhost/mine:1")).status == status
+@pytest.mark.parametrize(
+    ("listed", "status", "migrates"),
+    [
+        ("localhost/mine:1 sha256:01 true", "ok (01)", True),
+        ("localhost/mine:1 sha256:01 false", "FAIL ()", False),
+        # Another login node has another build, which compute nodes do not see.
+        ("localhost/mine:1 sha256:01 false\nlocalhost/mine:1 sha256:02 true", "ok (02)", False),
+        ("localhost/mine:10 sha256:01 true", "FAIL ()", False),
+    ],
+)
+def test_migrated(command: Callable[[str, str], None], listed: str, status: str, migrates: bool) -> None:
+    """The image of compute nodes counts, not the image of this login node."""
+    command("podman-hpc", f'case "$1" in images) printf "{listed}\\n" ;; image) echo 01 ;; esac')
+    found = doctor.probe_image(Site(engine="podman-hpc", image="localhost/mine:1"))
+    assert f"{found.status} ({found.text.rpartition('(')[2].rstrip(')') if found.status == 'ok' else ''})" == status
+    words = argparse.Namespace(engine="podman-hpc", image="localhost/mine:1", target="cpu", build_arg=[])
+    if migrates:
+        images.main(words)
+    else:
+        with pytest.raises(UserError, match=r"localhost/mine:1.*migrated"):
+            images.main(words)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +423,9 @@ def test_gpus_that_stages_do_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"cuda": None}, "CUDA", "cosmo_demo", "skip"),
         ({"gpus": 0, "driver": "570.195.03"}, "CUDA", "cosmo_demo", "warn"),
         ({"gpus": 0}, "CUDA", "cosmo_demo", "ok"),  # a login node has no GPU
+        ({"plugin": "/soft/nccl/2.29.2-cu99/plugin/lib/libnccl-net.so"}, "CUDA", "cosmo_demo", "warn"),
+        ({"plugin": "/soft/nccl/2.29.2-cu13/plugin/lib/libnccl-net.so"}, "CUDA", "cosmo_demo", "ok"),
+        ({"plugin": "/usr/lib/libnccl-net.so"}, "CUDA", "cosmo_demo", "ok"),
         ({"driver": "550.54.15"}, "CUDA", "cosmo_demo", "ok"),  # CUDA's compat libraries allow this driver
     ],
 )

@@ -206,7 +206,7 @@ echo call >>calls
     echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1; }
 accept
 """
-#: squeue that lists the registered jobs; as many first calls fail as the file `silent` says.
+#: squeue that lists the registered jobs; the file `silent` has the number of first calls that fail.
 SQUEUE = """[ "$(cat silent)" -gt 0 ] && { echo "$(($(cat silent) - 1))" >silent; exit 1; }
 cat accepted"""
 

@@ -322,7 +322,7 @@ def test_packs_of_deleted_folders_are_kept(tmp_path: Path, folders: dict[str, st
             {"source": {"kind": "simulated", "edges": [40, 30]}},
             r"edges \[40, 30\]: expected \[smallest, largest\] in pixels, smallest at least 16",
         ),
-        ({"source": {"kind": "simulated"}, "downsample": 2}, "downsample: prepared files"),
+        ({"source": {"kind": "simulated"}, "downsample": 2}, "downsample: not supported"),
     ],
 )
 def test_bad_datasets_are_one_message(changes: dict[str, Any], words: str) -> None:

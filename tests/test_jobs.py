@@ -288,8 +288,8 @@ def test_an_incomplete_import_is_not_a_reference(tmp_path: Path) -> None:
         ("none.pt", "none.pt", ""),
         ("plans/p/b/model_best.pt", "plans/p/b/model.pt", None),
         # Snakemake would look for these runs among the plans, whether or not the file exists.
-        ("plans/p/c/model_best.pt", "plans/p/c/model.pt", "copy it out of {}/plans, or "),
-        ("plans/q/b/model_best.pt", "plans/q/b/model.pt", "copy it out of {}/plans, or "),
+        ("plans/p/c/model_best.pt", "plans/p/c/model.pt", "copy the file out of {}/plans, or "),
+        ("plans/q/b/model_best.pt", "plans/q/b/model.pt", "copy the file out of {}/plans, or "),
     ],
 )
 def test_weights_without_a_source_are_reported_once_with_the_key(

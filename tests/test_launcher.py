@@ -36,7 +36,7 @@ from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import PYTHON_HERE, ContainerMounts, check_names, launch, outside, packages, resolve
 from tests.conftest import ROOT, variables
 
-ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
+ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"]
 SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
 HERE = ContainerMounts("/scratch/my work", "/scratch/my work/workflow_scripts", uid=1000, gid=100, data=("/cfs/a b",))
 WRITING = replace(HERE, results="/scratch/my work/results")
@@ -188,7 +188,7 @@ print(multiprocessing.get_context("spawn").Pool(1).apply(eval, ["__import__('onl
 def test_packages_reach_every_engine(engine: str) -> None:
     found = " ".join(launch(site(engine=engine, packages="/scratch/more"), HERE, ONE))
     assert re.search(r"(--env[= ]|\benv .*)DLSCALE_PACKAGES=/scratch/more\b", found)
-    assert re.search(r"--(volume=|bind )/scratch/more:/scratch/more\b", found)
+    assert re.search(r"--(volume=|bind |mount )/scratch/more:/scratch/more\b", found)
 
 
 def test_packages_are_distinguished_by_version(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_order_reaches_every_engine(engine: str, starter: str) -> None:
     more = ORDERED if starter != "torchrun" else {"gpu_order": ORDERED["gpu_order"]}
     found = launch(site(engine=engine, starter=starter, **more), HERE, FOUR)
     given = [word for word in found if "CUDA_VISIBLE_DEVICES" in word]
-    form = dict.fromkeys(("none", "apptainer", "shifter"), "CUDA_VISIBLE_DEVICES=3,2,0,1")
+    form = dict.fromkeys(("none", "apptainer", "enroot", "shifter"), "CUDA_VISIBLE_DEVICES=3,2,0,1")
     assert given == [form.get(engine, "--env=CUDA_VISIBLE_DEVICES=3,2,0,1")], (
         "CUDA_VISIBLE_DEVICES must be set exactly once, to the site's order"
     )
@@ -288,18 +288,23 @@ def test_engines_that_run(engine: str) -> None:
     assert {"WANDB_API_KEY", "WANDB_MODE", *PASSED_ON} < set(given), "variables must be passed by name, without values"
 
 
-@pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc", "apptainer"])
+def mounts(found: list[str]) -> list[str]:
+    """Return the mounts of a command, in the form of podman."""
+    given = words(found, "--volume")
+    given += [word for flag, word in itertools.pairwise(found) if flag in ("--bind", "--mount")]
+    return [word.replace(":none:rbind,ro,x-create=auto", ":ro").replace(r"\040", " ") for word in given]
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman", "podman-hpc", "apptainer", "enroot"])
 def test_a_stage_can_change_only_the_results(engine: str) -> None:
     """A container of dlscale's stages mounts the working folder read-only. External programs may write there."""
-    option = "--bind" if engine == "apptainer" else "--volume"
-    found = launch(site(engine=engine), WRITING, ONE)
-    binds = words(found, option) or [word for flag, word in itertools.pairwise(found) if flag == option]
+    binds = mounts(launch(site(engine=engine), WRITING, ONE))
     assert [bind for bind in binds if not bind.endswith(":ro")] == [":".join([f"{HERE.folder}/results"] * 2)]
     assert binds.index(f"{HERE.folder}:{HERE.folder}:ro") < binds.index(":".join([f"{HERE.folder}/results"] * 2)), (
         "a later mount would hide the results"
     )
     program = launcher.container_command(site(engine=engine), WRITING, gpu=False)
-    assert any(word.endswith(f"{HERE.folder}:{HERE.folder}") for word in program)
+    assert f"{HERE.folder}:{HERE.folder}" in mounts(program)
 
 
 def test_files_belong_to_the_caller() -> None:
@@ -307,9 +312,9 @@ def test_files_belong_to_the_caller() -> None:
     found = launch(site(engine="podman"), HERE, ONE)
     assert "--userns=keep-id" in found and words(found, "--user") == ["1000:100"]
     assert "--userns=keep-id" not in launch(site(engine="podman"), ContainerMounts("/w", "/w", uid=0, gid=0), ONE)
-    assert words(launch(site(engine="podman-hpc"), HERE, ONE), "--user") == ["0:0"], (
-        "root in the container must be the calling user"
-    )
+    found = launch(site(engine="podman-hpc"), HERE, ONE)
+    assert words(found, "--user") == ["0:0"], "root in the container must be the calling user"
+    assert words(found, "--group-add") == ["keep-groups"], "files may be readable by the user's groups only"
 
 
 @pytest.mark.parametrize(
@@ -319,6 +324,7 @@ def test_files_belong_to_the_caller() -> None:
         ("podman", ["--device=nvidia.com/gpu=all"]),
         ("podman-hpc", ["--gpu"]),
         ("apptainer", ["--nv"]),
+        ("enroot", ["NVIDIA_VISIBLE_DEVICES=all"]),
     ],
 )
 def test_only_runs_on_machines_with_gpus_get_gpus(engine: str, words_for_gpus: list[str]) -> None:
@@ -375,6 +381,74 @@ def test_apptainer() -> None:
         launch(site(engine="apptainer"), ContainerMounts("/w", "/w", uid=1, gid=1, data=("/cfs/a b", "/cfs/a,b")), ONE)
 
 
+def test_enroot() -> None:
+    """enroot gets mounts as lines of an fstab, and for each stage the GPUs, which an image may also set."""
+    place = site(engine="enroot", image="/cfs/dlscale.sqsh", environment={"A": "b c", "D": None}, mounts={"/x": "/y"})
+    found = launch(place, replace(WRITING, data=(r"/cfs/a b\c",)), None)
+    assert found[:6] == [*PYTHON_HERE[:-1], "dlscale.launch.contain", "enroot", "start"]
+    end = found.index("/cfs/dlscale.sqsh")
+    assert found[end + 1 :] == ["env", "-u", "D", "--chdir=/scratch/my work", "python", "-P", "-m", "dlscale"]
+    pairs = list(zip(found[6:end:2], found[7:end:2], strict=True))
+    read_only = "none:rbind,ro,x-create=auto"
+    assert [word for option, word in pairs if option == "--mount"] == [
+        rf"/cfs/a\040b\134c:/cfs/a\040b\134c:{read_only}",
+        rf"/scratch/my\040work:/scratch/my\040work:{read_only}",
+        r"/scratch/my\040work/results:/scratch/my\040work/results",
+        "/x:/y",
+    ]
+    given = [word for option, word in pairs if option == "--env"]
+    assert {"A=b c", "HOME=/tmp", "NVIDIA_VISIBLE_DEVICES=void"} < set(given) and len(pairs) == 4 + len(given)
+    own = launch(site(engine="enroot", environment={"NVIDIA_VISIBLE_DEVICES": "0"}), HERE, ONE)
+    assert [word for word in own if "VISIBLE" in word] == ["NVIDIA_VISIBLE_DEVICES=0"]
+    with pytest.raises(UserError, match="/a:b: enroot cannot be given a path with ':'"):
+        launch(place, replace(HERE, data=("/a:b",)), None)
+
+
+@pytest.mark.parametrize("engine", ["apptainer", "enroot"])
+def test_containers_without_a_supervisor_get_variables_by_name(engine: str, tmp_path: Path) -> None:
+    """Set variables reach the container by name, also those of a program, such as secrets; no value is an argument."""
+    show = "#!/bin/sh\nprintf '%s\\n' \"$@\" =; env\n"
+    (tmp_path / engine).write_text(show)
+    (tmp_path / engine).chmod(0o755)
+    guest = launcher.Guest("{folder}", ("sh",), ("SECRET", "UNSET"))
+    found = launcher.container_command(site(engine=engine, environment={"RANK": "5"}), HERE, gpu=False, guest=guest)
+    given = {"RANK": "3", "LOCAL_RANK": "1", "SECRET": "hidden", "OTHER": "x", "ENROOT_LOGIN_SHELL": "yes"}
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "workflow_scripts")}
+    done = subprocess.run([*found, "x"], env={**given, **paths}, capture_output=True, text=True, check=True)
+    arguments, _, environment = done.stdout.partition("\n=\n")
+    assert "hidden" not in arguments and "UNSET" not in done.stdout and arguments.endswith("\nsh\nx")
+    if engine == "enroot":
+        assert re.findall("^--env=(.*)", arguments, re.M) == ["LOCAL_RANK", "SECRET"], "the site's RANK must win"
+        assert {"SECRET=hidden", "ENROOT_LOGIN_SHELL=no", "ENROOT_MOUNT_HOME=no"} < {*environment.split()}
+    else:
+        assert {*re.findall("^APPTAINERENV_(.*)", environment, re.M)} == {"LOCAL_RANK=1", "SECRET=hidden"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "commands"),
+    [
+        (
+            *("apptainer", "localhost/dlscale:cpu"),
+            ".sif file. To make dlscale.sif: podman save --format docker-archive --output dlscale.tar "
+            "localhost/dlscale:cpu && apptainer build dlscale.sif docker-archive:dlscale.tar (from",
+        ),
+        ("apptainer", "/cfs/x.sif", "apptainer build /cfs/x.sif docker-archive:dlscale.tar (from a registry: "),
+        ("enroot", "x/y:1", "To make dlscale.sqsh: enroot import --output dlscale.sqsh podman://localhost/dlscale:gpu"),
+        (
+            "enroot",
+            "/cfs/x.sqsh",
+            "To make /cfs/x.sqsh: enroot import --output /cfs/x.sqsh podman://localhost/dlscale:",
+        ),
+    ],
+)
+def test_a_missing_image_file_is_reported_with_its_commands(engine: str, name: str, commands: str) -> None:
+    with pytest.raises(UserError) as error:
+        image.main(SimpleNamespace(engine=engine, image=name))
+    assert str(error.value).startswith(f"{name}: no such file; site.image has to be a ")
+    assert commands in str(error.value)
+    assert image.identity(engine, name) is None
+
+
 @pytest.mark.parametrize(("engine", "starter"), list(itertools.product(ENGINES, ["direct", "torchrun", "srun"])))
 def test_arguments_survive_a_shell(engine: str, starter: str, tmp_path: Path) -> None:
     """A shell leaves each quoted word unchanged, even a hostile name; Snakemake's rules run commands in a shell."""
@@ -409,7 +483,9 @@ def fake(folder: Path, *names: str) -> Path:
         (["docker", "apptainer", "shifter"], "registry/x:1", "shifter"),
         (["apptainer", "podman"], "registry/x:1", "podman"),
         (["shifter", "apptainer", "podman"], "localhost/dlscale:cpu", "podman"),
-        (["shifter", "apptainer", "podman"], "/cfs/x.sif", "apptainer"),
+        (["shifter", "apptainer", "enroot", "podman"], "/cfs/x.sif", "apptainer"),
+        (["shifter", "apptainer", "enroot", "podman"], "/cfs/x.sqsh", "enroot"),
+        (["shifter", "apptainer", "podman"], "/cfs/x.sqsh", "none"),
         (["shifter", "apptainer", "podman"], "registry/x:1", "shifter"),
     ],
 )
@@ -474,7 +550,7 @@ def test_impossible_site_settings_are_refused(given: dict[str, Any], words: str)
         config.load({"targets": ["cosmo_published"], "site": given})
 
 
-@pytest.mark.parametrize("name", ["docker", "slurm", "perlmutter", "juwels", "leonardo"])
+@pytest.mark.parametrize("name", ["docker", "slurm", "cloud", "perlmutter", "juwels", "leonardo"])
 def test_the_profiles_sites_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     loaded = config.load_files("config.yaml", site=name)
@@ -497,6 +573,8 @@ def test_the_request_of_a_run_on_one_gpu(perlmutter: slurm.Scheduler) -> None:
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:1", "runtime": 720},
         **{"qos": "shared", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
     }
+    # A program without a handler for USR2 would end.
+    assert "slurm_extra" not in slurm.request(perlmutter, "program", ONE)
 
 
 def test_the_request_of_a_run_on_nodes(perlmutter: slurm.Scheduler) -> None:
@@ -565,7 +643,7 @@ def test_the_limits_of_a_queue_are_checked(perlmutter: slurm.Scheduler) -> None:
     allowed = re.escape("at most shared (1 node, 2 GPUs), debug (8 nodes)")
     with pytest.raises(UserError, match=rf"^a\.geometry: no queue .* allows 9 nodes with 36 GPUs in total; {allowed}"):
         slurm.check(debug, Geometry(nodes=9, gpus_per_node=4), "a.")
-    with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes; use 4 and more nodes"):
+    with pytest.raises(UserError, match="8 is more than the 4 GPUs of this site's nodes"):
         slurm.check(perlmutter, Geometry(gpus_per_node=8))
     cpus = perlmutter.model_copy(update={"gpu_nodes": slurm.Nodes(cpus=64)})
     slurm.check(cpus, Geometry(gpus_per_node=2))
@@ -756,6 +834,28 @@ def test_requests_of_profiles_that_were_never_tried(name: str, gpu: str, two_nod
     assert f"{FABRIC}=infiniband" in inside and (f"{HOST_SUFFIX}=i" in inside) == (name == "juwels")
 
 
+def test_command_lines_of_the_template_for_clouds() -> None:
+    place = Site.model_validate(read_yaml(ROOT / "profiles/cloud/site.yaml"))
+    assert place.scheduler
+    found = [slurm.words(slurm.request(place.scheduler, "train" if each else "data", each)) for each in (EIGHT, None)]
+    assert found == [
+        "--nodes=2 --ntasks-per-node=4 --cpus-per-task=12 --gres=gpu:4 --time=720 --signal=USR2@120",
+        "--nodes=1 --cpus-per-task=16 --time=60",
+    ]
+    chosen, _ = resolve(place)
+    mounts = r"/scratch/my\040work:/scratch/my\040work:none:rbind,ro,x-create=auto"
+    container = [
+        *(*PYTHON_HERE[:-1], "dlscale.launch.contain", "enroot", "start", "--mount", mounts),
+        *("--env", "NVIDIA_VISIBLE_DEVICES=all", "--env", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+        *("--env", f"PYTHONPATH={HERE.sources}", "--env", "PYTHONNOUSERSITE=1", "--env", "HOME=/tmp"),
+        *("--env", f"{FABRIC}=infiniband", "/shared/dlscale.sqsh", "env", "--chdir=/scratch/my work"),
+    ]
+    assert launch(chosen, replace(HERE, data=()), EIGHT) == [
+        *("srun", "--nodes=2", "--ntasks-per-node=4", "--cpu-bind=cores", "--cpus-per-task=12", "--gpus-per-node=4"),
+        *("--distribution=block:block", "--kill-on-bad-exit=1", *container, "python", "-P", "-m", "dlscale"),
+    ]
+
+
 def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page, which the documentation generates from the code, shows every profile's requests and commands."""
     for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files"):  # not installed with the tests
@@ -768,6 +868,7 @@ def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.Mon
         "perlmutter": "shifter --image=ghcr.io/dlscale/dlscale:gpu-0.1.0 --module=gpu,nccl-plugin",
         "perlmutter with podman.yaml": "podman-hpc run --rm",
         "slurm with apptainer": "apptainer exec --cleanenv",
+        "cloud": "enroot start --mount /scratch/dlscale:/scratch/dlscale:none:rbind,ro,x-create=auto --env NVIDIA",
         "juwels": "srun --nodes=2 --ntasks-per-node=4 --cpu-bind=cores",
         "docker": "docker run --rm",
     }

@@ -695,7 +695,7 @@ def test_mirrors_are_of_volumes(tmp_path: Path) -> None:
     """Mirrors exist only for volumes; series are refused."""
     pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install 'dlscale[dali]'")
     settings = DaliLoader(kind="dali", reader="numpy")
-    with pytest.raises(UserError, match=r"loader.reader: numpy reads only boxes of volumes, .* Pairs. Set it to h5py"):
+    with pytest.raises(UserError, match=r"numpy reads only boxes of volumes, .* Pairs. Set loader.reader to h5py"):
         dali_loader.build(pairs(tmp_path, {}), settings, Share(4), CPU)
 
 

@@ -329,7 +329,7 @@ def test_a_killed_process_of_the_loader_is_a_lack_of_memory(tmp_path: Path, cosm
     """A killed loader worker is reported as lack of memory, not as a defect of dlscale."""
     run = tiny_run("cosmo_unet", tmp_path, loader={"workers": 1}, samples={"train": 400})
     session = open_session(run, cosmo_data / "manifest.json", World(), 1)
-    expected = r"a worker process of the loader was killed, .*lower loader.workers, .*--mem of a Slurm job"
+    expected = r"a worker process of the loader was killed, .*Lower loader.workers, .*--mem of a Slurm job"
     with (
         pytest.raises(UserError, match=expected),
         around.translate_memory_errors(run, cosmo_data / "manifest.json", World()),

@@ -515,7 +515,7 @@ def test_a_gradient_that_the_processor_computes_wrong_in_channels_last_is_refuse
         nn.Conv3d(8, 8, 1, stride=(1, 1, 2)),
         nn.Conv2d(64, 64, 1, 2, groups=8),
     ):
-        with pytest.raises(UserError, match=r"channels_last: .* the layer 4 .*use memory_format: contiguous"):
+        with pytest.raises(UserError, match=r"channels_last: .* the layer 4 .*memory_format: contiguous"):
             check_channels_last(nn.Sequential(*fine, wrong))
 
 

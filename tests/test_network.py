@@ -67,7 +67,7 @@ def test_tcp_is_refused_if_the_site_has_a_faster_network(
             check_network(tcp)
 
 
-@pytest.mark.parametrize("engine", ["none", "shifter", "apptainer"])
+@pytest.mark.parametrize("engine", ["none", "shifter", "apptainer", "enroot"])
 def test_ranks_on_several_nodes_know_the_sites_network(engine: str, tmp_path: Path) -> None:
     place = ContainerMounts(str(tmp_path), str(ROOT / "workflow_scripts"), 1000, 1000)
     found = {
@@ -87,7 +87,7 @@ def test_podman_hpc_on_several_nodes_of_perlmutter_is_refused() -> None:
     shipped = ROOT / "profiles/perlmutter"
     podman = site(**{**read_yaml(shipped / "site.yaml"), **read_yaml(shipped / "podman.yaml")["site"]})
     check(podman, Geometry(nodes=1, gpus_per_node=4))
-    with pytest.raises(UserError, match=r"geometry\.nodes: 2 nodes: .*Slingshot.*Use engine: shifter or none"):
+    with pytest.raises(UserError, match=r"geometry\.nodes: 2 nodes: .*Slingshot.*shifter or none"):
         check(podman, Geometry(nodes=2, gpus_per_node=4))
     native = site(**config.merge(read_yaml(shipped / "site.yaml"), read_yaml(shipped / "native.yaml")["site"]))
     check(native, Geometry(nodes=2, gpus_per_node=4))

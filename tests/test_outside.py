@@ -1818,7 +1818,7 @@ def test_a_program_without_a_step_is_warned_of_while_it_runs(
     ("change", "message"),
     [
         ({"users": frozenset({4242})}, "ran as another user (uid 4242)"),
-        ({"status": 137}, "the program ended with status 137 after 30.0\xa0s, before a step was seen"),
+        ({"status": 137}, "the program ended with status 137 after 30.0\xa0s, before enough steps"),
         (
             {"frameworks": frozenset({"Keras or TensorFlow"})},
             "uses Keras or TensorFlow: time its steps with a callback",

@@ -210,7 +210,7 @@ def test_one_device_runs_without_rendezvous(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 #: Beginning of a message about a run on two nodes of four devices; variables of a job with two tasks, one per node.
-FEW = r"geometry: this run asks for 8 processes \(2 nodes x 4\), but"
+FEW = r"geometry: this run needs 8 processes \(2 nodes x 4\), but"
 TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 
 

@@ -25,7 +25,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Site
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.machine import WATCHDOG
+from dlscale.core.machine import STEPS, WATCHDOG
 from dlscale.core.metrics import epoch_lines
 from dlscale.core.paths import Results
 from dlscale.data.manifest import File, Manifest
@@ -57,10 +57,11 @@ STARTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("starter", STARTERS)
-@pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
+@pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"])
 def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
     """With srun, mpirun, several nodes or its own image, a program has its own containers; else the stage has one."""
-    site = Site(**{"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, **STARTERS[starter]})
+    given = {"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, "host_suffix": "-hsn0"}
+    site = Site(**{**given, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
         for changes in ({}, {"image": "theirs:2"}, {"start": "itself"}):
             program = Program(command=["train"], folder=str(tmp_path), **changes)
@@ -69,7 +70,7 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
             apart = bool(changes.get("image")) or (several and (starter != "torchrun" or geometry is FOUR))
             inside = engine != "none" and not apart
             assert outer[-4:] == ([sys.executable, *PYTHON[1:]] if not inside else PYTHON)
-            client = "run" if engine in ("docker", "podman", "podman-hpc") else "exec"
+            client = {"apptainer": "exec", "enroot": "start"}.get(engine, "run")
             contained = f"{engine} {client}" if engine != "shifter" else "shifter --image"
             assert (contained in " ".join(outer)) is (engine != "none" and not apart)
             assert (contained in " ".join(inner)) is (engine != "none" and apart)
@@ -80,7 +81,11 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
                     "the program's folder must be mounted"
                 )
                 assert (image in words and "{folder}" in " ".join(inner)) or not apart
+                if engine in ("apptainer", "enroot"):
+                    assert (f"--env={STEPS}" in words) is apart, "the hook's variables must reach the program"
                 assert (PROGRAM_SHELL in inner) is apart
+            if apart and engine in ("docker", "podman", "podman-hpc"):
+                assert {"--env=DLSCALE_STEPS", "--env=DLSCALE_READ", "--env=DLSCALE_HANG_AFTER"} <= set(inner)
             if not several:
                 assert not {"srun", "mpiexec", "torchrun"} & set(inner)
             elif starter == "torchrun":
@@ -90,7 +95,7 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
                 assert (inner[0] == "pdsh") is (geometry is FOUR)
             else:
                 begin = "srun" if starter == "srun" else "mpiexec"
-                host = "{host}" if geometry is FOUR else "127.0.0.1"
+                host = "{host}-hsn0" if geometry is FOUR else "127.0.0.1"
                 assert inner[:5] == [sys.executable, "-P", "-m", "dlscale.launch.ranks", begin]
                 place = inner.index("sh")
                 assert inner[place - 3 : place + 4] == [
@@ -422,12 +427,12 @@ def words(**program: Any) -> list[str]:
             r"losses: each key needs a name of dlscale \(.*\); loss/valid is required",
         ),
         ({"losses": {"a (.)": "loss/valid", "b (.)": "loss/valid"}}, "losses: two keys have the same name of dlscale"),
-        ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the samples/s, or one of nersc"),
+        ({"rate": "avg"}, "rate avg: expected a regular expression with one group for the number, or one of nersc"),
         ({"rate": "("}, r"rate \(: expected a regular expression"),
         ({"command": ["{a.b}"], "values": {"a.b": 1}}, "program.values.a.b: names with dots are for settings"),
         (
             {"repository": "/r", "revision": "0" * 40, "folder": "/r/src"},
-            "program.folder: /r/src: with a repository, expected a relative path in it",
+            "program.folder: /r/src: expected a path relative to program.repository",
         ),
         (
             {"losses": {"a (.)": "loss/train"}},

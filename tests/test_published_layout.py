@@ -152,7 +152,7 @@ def test_channels_are_named_in_order(tmp_path: Path, years: Path, capfd: pytest.
     other = make_parts(tmp_path / "other", era5(years, channels=names[:3]))
     manifest = ["--manifest", tmp_path / "other" / "manifest.json", "--stats", tmp_path / "other" / "stats"]
     assert stage("describe", "--config", tmp_path / "other" / "config.yaml", "--source", *other, *manifest) == 2
-    assert "files contain 20 channels of 9 x 16 points, but the configuration names 3" in capfd.readouterr().err
+    assert "files contain 20 channels of 9 x 16 points, but there are 3 channel names" in capfd.readouterr().err
 
 
 SIX = 6.0 * np.arange(TIMES["valid"][2003])
@@ -163,7 +163,7 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
     ("times", "message"),
     [
         (SIX / 6, r"expected 9 times, 6.* h apart, got 9 times with steps of \[1\.\] h. Use the same `step_hours`"),
-        (SIX + 720 * (SIX > 24), r"steps of \[  6\. 726\.\] h\. .* begin another file after a gap"),
+        (SIX + 720 * (SIX > 24), r"steps of \[  6\. 726\.\] h\. .* start a new file after a gap"),
         (SIX[::-1], r"steps of \[-6\.\] h"),
         (np.where(SIX == 12, np.nan, SIX), r"steps of \[ 6\. nan\] h"),
         (SIX[:-1], "expected 9 times, .*got 8"),

@@ -273,7 +273,7 @@ def test_on_several_devices(checkout: Callable[..., Checkout], starter: str) -> 
 
 @pytest.mark.slow
 def test_in_turns_on_one_page(tmp_path: Path) -> None:
-    """The complete workflow runs a tutorial's program. If its folder is missing, a message says what to get."""
+    """The complete workflow runs a tutorial's program. If its folder is missing, a message names the repository."""
     tree = tmp_path / "a repository"
     copy_tree(tree)
     plan = {

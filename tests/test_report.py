@@ -617,9 +617,9 @@ def test_published_figures_are_shown_with_kind_unit_and_device() -> None:
         Published(label="u10", metric="rmse_normalised/u10", value=0.13, source="S1"),
     ]
     assert [*zip(*list(published.columns(figures).values())[1:6], strict=True)] == [
-        ("throughput, IO", "8.8 (standard deviation 0.25) samples/s", "A100 40 GB", "–", "p.a"),
-        ("throughput, FULL", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
-        ("throughput, FULL", "64 samples/s", "A100 40 GB", "–", "–"),
+        ("throughput, loading", "8.8 (standard deviation 0.25) samples/s", "A100 40 GB", "–", "p.a"),
+        ("throughput, training", "2,202 samples/s", "4 × A100 40 GB", "1,024", "like p.b"),
+        ("throughput, training", "64 samples/s", "A100 40 GB", "–", "–"),
         ("validation loss", "0.419114, 0.35 after epochs 1 to 2", "A100 40 GB", "–", "p.a"),
         ("memory of a GPU", "41.2 GB", "A100 40 GB", "–", "–"),
         ("time", "22 h", "A100 40 GB", "–", "–"),
@@ -995,7 +995,7 @@ def test_the_suggestion_is_a_block_to_copy(ladder: Results, tmp_path: Path) -> N
 
 def test_a_live_page_shows_available_results(ladder: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     """The live page exists once there is a dataset, and redirects to the complete page at the end."""
-    monkeypatch.setattr(report, "EVERY", 0.0)
+    monkeypatch.setattr(report, "MIN_REWRITE_SECONDS", 0.0)
     ladder.run("q", "one")
     ladder.plan("q", {"one": "one"})
     ladder.dataset("demo_volumes")
@@ -1024,11 +1024,11 @@ def test_a_live_page_shows_available_results(ladder: Results, monkeypatch: pytes
     )
     assert not out.exists(), "another rule writes the complete page"
     before = live.read_bytes()
-    monkeypatch.setattr(report, "EVERY", 60.0)
+    monkeypatch.setattr(report, "MIN_REWRITE_SECONDS", 60.0)
     (ladder.root / "plans/q/summary.csv").unlink()
     report.write_live(page[1])
     assert live.read_bytes() == before, "a live page is written at most once per minute"
-    monkeypatch.setattr(report, "EVERY", 0.0)
+    monkeypatch.setattr(report, "MIN_REWRITE_SECONDS", 0.0)
     (ladder.root / "plans/q/summary.csv").touch()
     (ladder.root / "plans/q/one/throughput.json").unlink()
     report.write_live(page[1])
@@ -1279,7 +1279,7 @@ def test_a_ladder_is_a_waterfall(results: Results) -> None:
     assert [(row["from"], row["to"]) for row in rows] == [(0, 1), (1, 4), (4, 4.05), (4.05, 3)]
     assert [row["step"] for row in rows] == ["first", "faster", "within noise", "slower"]
     assert [row["was"] for row in rows] == ["–", "data loading", "computation", "computation"]
-    assert rows[1]["said"].startswith("4.00× ± ") and rows[1]["said"].endswith("; before it: data loading")
+    assert rows[1]["said"].startswith("4.00× ± ") and rows[1]["said"].endswith("; limit before: data loading")
     alone = read_plan(results.plan("p", {"a": "a"}, measure=("throughput",)))
     assert sections.waterfall(alone, sections.Page()) is None
 
@@ -1377,7 +1377,7 @@ def test_a_step_is_drawn_part_by_part(explained: Results) -> None:
     first, second = (profiles.step(run) for run in plan.runs)
     assert first and second and (first.full, second.full) == (pytest.approx(16 / 66), pytest.approx(16 / 490))
     page = Page(explained.report()).text
-    assert "time of a training step without a profiler (FULL)" in page and "a run without a profile" not in page
+    assert "time of a training step without a profiler." in page and "a run without a profile" not in page
     section = profile_section.section(plan, sections.Page())
     chart = section.charts[0]
     said = [row["said"] for row in chart.rows if "said" in row]

@@ -606,7 +606,7 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(cpp_builder, "get_cpp_compiler", none)
-        with pytest.raises(UserError, match=r"compile.mode default: .* lacks a C\+\+ compiler .* install g\+\+"):
+        with pytest.raises(UserError, match=r"compile.mode default: .* lacks a C\+\+ compiler .* Install g\+\+"):
             make_step("era5_vit", compile=COMPILE)
 
 

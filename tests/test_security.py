@@ -1,4 +1,4 @@
-"""Threats and guards: docs/security.md names existing tests; records from others run nothing, locks and pins are whole.
+"""Threats and guards: docs/security.md names existing tests; records from others run nothing, locks and pins are complete.
 
 The other guards are tested next to their code; docs/security.md names these tests.
 """

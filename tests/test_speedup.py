@@ -15,7 +15,15 @@ from dlscale.extensions.compare.compare import change, relative_to_first
 from dlscale.measure.records import Outside, PairedTiming, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
-from dlscale.report.speedup import DISTURBED, FLOOR, VAGUE, SpeedUp, SpeedUps, _key, measured_apart
+from dlscale.report.speedup import (
+    DISTURBED,
+    MIN_PAIRED_LOG_DIFFERENCE,
+    VAGUE,
+    SpeedUp,
+    SpeedUps,
+    _key,
+    measured_apart,
+)
 from dlscale.results import PlanResult, read_plan
 from tests.test_report import Page, Results
 
@@ -120,7 +128,7 @@ def test_the_noise_floor_is_the_difference_between_copies(results: Results) -> N
     assert (found := speeds.over(plan.runs[1], plan.runs[0])) and found.noise and found.words.endswith(", within noise")
     timed(results, "first", 100, noisy(1.001, spread=0.001, seed=1))
     plan = plan_of(results, "first", "second")
-    assert SpeedUps(plan.runs).floor == FLOOR
+    assert SpeedUps(plan.runs).floor == MIN_PAIRED_LOG_DIFFERENCE
     assert (found := SpeedUps(plan.runs).over(plan.runs[1], plan.runs[0])) and not found.noise
 
 
@@ -157,7 +165,7 @@ def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) ->
         common, own = pooled(openings)[0], [np.std(ratios, ddof=1) for ratios in openings]
         variance = sum(max(common, each) ** 2 / 4 for each in own)
         error = 2.446912 * math.sqrt(variance)  # Student's t with 6 degrees of freedom
-        assert found.error == pytest.approx(math.hypot(error, FLOOR))
+        assert found.error == pytest.approx(math.hypot(error, MIN_PAIRED_LOG_DIFFERENCE))
 
 
 def test_a_ratio_without_a_meaning_is_not_shown() -> None:

@@ -284,7 +284,7 @@ def test_an_ambiguous_shape_is_refused(tmp_path: Path, stored: tuple[int, ...], 
     for key, files in (("input", {"input": x, "target": y}), ("target", {"input": y, "target": x})):
         source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}, key: info}
         dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
-        with pytest.raises(UserError, match=rf"x\.npy: '{key}' has shape .* set `source\.{key}\.channel_axis`"):
+        with pytest.raises(UserError, match=rf"x\.npy: '{key}' has shape .* Set `source\.{key}\.channel_axis`"):
             open_source(dataset, Part("train", "train"), [Path(path) for path in files.values()])
 
 
@@ -451,7 +451,7 @@ def test_other_arrays_need_another_model(tmp_path: Path) -> None:
             key: write(tmp_path / f"{key}{number}.npy", v=v) for key, v in (("input", inputs), ("target", targets))
         }
         source = {"kind": "arrays", "all": files, "shares": {"train": 0.5, "valid": 0.5}}
-        with pytest.raises(UserError, match=r"expects images \[C, H, W\] of one size for both"):
+        with pytest.raises(UserError, match=r"expects two images \[C, H, W\]"):
             tiny_session(
                 "starter_cnn", {"kind": "starter", "source": source}, TINY["starter_cnn"]["run"], tmp_path / f"{number}"
             )

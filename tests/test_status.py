@@ -174,12 +174,12 @@ def test_the_reason_of_a_failure_is_the_last_log_line(results: Path, last: str, 
 
 def test_a_part_of_a_stage_is_named_without_the_stages_end(results: Path) -> None:
     def line(**more: Any) -> str:
-        counted = {"what": "measuring IO", "part": True, "unit": "trials", "total": 4}
+        counted = {"what": "measuring loading", "part": True, "unit": "trials", "total": 4}
         write_training_status(results, place="another machine", pid=1, **counted, **more)
         (line,) = [line for line in status.lines(rows(results).values()) if line.startswith("p.a ")]
         return line
 
-    assert "measuring IO: 2 of 4 trials (50\u00a0%)  –" in line(done=2, left=3.0)
+    assert "measuring loading: 2 of 4 trials (50\u00a0%)  –" in line(done=2, left=3.0)
 
 
 def test_jobs_in_the_queue(
@@ -332,7 +332,7 @@ def test_a_plan_of_a_file_that_was_not_named(results: Path) -> None:
     assert "--configfile" not in str(refused.value)
     (results / "plans/mine").mkdir(parents=True)
     (results / "plans/mine/plan.yaml").touch()
-    with pytest.raises(UserError, match="made from another configuration; select it with --configfile"):
+    with pytest.raises(UserError, match=r"made from another configuration; .*--configfile"):
         status.main(args, configuration(results))
 
 

@@ -328,7 +328,7 @@ def test_a_model_without_products_has_no_arithmetic_roof() -> None:
 @pytest.mark.parametrize(
     ("batches", "other", "longest", "words"),
     [
-        ([(4.0, "1"), (5.0, "1")], 5.0, 1.0, "For 5.00\u00a0s, another loader than the training's was read"),
+        ([(4.0, "1"), (5.0, "1")], 5.0, 1.0, "For 5.00\u00a0s, a loader other than the training's was read"),
         ([], 0.0, 6.0, "The longest time without a batch or a step is 6.00\u00a0s."),
     ],
 )
@@ -475,7 +475,7 @@ def test_explain_prints_the_verdict(
     assert [each["findings"][0]["cause"] for each in json.loads(capsys.readouterr().out).values()] == ["storage"] * 2
     (tmp_path / "results/plans/p/r/throughput.json").unlink()
     assert stage("explain", "p.r") == 2
-    assert "neither throughput nor a profile yet. Add `throughput` or `profile`" in capsys.readouterr().err
+    assert "neither a throughput nor a profile yet. Add `throughput` or `profile`" in capsys.readouterr().err
 
 
 def test_explain_reports_runs_without_results_and_plans(

@@ -458,7 +458,7 @@ def test_a_failure_to_describe_a_hang_changes_nothing(monkeypatch: pytest.Monkey
     found = judge(WAITS, BEHIND)
     found._closed, found._heartbeat = threading.Event(), found._seen[0]
     found._end("a verdict")
-    assert ends == ["a verdict. This process also ends"] and watchdog.asked("waiting_place") == ""
+    assert ends == ["a verdict. This process also ends"] and watchdog.provided_text("waiting_place") == ""
 
 
 def test_the_awaited_rank_is_logged_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SELECTIVE = 0.5
 #: Table to which `reached` in `machines.yaml` was fitted after the blind test.
 FITTED = "llm-foundry"
-#: `reached` of all devices in the blind test: dlscale's measurement of a large matrix product on an H200.
+#: Fraction of the peak that products reach on all devices of the blind test: dlscale's measurement on an H200.
 REACHED = 0.79
 
 
@@ -42,7 +42,9 @@ def model_of(run: dict[str, Any], every: dict[str, Any], reached: float | None =
     repeated = {"full": 1.0, "selective": SELECTIVE}.get(run.get("recompute", ""), 0.0)
     again = repeated * linear + (attention if repeated == 1 else 0.0)
     format_ = "fp8" if run.get("fp8") else "bf16"
-    flops = {"bf16": 3 * logits + 3.5 * attention + (attention if repeated == 1 else 0.0)}  # flash: 5 products back
+    flops = {
+        "bf16": 3 * logits + 3.5 * attention + (attention if repeated == 1 else 0.0)
+    }  # FlashAttention's backward pass has 5 products
     flops[format_] = flops.get(format_, 0.0) + 3 * linear + again - (attention if repeated == 1 else 0.0)
     fsdp = run.get("strategy", "fsdp") == "fsdp"
     ranks = run["gpus"] // (run.get("tp", 1) * run.get("cp", 1))
@@ -114,7 +116,7 @@ def _spread(errors: list[float]) -> str:
 
 
 def main() -> None:
-    """Write the predictions, or print the table."""
+    """With the argument `predict`, write the predictions; otherwise print the table of errors."""
     if sys.argv[1:] != ["predict"]:
         print("\n".join(table()))
         return

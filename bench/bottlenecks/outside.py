@@ -35,7 +35,7 @@ TABLE, MEMORY = 2**30, 700 * 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of program.py, and causes; the verdict must name at least one. A clean case has no causes."""
+    """Arguments of program.py, and causes, at least one of which the verdict must name. A clean case has no causes."""
 
     causes: tuple[str, ...]
     words: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def measure(case: Case, folder: Path) -> tuple[Verdict, str]:
 
 @contextmanager
 def limited(folder: Path | None) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield words to put before and after a command so that it swaps; this needs root. Without a folder: no words."""
+    """Yield words to put before and after a command so that it swaps (needs root); two empty lists without a folder."""
     if folder is None:
         yield [], []
         return
@@ -141,10 +141,10 @@ def main() -> None:
             print(f"{name:28} skipped: limiting memory needs root, swapon and a writable cgroup")
             continue
         with tempfile.TemporaryDirectory(prefix="dlscale-outside-") as place:
-            found, told = measure(case, Path(place))
+            found, output = measure(case, Path(place))
         causes = [finding.cause for finding in found.findings]
         row = {"case": name, "planted": case.causes, "found": causes, "bound": found.bound and found.bound.what}
-        rows.append({**row, "right": bool({*case.causes} & {*causes}) if case.causes else not causes, "told": told})
+        rows.append({**row, "right": bool({*case.causes} & {*causes}) if case.causes else not causes, "output": output})
         print(f"{name:28} {'/'.join(case.causes) or '-':16} -> {', '.join(causes) or '-'}", flush=True)
         for finding in found.findings:
             print(f"{'':34} {'' if finding.share is None else percent(finding.share)} {finding.why}")

@@ -16,7 +16,7 @@ from dlscale.data.kind import DatasetKind, Part
 from dlscale.data.source import ArraySource
 from dlscale.studies.base import SampleLoss, Study
 
-#: Bytes per read of the slow disk: complete pages, because reads that bypass the page cache (O_DIRECT) need this.
+#: Bytes per read of the slow disk: complete pages, as reads that bypass the page cache (O_DIRECT) require.
 BLOCK = 2**16
 
 
@@ -29,7 +29,7 @@ class PlantDataset(DatasetSettings):
 
 
 class PlantSamples(Strict):
-    """Settings of rows that can be made expensive to read."""
+    """Settings of rows whose reading can be slowed."""
 
     kind: Literal["rows"]
     wait: float = 0.0  #: Seconds that reading a sample waits for the simulated slow disk.

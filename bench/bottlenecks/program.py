@@ -33,7 +33,7 @@ parser.add_argument("--table", type=int, default=0, help="bytes of the table tha
 
 
 class Samples(Dataset[Any]):
-    """Random samples that can be made expensive to read."""
+    """Random samples whose reading can be slowed."""
 
     def __init__(self, args: argparse.Namespace, last: bool) -> None:
         slow = last and args.slow == "loading"

@@ -97,7 +97,7 @@ SlurmdLogFile={folder}/log/%n.log
 # The nodes claim far more CPUs and memory than the machine has, so tasks are not bound to CPUs. Slurm kills a job that
 # exceeds its memory.
 SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{tracking}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=2
@@ -246,7 +246,7 @@ def install() -> None:
     try:
         call("apt-get", "update", "-qq", env=environment, timeout=300)
         arguments = ["-y", "-qq", "--no-install-recommends", *PACKAGES]
-        call("apt-get", "install", *arguments, env=environment, timeout=900)
+        call("apt-get", "install", "-o", "DPkg::Lock::Timeout=300", *arguments, env=environment, timeout=900)
     finally:
         if ours:
             policy.unlink()
@@ -417,7 +417,11 @@ class Cluster:
             f" RealMemory=512000 Feature=cpu"
             for node in CPU_NODES
         ]
+        # As on most sites, cgroups track a job's processes, if this machine allows it; Slurm then sends signals only to
+        # the first process of a task. Otherwise Slurm searches /proc, and sends signals to all processes.
+        freezer = Path("/sys/fs/cgroup/freezer")
         values = {
+            "tracking": "cgroup" if freezer.is_dir() and os.access(freezer, os.W_OK) else "linuxproc",
             "host": host,
             "subnet": self.subnet,
             "folder": self.folder,
@@ -438,8 +442,8 @@ class Cluster:
             "job_submit.lua": JOB_SUBMIT_LUA.replace("{refusal}", REFUSAL),
             "gres.conf": "AutoDetect=off\n"
             f"NodeName={values['gpu_nodes']} Name=gpu Type=a100 File={self.folder}/dev/nvidia[0-{GPUS - 1}]\n",
-            # Without a named version of cgroups, slurmd searches for one, although the cluster uses no cgroups.
-            "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
+            # Without a named version of cgroups, slurmd searches for one, even if the cluster uses no cgroups.
+            "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n",
             "hosts": "\n".join(["127.0.0.1 localhost", f"{self.subnet}.1 {host}", *names, ""]),
         }
         for name, text in files.items():
@@ -563,7 +567,7 @@ class Cluster:
         return int(done.stdout)
 
     def state(self, job: int) -> str:
-        """Return a job's state, until 1800 s after its end: PENDING, RUNNING, COMPLETED, NODE_FAIL …"""
+        """Return a job's state, until 1800 s after its end, for example PENDING or NODE_FAIL."""
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").stdout.strip()
 
     def wait(self, job: int, *states: str) -> None:
@@ -598,7 +602,7 @@ class Cluster:
         until("the queue to be empty", lambda: not self.run("squeue", "--noheader").stdout.strip())
 
     def nodes(self) -> dict[str, str]:
-        """Return the state of each node: `idle`, `mixed`, `allocated`, `down*` …"""
+        """Return the state of each node, for example `idle` or `down*`."""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout.splitlines()
         return dict(line.split() for line in lines)
 

@@ -133,7 +133,7 @@ class Flow:
         return json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
 
     def checkpoints(self, run: str = "long/run") -> list[int]:
-        """Steps of the saved checkpoints."""
+        """Return the steps of the saved checkpoints."""
         return sorted(
             int(path.name.split("-")[1]) for path in (self.path / "results/checkpoints" / run).glob("*/step-*")
         )

@@ -244,6 +244,38 @@ def test_ctrl_c_in_an_outage(make: Callable[..., Flow], prepared: Flow, cluster:
 
 
 @pytest.mark.slow
+def test_a_job_that_slurm_has_forgotten(
+    make: Callable[..., Flow], prepared: Flow, cluster: Cluster, tmp_path: Path
+) -> None:
+    """A job that Slurm no longer lists counts as failed after a while; the next call continues the training."""
+    flow = make(targets=["long"], plans__long__settings=long(90, prepared))
+    folder, forgotten = tmp_path / "bin", tmp_path / "forgotten"
+    folder.mkdir()
+    for name in ("squeue", "sacct"):
+        (folder / name).write_text(f'#!/bin/sh\n[ -e {forgotten} ] || exec {shutil.which(name)} "$@"\n')
+        (folder / name).chmod(0o755)
+    flow.environment["PATH"] = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # The first call waits for 40 seconds instead of 15 minutes.
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'snakemake' in sys.orig_argv:\n"
+        "    import snakemake_executor_plugin_dlscale\n"
+        "    snakemake_executor_plugin_dlscale.FORGOTTEN_SECONDS = 40\n"
+    )
+    flow.environment["PYTHONPATH"] = f"{folder}:{flow.path / 'workflow_scripts'}"
+    with flow.running("--retries=0") as process:
+        flow.until("training", lambda: "epoch 3 of" in flow.log(), process)
+        forgotten.touch()
+        assert process.wait(2 * PATIENCE) != 0
+    assert re.search(r"Slurm has not listed job \d+ for", flow.output), flow.output[-8000:]
+    # Snakemake has removed the outputs of the failed job, which ran on; the next job resumes from its last checkpoint.
+    forgotten.unlink()
+    assert flow.run("--retries=0") == 0, flow.output[-8000:]
+    assert sorted(row[0] for row in flow.jobs("state")) == ["COMPLETED", "FAILED"]
+    assert flow.provenance("long/run")["resumed_from_step"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [False, True], ids=["refused", "known to the site"])
 def test_a_limit_on_submitted_jobs(make: Callable[..., Flow], prepared: Flow, cluster: Cluster, known: bool) -> None:
     """A refused submission is repeated. If the site's `max_jobs` equals Slurm's limit, Slurm refuses no submission."""

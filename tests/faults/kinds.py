@@ -1,6 +1,6 @@
-"""The faults: each is a generator that acts before a call, during the call, and after its end;
-`yield` separates these parts.
+"""The faults: generators that act before a call, during the call, and after its end.
 
+`yield` separates these three parts.
 A fault draws all of its choices from `trial.random`, so that a seed repeats them.
 """
 
@@ -162,7 +162,7 @@ def pause(trial: Trial) -> Generator[None]:
 
 @_fault
 def two_controllers(trial: Trial) -> Generator[None]:
-    """The same command twice at once."""
+    """Run the same command twice at once."""
     yield
     trial.point = f"second call after {trial.sleep():.1f} s"
     trial.others.append(trial.tree.start(COMMANDS[trial.what].words))
@@ -274,7 +274,7 @@ def _mounted(trial: Trial) -> Iterator[Callable[[str], bool]]:
 
 @_fault
 def full_disk(trial: Trial) -> Generator[None]:
-    """The disk of the results has only some kilobytes left from a random moment on; then the user frees space."""
+    """Leave some kilobytes on the disk of the results from a random moment on; then free space."""
     with _mounted(trial) as mount:
         yield
         moment, room = trial.sleep(), trial.random.choice([0, 4, 40, 400]) << 10
@@ -288,7 +288,7 @@ def full_disk(trial: Trial) -> Generator[None]:
 
 @_fault
 def read_only(trial: Trial) -> Generator[None]:
-    """The disk of the results becomes read-only at a random moment."""
+    """Make the disk of the results read-only at a random moment."""
     with _mounted(trial) as mount:
         yield
         trial.point = f"after {trial.sleep():.1f} s"
@@ -301,7 +301,7 @@ def read_only(trial: Trial) -> Generator[None]:
 
 @_fault
 def disappearing(trial: Trial) -> Generator[None]:
-    """The folder of results is moved away during the call."""
+    """Move the folder of results away during the call."""
     yield
     trial.point = f"after {trial.sleep():.1f} s"
     if trial.tree.results.exists():
@@ -311,7 +311,7 @@ def disappearing(trial: Trial) -> Generator[None]:
 
 @_fault
 def memory(trial: Trial) -> Generator[None]:
-    """A process gets no more memory from a random moment on, or after some more megabytes."""
+    """Give a process no more memory from a random moment on, or after some more megabytes."""
     yield
     trial.point = f"after {trial.sleep():.1f} s:"
     if process := trial.pick():
@@ -326,7 +326,7 @@ def memory(trial: Trial) -> Generator[None]:
 
 @_fault
 def clock(trial: Trial) -> Generator[None]:
-    """The clock jumps back: some results are from tomorrow."""
+    """Let the clock jump back: some results are from tomorrow."""
     files = sorted(f for f in trial.tree.results.rglob("*") if f.is_file())
     if not files:
         raise Skip("no results")

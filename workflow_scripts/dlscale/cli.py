@@ -1,4 +1,4 @@
-"""Command line with a thin subcommand for each stage and each query (a command for users).
+"""Command line, with a subcommand for each stage and for each query (a command for users).
 
 The module of a subcommand is only imported when the subcommand runs.
 """
@@ -50,7 +50,7 @@ RUN = "Run plans, or make datasets or files; settings may follow, as in dlscale 
 _OWN = {
     "status": Query(
         "dlscale.preflight.status",
-        "Show the state of runs: done, running (progress, time left, loss, rate), failed (with reason), or waiting.",
+        "Show the state of runs: done, running (progress, time left, loss, speed), failed (with reason), or waiting.",
         (
             PLANS,
             option(
@@ -60,11 +60,13 @@ _OWN = {
                 action="store_true",
             ),
         ),
+        example="dlscale status --watch cosmo_demo",
     ),
     "cost": Query(
         "dlscale.preflight.cost",
         "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
         (PLANS,),
+        example="dlscale cost --profile perlmutter cosmo_strong",
     ),
 }
 
@@ -73,7 +75,12 @@ QUERIES = _OWN | registry.table("COMMANDS")
 
 #: Options of each query that reads the configuration.
 _CONFIGURED = (
-    option("--profile", "profile with a site: NAME for profiles/NAME/site.yaml, or a path", False, metavar="NAME"),
+    option(
+        "--profile",
+        "site: NAME (profiles/NAME/site.yaml), or the path of a profile's folder or site.yaml",
+        False,
+        metavar="NAME",
+    ),
     option(
         "--configfile",
         "YAML files that override config.yaml",
@@ -114,8 +121,7 @@ def _overview(texts: Mapping[str, str]) -> str:
         lines += ["", coloured(f"{title}:", "bold", sys.stdout)]
         for name in (name for name in group if name in texts):
             lines += textwrap.wrap(texts[name], width, initial_indent=f"    {name:<12} ", subsequent_indent=" " * 17)
-    stages = f"Stages, which the workflow calls and which you can also run by hand: {', '.join(STAGES)}."
-    return "\n".join([*lines, "", textwrap.fill(stages, width)])
+    return "\n".join(lines)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,7 +191,11 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print the version and exit")
     top.add_argument(
-        "--study", action="append", default=[], metavar="NAME=PATH", help="name and path of an outside study"
+        "--study",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="register a study that is not shipped: its name and file",
     )
     commands = top.add_subparsers(
         dest="stage", metavar="COMMAND", help="one of the commands below; COMMAND --help lists its options"
@@ -196,7 +206,8 @@ def parser() -> argparse.ArgumentParser:
     run.set_defaults(log=None)
     rows: dict[str, Query | Stage] = {**QUERIES, **STAGES}
     for name, row in rows.items():
-        added = commands.add_parser(name, description=row.text, formatter_class=_Defaults)
+        example = f"Example: {row.example}" if isinstance(row, Query) else None
+        added = commands.add_parser(name, description=row.text, epilog=example, formatter_class=_Defaults)
         added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
         of_runs = isinstance(row, Stage) and row.scope == "run"
         configured = isinstance(row, Query) and row.configured
@@ -276,7 +287,7 @@ def _run(args: argparse.Namespace) -> int:
     for text in args.study:
         name, equals, path = text.partition("=")
         if not (name and equals and path):
-            raise UserError(f"--study: {text}: expected NAME=PATH")
+            raise UserError(f"--study: {text}: expected NAME=PATH, such as waves=waves.py")
         registry.add(name, path)
     query = QUERIES.get(args.stage)
     if args.stage == "run" or query is None or query.configured:
@@ -361,7 +372,7 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Let a run and its partner in paired timing read local copies of their data, if their loaders request copies."""
+    """Let a run, and the first run in paired timing, read copies of data on this node if their loaders use copies."""
     with contextlib.ExitStack() as copies:
         if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest
@@ -372,9 +383,9 @@ def _near(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _copy(config: str, manifest: str, copies: contextlib.ExitStack) -> str:
-    """Let a run's loader prepare its data, and return the path of the manifest that it reads.
+    """Let a run's loader prepare the data, and return the path of the manifest that the loader reads.
 
-    If the loader requests a copy (`staging`), this is the manifest of the copy on this node.
+    If the loader requests a copy (`staging`), return the path of the copy's manifest on this node.
     """
     loader = read_settings(config)[0].get("loader")
     loader = loader if isinstance(loader, dict) else {}  # the stage itself refuses an invalid section

@@ -87,7 +87,7 @@ class RunResult:
     environments: dict[str, Environment] = field(default_factory=dict)  #: Machine and software, by stage.
     records: dict[str, Any] = field(default_factory=dict)  #: Records of extensions, by stage.
     repeats: list[list[Epoch]] = field(default_factory=list)  #: Epochs of each repetition with another seed.
-    program: Throughput | None = None  #: Rates of an external program over its entire run.
+    program: Throughput | None = None  #: Speed of an external program over its entire run.
 
     @property
     def study(self) -> str:
@@ -129,10 +129,10 @@ class RunResult:
 
     @cached_property
     def training_speed(self) -> float | None:
-        """Rate of training, in `unit`; None if unknown.
+        """Speed of the training, in `unit`; None if unknown.
 
-        The rate is the median over the epochs, without the first epoch (warm-up) if there are more epochs. For an
-        external program in steps/s, the rate is the mean of the program's rates.
+        This is the median over the epochs, without the first epoch (warm-up) if there are more epochs. For an external
+        program in steps/s, this is the mean over the program's entire run.
         """
         if self.unit == STEP_RATE:
             return self.program.full.mean if self.program and self.program.full else None
@@ -148,7 +148,7 @@ class RunResult:
     def goodput(self) -> Goodput | None:
         """Fractions of the run's time over all tries.
 
-        None if the epochs have no times, or if the clock jumped.
+        None without epochs, if the epochs have no times, or if the clock jumped.
         """
         if not self.last or not self.epochs[0].wall_time:
             return None
@@ -167,7 +167,7 @@ class RunResult:
 
     @property
     def energy(self) -> float | None:
-        """Energy of the train stage, J: of the GPUs, or of nodes without GPUs; None if unknown or resumed."""
+        """Energy of the train stage, J, of the GPUs or of nodes without GPUs; None if unknown or resumed."""
         whole = self.provenance and self.provenance.resumed_from_step is None
         return energy(self.telemetry.get("train", [])) if whole else None
 
@@ -192,14 +192,14 @@ class RunResult:
 
     @property
     def speed(self) -> float | None:
-        """Rate in the throughput stage's mode FULL, or of the training without that stage."""
+        """Speed in mode FULL of the throughput stage; without this stage, speed of the training."""
         if self.throughput is not None:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
 
     @property
     def unit(self) -> str:
-        """Unit of `speed` and of all other rates of the run."""
+        """Unit of `speed` and of all other speeds of the run."""
         return self.throughput.unit if self.throughput else SAMPLE_RATE
 
     def trials(self, mode: str) -> Trials | None:
@@ -306,7 +306,7 @@ class PlanResult:
 
     @cached_property
     def lead(self) -> Metric | None:
-        """Main metric of the plan: the first with a baseline, or else the first; derived metrics do not count."""
+        """Main metric of the plan, not derived: the first metric with a baseline, or else the first metric."""
         candidates = [metric for metric in self.described.values() if not metric.derived]
         return next((metric for metric in candidates if metric.naive), next(iter(candidates), None))
 
@@ -350,7 +350,7 @@ class PlanResult:
             if run.unit != SAMPLE_RATE:
                 raise UserError(
                     f"{self.name}: sweep.metric samples_per_second: the batch size of {run.name} is unknown, so its "
-                    "rate is in steps/s; put {batch_size} into program.command"
+                    "speed is in steps/s; put {batch_size} into program.command"
                 )
             return run.speed or math.nan, "higher"
         described = self.metrics.get(metric, VALID_LOSS) if metric else self.judge or VALID_LOSS
@@ -387,7 +387,7 @@ class PlanResult:
 
 
 def by_settings(runs: Sequence[RunResult]) -> list[tuple[str, list[RunResult]]]:
-    """Return groups of runs that differ only in their seed: (name of the group, runs), in the plan's order."""
+    """Group runs that differ only in their seed; return (name of the group, runs), in the plan's order."""
     found: dict[str, list[RunResult]] = {}
     for run in runs:
         settings = {key: value for key, value in flat(run.settings).items() if key not in ("seed", "label")}
@@ -562,7 +562,7 @@ def _furthest(plan: PlanRecord, folder: Path, rung: int | None) -> list[RunRefer
     return [run for name, run in runs.items() if rung is None or name in there]
 
 
-#: Settings that are shown or computed with → type, if they are set. Runs of earlier versions may lack some.
+#: Setting that pages show or compute with → its type. Runs of earlier versions may lack some settings.
 SHOWN: dict[str, type] = {
     **dict.fromkeys(("batch_size", "geometry.nodes", "geometry.gpus_per_node"), int),
     **dict.fromkeys(("study", "precision", "compile.mode", "parallel.kind", "optimizer.kind", "loader.kind"), str),

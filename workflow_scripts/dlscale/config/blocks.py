@@ -28,7 +28,9 @@ Parts = dict[str, dict[str, Any]]
 class Scaling(Lawful):
     """Block that generates runs of one computation on increasing numbers of devices."""
 
-    devices: list[Devices] = Field(min_length=1, description="Numbers of devices; one run for each number.")
+    devices: list[Devices] = Field(
+        min_length=1, description="Numbers of devices, each with one run per batch size and variant."
+    )
     per_node: Devices = Field(
         4,
         description="Devices per node. If a run has at most this many devices, the devices are on one node. A larger "
@@ -193,7 +195,7 @@ def _leave(settings: Any, name: str, *keys: str) -> None:
         raise ValueError(f"{name}: expected settings (keys and values), got {cut(repr(settings))}")
     for key in keys:
         if holds(settings, tuple(key.split("."))):
-            raise ValueError(f"{name}: this block sets {key} from its other keys; remove it")
+            raise ValueError(f"{name}: this block sets {key} from its other keys; remove {key}")
 
 
 # ---- sweeps ------------------------------------------------------------------------------------------
@@ -258,8 +260,8 @@ class Sweep(Lawful):
     )
     over: dict[str, list[Any] | Range] = Field(
         min_length=1,
-        description="Values to try, by setting; a key is written like `optimizer.lr`. Values are a list, or one of the "
-        "ranges `{log_uniform: [1e-4, 1e-1]}`, `{uniform: [0, 0.5]}` and `{integers: [1, 8]}`.",
+        description="Values to try, by setting, such as `optimizer.lr`. Values are a list, or a range such as "
+        "`{log_uniform: [1e-4, 1e-1]}`, `{uniform: [0, 0.5]}` or `{integers: [1, 8]}`.",
     )
     trials: PositiveInt | None = Field(
         None,
@@ -326,7 +328,7 @@ class Sweep(Lawful):
         (
             lambda sweep: sweep.trials is not None and sweep.different < sweep.trials,
             "trials: {its.trials} is more than the number of different trials that over gives, {its.different}; lower "
-            "trials",
+            "the number of trials",
         ),
     )
 

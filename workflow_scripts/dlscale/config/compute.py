@@ -24,7 +24,7 @@ WITHOUT = {
     "parallel": ("selftest",),
     "geometry": ("memory_mb",),
 }
-#: Keys by section whose exact value does not affect the time; only 0 and null do, because they skip an operation.
+#: Section → keys of which only the values 0 and null affect the time, because these values skip an operation.
 WHETHER = {"optimizer": ("weight_decay", "momentum", "clip_norm")}
 
 

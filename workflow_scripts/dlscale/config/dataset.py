@@ -45,7 +45,7 @@ Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """Storage of preprocessed fields on disk; files that are used unchanged keep their storage."""
+    """Storage of preprocessed fields on disk (not for prepared files and kinds imagenet, mnist and `files`)."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
@@ -93,10 +93,11 @@ class DatasetSettings(Strict):
     source: Any = None
 
     downsample: Extent = Field(
-        1, description="Edge length, cells, of the blocks that are averaged to one cell; not for files used unchanged."
+        1,
+        description="Edge length, cells, of blocks averaged to one cell (only cosmo and era5, except prepared files).",
     )
     storage: Storage = Storage()
-    pieces: Files = Field(1, description="Number of pieces per file, which parallel jobs preprocess.")
+    pieces: Files = Field(1, description="Number of pieces per file; parallel jobs preprocess the pieces.")
 
 
 def check_digests(sha256: dict[str, str], origins: list[str]) -> None:
@@ -119,10 +120,12 @@ def refuse_shared(*splits: list[str]) -> None:
 
 
 def refuse_changed(dataset: DatasetSettings, *keys: str) -> None:
-    """Refuse preprocessing keys for a dataset whose files are used unchanged."""
+    """Refuse values other than the defaults for preprocessing keys that a dataset does not support."""
     for key in keys:
         if getattr(dataset, key) != type(dataset).model_fields[key].default:
-            raise ValueError(f"{key}: prepared files are used without changes; remove this key")
+            raise ValueError(
+                f"{key}: not supported by datasets of kind {dataset.kind} with this source; remove this key"
+            )
 
 
 def dataset_type() -> Any:

@@ -50,7 +50,7 @@ OF_RUNS: tuple[Law, ...] = (
     (
         lambda run: run.batch_size % run.geometry.dp,
         "batch_size {its.batch_size} is not divisible by geometry.nodes x geometry.gpus_per_node / (tp "
-        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}; use a multiple of this number",
+        "{its.geometry.tp} x cp {its.geometry.cp}) = {its.geometry.dp}; use a multiple of {its.geometry.dp}",
     ),
     (
         lambda run: run.accumulation_steps > run.local_batch_size,
@@ -64,7 +64,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.attention != "default" and not _supports(run, "attention"),
-        "attention: the model of study {its.study} does not support this setting; leave it at default",
+        "attention: the model of study {its.study} does not support this setting; set it to default",
     ),
     (
         lambda run: run.activation_checkpointing and not _supports(run, "activation_checkpointing"),
@@ -171,7 +171,7 @@ OF_RUNS: tuple[Law, ...] = (
             and run.geometry.replicas == 1
             and (run.parallel.param_dtype, run.parallel.reduce_dtype) != ("fp32", "fp32")
         ),
-        "parallel.param_dtype and reduce_dtype: fsdp has no effect if only one device has the same weights, and then "
+        "parallel.param_dtype and reduce_dtype: fsdp has no effect if no two devices have the same weights, and then "
         "precision sets all number formats; remove both keys, and use precision bf16",
     ),
     (
@@ -186,7 +186,7 @@ OF_RUNS: tuple[Law, ...] = (
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.parallel.cpu_offload and run.precision == "fp16",
-        "parallel.cpu_offload and precision fp16: fp16 scales the loss on the device; use bf16",
+        "parallel.cpu_offload and precision fp16: fp16 scales the loss on the device; use precision bf16",
     ),
     (
         lambda run: run.parallel.kind == "fsdp" and run.cuda_graph,
@@ -200,7 +200,7 @@ OF_RUNS: tuple[Law, ...] = (
     # ---- DistributedDataParallel
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.sync_batchnorm and not run.parallel.sync,
-        "parallel.sync false and sync_batchnorm: sync_batchnorm would still exchange statistics; remove one of the two",
+        "parallel.sync false and sync_batchnorm: sync_batchnorm would still exchange statistics; remove one key",
     ),
     (
         lambda run: run.parallel.kind == "ddp" and run.parallel.compression != "none" and not run.parallel.sync,
@@ -218,7 +218,7 @@ OF_RUNS: tuple[Law, ...] = (
 
 
 def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None:
-    """Raise a `UserError` if row samples need a field that the dataset lacks; skip empty `fields`."""
+    """Raise a `UserError` if row samples need a field that the dataset lacks; check nothing if `fields` is empty."""
     for key in ("input", "target"):
         named = getattr(samples, key)
         for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:

@@ -16,7 +16,7 @@ class Published(Record):
 
     label: str = NONE
     hardware: str = NONE
-    gpus: int = Field(1, ge=1)  #: Number of GPUs. Rates are sums over all GPUs; a memory size is for one GPU.
+    gpus: int = Field(1, ge=1)  #: Number of GPUs. A throughput is the sum over all GPUs; a memory size is for one GPU.
     batch_size: int | None = Field(None, ge=1)  #: Samples per step over all GPUs.
     source: str = NONE
     runs: list[str] = []  #: `PLAN.RUN` of the runs that repeat the published measurement.
@@ -29,8 +29,8 @@ class Published(Record):
     by_epoch: list[float] = []  #: Values [epochs] of the metric after each epoch; alternative to `value`.
     unit: str = "1"
     series: list[Name] = []  #: Published series (`series` in the study's YAML file) that contain this figure.
-    #: Number of samples: training samples of the measured epochs, or samples of the measured validation. The measured
-    #: time then includes the wait for the first batch. None if the figure only measures steps.
+    #: Number of training samples of the measured epochs, or of samples of the measured validation. The measured time
+    #: then includes the wait for the first batch. None if the figure only measures steps.
     samples: int | None = Field(None, ge=1)
     epochs: int | None = Field(None, ge=1)  #: Number of epochs, with validations, that a published time covers.
     #: Tensor-parallel size `tp` and context-parallel size `cp` of the measurement, as in `geometry`.

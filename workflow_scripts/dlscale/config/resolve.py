@@ -46,10 +46,7 @@ RunKey = tuple[str, str]
 
 
 class StudyFile(Strict):
-    """YAML file of a study.
-
-    Its settings are validated after the user's settings are merged over them.
-    """
+    """YAML file of a study; the study's settings are validated after the user's settings are merged over them."""
 
     title: str | None = None
     settings: dict[str, Any]
@@ -76,7 +73,7 @@ class ResolvedRun:
     rung: int = 0
     rung_size: int = 0  #: Number of trials in the run's rung; the scores in the previous rung decide which trials.
     repeats: str | None = None  #: Name of the run of the plan that this run repeats with another seed.
-    asked: Run | None = None  #: For an external program, the run before placeholders in its command were replaced.
+    asked: Run | None = None  #: For an external program, the run before placeholders in the command were replaced.
 
 
 @dataclass(frozen=True)
@@ -350,7 +347,7 @@ def _study_file(path: Path) -> StudyFile:
 
 
 def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
-    """Merge `over` into `base` in place, key by key, and return it.
+    """Merge `over` into `base` in place, key by key, and return `base`.
 
     A section with a different `kind` replaces the old section completely, except that a plan is always merged. A
     setting in `over` removes the setting in `base` that excludes it (`EXCLUSIVE`).
@@ -394,10 +391,10 @@ def report_page(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def with_title(configuration: Configuration, layers: Iterable[Mapping[str, Any]]) -> Configuration:
-    """Set the title of the targets' page.
+    """Return the configuration with the title of the targets' page.
 
     A title counts if it is in the layer that sets the targets, or in a later layer. Without such a title, the page
-    gets the titles of the first three plans.
+    gets the titles of the first three targets.
     """
     title, targets = None, None
     for layer in layers:
@@ -469,7 +466,7 @@ class _Resolver:
         return self._skipped_runs[plan]
 
     def _gpus(self, plan: str, name: str) -> list[str]:
-        """Return a run's number of GPUs, as a list of one text, if this machine has too few GPUs.
+        """Return a list of one text, the run's number of GPUs, if this machine has fewer GPUs.
 
         The list is empty on a machine with enough GPUs or without any GPU, or if runs start on other nodes.
         """
@@ -486,7 +483,7 @@ class _Resolver:
         self.skipped_runs(plan)  # called before `key` is in `_open`, because `skipped_runs` may call `layers` again
         if key in self._open:
             chain = " -> ".join(".".join(step) for step in [*self._open, key])
-            raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of them")
+            raise UserError(f"configuration: plans: 'use' and 'from' form a circle: {chain}; remove one of these keys")
         if key not in self._layers:
             self._open.append(key)
             self._layers[key] = self._collect(plan, name)
@@ -565,7 +562,7 @@ class _Resolver:
         elif run not in other.runs:
             what = unknown(f"run of plan {target}", run, other.runs)
         elif other.halves and where.endswith(".use"):
-            what = f"{text} is a trial of successive halving, which trains in parts; use the key 'from' instead"
+            what = f"{text} is a trial of successive halving, trained rung by rung; use the key 'from' instead"
         elif other.study != plan.study:
             what = (
                 f"{text} belongs to study {other.study}, but this plan belongs to {plan.study}; use a run of this study"

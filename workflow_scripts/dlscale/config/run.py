@@ -61,12 +61,13 @@ Program: Any = registry.provided("Program", one_of([]))
 class _Optimizer(Lawful):
     kind: str
     lr: PositiveFloat = Field(
-        2e-4, description="Learning rate after warm-up; with schedule.scaling, the rate at base_batch_size."
+        2e-4,
+        description="Learning rate after warm-up (with schedule.scaling: at batch size base_batch_size).",
     )
     weight_decay: NonNegativeFloat = Field(
         0.0,
-        description="Factor of the weight decay: each gradient is increased by weight_decay x weights. With adamw, the "
-        "gradient stays unchanged, and the weights are decreased by lr x weight_decay x weights.",
+        description="Factor of the weight decay: each gradient is increased by weight_decay x weights (not with "
+        "adamw).",
     )
     fused: bool = Field(False, description="Compute the complete update in one kernel.")
     clip_norm: PositiveFloat | None = Field(
@@ -76,7 +77,7 @@ class _Optimizer(Lawful):
 
 
 class Adam(_Optimizer):
-    """Adam; `adamw` keeps the weight decay out of the gradient (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    """Adam. `adamw` decreases weights by lr x weight_decay x weights (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     kind: Literal["adam", "adamw"] = "adam"
     betas: tuple[float, float] = Field(
@@ -106,7 +107,7 @@ class Adadelta(_Optimizer):
     kind: Literal["adadelta"]
 
     LAWS: ClassVar[tuple[Law, ...]] = (
-        (lambda optimizer: optimizer.fused, "fused: PyTorch has no fused adadelta; leave it out"),
+        (lambda optimizer: optimizer.fused, "fused: PyTorch has no fused adadelta; remove this key"),
     )
 
 
@@ -126,20 +127,20 @@ class Schedule(Lawful):
         "cosine",
         description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the last step. "
         "exponential: multiply by gamma per epoch, in equal factors per step. step: multiply by gamma after every "
-        "step_epochs epochs, or after the epochs in milestones. constant: keep the rate.",
+        "step_epochs epochs, or after the epochs in milestones. constant: keep the learning rate.",
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up, which starts from a rate of 0.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from a learning rate of 0.")
     warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the linear warm-up; alternative to warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Final learning rate of kinds cosine, linear and polynomial.")
     gamma: float = Field(0.1, gt=0, le=1, description="Factor of kinds exponential and step.")
-    step_epochs: PositiveInt = Field(1, description="For kind step, number of epochs between two changes of the rate.")
+    step_epochs: PositiveInt = Field(1, description="For kind step, epochs between changes of the learning rate.")
     milestones: list[PositiveInt] = Field(
-        [], description="For kind step, epochs after which the rate changes; alternative to step_epochs."
+        [], description="For kind step, epochs after which the learning rate changes; alternative to step_epochs."
     )
     scaling: Literal["none", "sqrt", "linear"] = Field(
         "none",
-        description="Growth of lr with the ratio batch_size / base_batch_size. none: lr stays. sqrt: lr is multiplied "
-        "by the square root of the ratio. linear: lr is multiplied by the ratio.",
+        description="Growth of optimizer.lr with the ratio batch_size / base_batch_size. none: no growth. sqrt: lr is "
+        "multiplied by the square root of the ratio. linear: lr is multiplied by the ratio.",
     )
     base_batch_size: BatchSize | None = Field(None, description="Global batch size for which optimizer.lr was chosen.")
 
@@ -154,7 +155,7 @@ class Schedule(Lawful):
         ),
         (
             lambda schedule: schedule.milestones != sorted(set(schedule.milestones)),
-            "milestones {its.milestones}: each epoch must come after the one before",
+            "milestones {its.milestones}: each epoch must come after the previous epoch",
         ),
     )
 
@@ -192,8 +193,9 @@ class Training(Lawful):
     on_divergence: Literal["fail", "stop", "skip", "roll_back"] = Field(
         "fail",
         description="Reaction to a loss or gradient of NaN or infinity. fail: the stage fails. stop: the training ends "
-        "and the run ranks last; this is the default in plans of kind sweep or convergence. skip: leave out such "
-        "steps; fail if they are more than half of an epoch. roll_back: repeat the epoch from a checkpoint, and skip.",
+        "and the run ranks last; this is the default in plans of kind sweep or convergence. skip: leave out these "
+        "steps; fail if they are more than half of an epoch. roll_back: repeat the epoch from its checkpoint, and skip "
+        "these steps.",
     )
     check_replicas: bool = Field(
         False,
@@ -242,7 +244,7 @@ class DDP(_Several):
     kind: Literal["ddp"] = "ddp"
     bucket_mb: PositiveFloat | None = Field(
         None,
-        description="Size of a bucket, the gradients that one call averages, MiB. Absent: PyTorch's default of 25.",
+        description="Bucket size, MiB: gradients averaged in one call. Absent: PyTorch's default of 25.",
     )
     first_bucket_mb: PositiveFloat | None = Field(
         None,
@@ -321,8 +323,8 @@ class Compile(Strict):
         1.0,
         ge=0,
         le=1,
-        description="Part of the activations that the compiled step keeps for the backward pass, between 0 (only the "
-        "inputs) and 1 (as PyTorch does by default). PyTorch chooses what to recompute.",
+        description="Fraction of the activations that the compiled step keeps for the backward pass, from 0 (only the "
+        "inputs) to 1 (PyTorch's default). PyTorch chooses the activations to recompute.",
     )
 
 
@@ -360,8 +362,8 @@ class Geometry(Lawful):
     )
     memory_mb: PositiveInt | None = Field(
         None,
-        description="Memory of the run on each node, MB (sbatch --mem). Absent: a fraction of the site's memory_mb. "
-        "Without Slurm, the limit is not enforced.",
+        description="Memory of the run on each node, MB (sbatch --mem). Absent: the run's fraction of the node's "
+        "memory_mb. Without Slurm, the limit is not enforced.",
     )
 
     @property
@@ -392,7 +394,7 @@ class Geometry(Lawful):
 
 
 class Throughput(Strict):
-    """Trials of the throughput stage, as in the tool benchy, and paired timing with the plan's first run."""
+    """Trials of the throughput stage (as in NERSC's tool benchy), and paired timing with the plan's first run."""
 
     warmup: Repeats = Field(3, description="Number of warm-up trials, whose times are discarded.")
     trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials whose times count.")
@@ -406,13 +408,13 @@ class Throughput(Strict):
         30.0,
         description="Planned duration of the paired timing, seconds: to measure the speed-up, a single-process run and "
         "the plan's first run are timed alternately. On a busy machine the timing may take up to three times as long. "
-        "0: no paired timing. If this is at least 10, the first run is also timed against a copy of itself.",
+        "0: no paired timing. From 10 on, the first run is also timed against a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
         description="Target for the relative half-width of the 95 % interval of the two runs' speed ratio. Paired "
-        "timing starts both runs several times. Each time, it ends early when it reaches the target, and takes longer "
-        "than planned if the half-width is above three times the target.",
+        "timing opens both runs several times. Each opening ends early when it reaches the target, and takes longer "
+        "than planned while the half-width is above three times the target.",
     )
 
 
@@ -425,7 +427,7 @@ class Profile(Lawful):
         description="Profilers. torch: PyTorch's profiler, with a trace for Perfetto. nsys: NVIDIA Nsight Systems, if "
         "it is installed. lines: time of each source line in the hot functions (line_profiler).",
     )
-    epoch: PositiveInt = Field(2, description="Number of the epoch whose samples the profiled steps use, from 1.")
+    epoch: PositiveInt = Field(2, description="Epoch whose samples the profiled steps use, counted from 1.")
     skip: Repeats = Field(5, description="Warm-up steps before the profiled steps.")
     steps: Annotated[Repeats, Field(ge=1)] = Field(10, description="Steps that each profiler records.")
     ranks: list[NonNegativeInt] = Field([0], min_length=1, description="Ranks of the profiled processes.")
@@ -503,8 +505,8 @@ Precision = Literal[
 
 
 LOCAL_BATCH_SIZE = (
-    "Samples per step on each device (or group of devices that share a model), instead of batch_size, "
-    "which is then this times geometry.dp."
+    "Samples per step on each device (or group of devices that share a model). Alternative to batch_size, which is "
+    "local_batch_size x devices (or groups)."
 )
 
 
@@ -543,7 +545,7 @@ class RunCore(Lawful):
         "values are PyTorch's kernels.",
     )
     accumulation_steps: PositiveInt = Field(
-        1, description="Number of micro-batches per local batch; one update follows after all of them."
+        1, description="Number of micro-batches per local batch; one update follows all micro-batches."
     )
     activation_checkpointing: bool | Literal["selective"] = Field(
         False,
@@ -583,8 +585,8 @@ class RunCore(Lawful):
             TypeAdapter(BatchSize).validate_python(whole)
         except ValidationError:
             raise ValueError(
-                f"local_batch_size: got {given!r}; expected a whole number; times {geometry.dp}, it must be from 1 to "
-                "1000000000"
+                f"local_batch_size: got {given!r}; expected a whole number that, multiplied by {geometry.dp} (groups "
+                "of devices), is from 1 to 1000000000"
             ) from None
         return {**rest, "batch_size": whole}
 

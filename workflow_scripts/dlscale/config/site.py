@@ -18,7 +18,7 @@ from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES, STAGES
 from dlscale.core.urls import has_secret
 
-Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer"]
+Engine = Literal["none", "auto", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"]
 Starter = Literal["auto", "direct", "torchrun", "srun", "mpirun"]
 
 #: Kind of a job: a stage of a run, or `data` for the stages that make a dataset.
@@ -57,8 +57,8 @@ class Limits(Strict):
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
-        description="Timeout, seconds, without a heartbeat, for a process that has ended or stopped according to its "
-        "node.",
+        description="Timeout, seconds, without a heartbeat, for a process that another process of its node reports as "
+        "ended or stopped.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
@@ -92,7 +92,7 @@ class Queue(Strict):
     qos: str | None = Field(None, description="QOS (sbatch --qos). Absent: Slurm's default.")
     max_nodes: PositiveInt | None = Field(None, description="Maximum number of nodes per job.")
     max_gpus: PositiveInt | None = Field(
-        None, description="Maximum number of GPUs per job; of processes, if the nodes have no GPUs."
+        None, description="Maximum number of GPUs per job; if the nodes have no GPUs, maximum number of processes."
     )
     max_minutes: PositiveInt | None = Field(None, description="Maximum time limit of a job, minutes.")
     min_minutes: PositiveInt = Field(1, description="Minimum time limit of a job, minutes.")
@@ -130,8 +130,8 @@ class Nodes(Strict):
     gres: str = Field("gpu", description="Name of the GPUs in --gres, such as gpu or gpu:a100.")
     gpu: str | None = Field(
         None,
-        description="Part of the GPUs' name, such as A100. Rates that were measured on other GPUs are not used for "
-        "this site. Absent: the name in `gres`.",
+        description="Part of the GPUs' name, such as A100. Costs on this site are not estimated from measurements on "
+        "other GPUs. Absent: the name in `gres`.",
     )
 
     @property
@@ -152,8 +152,8 @@ _warn_once = functools.cache(logging.warning)
 
 
 def _with_queues(raw: Any) -> Any:
-    # Runs on part of a node took `part_qos`, up to its `max_gpus`. Other runs took `whole_qos`, and paid for full nodes
-    # if the two QOS differed.
+    # Before `queues` existed, runs on part of a node took `part_qos`, up to its `max_gpus`. Other runs took
+    # `whole_qos`, and paid for full nodes if the two QOS differed.
     try:
         nodes = {key: dict(raw[key]) for key in ("cpu_nodes", "gpu_nodes")}
         limits = {name: dict(each or {}) for name, each in dict(raw.get("qos") or {}).items()}
@@ -191,8 +191,8 @@ class Scheduler(Strict):
     queues: dict[str, Queue] = Field({}, description="Queues, by names of your choice.")
     run_queues: list[str] = Field(
         [],
-        description="Queues of runs, in order of preference: a run takes the first queue that allows its nodes and "
-        "GPUs; its time limit has no influence. Absent: Slurm's defaults.",
+        description="Queues of runs, in order of preference: a run takes the first queue that allows its numbers of "
+        "nodes and GPUs, whatever its time limit. Absent: Slurm's defaults.",
     )
     data_queue: str | None = Field(None, description="Queue of data stages. Absent: Slurm's defaults.")
     minutes: dict[Job, PositiveInt] = Field(
@@ -206,8 +206,8 @@ class Scheduler(Strict):
     )
     acquire: Literal["here", "job"] = Field(
         "here",
-        description="Node on which files are fetched. here: the node of the controller, if compute nodes have no "
-        "network; job: a compute node.",
+        description="Node on which files are fetched. here: the controller's node, for sites whose compute nodes have "
+        "no network. job: a compute node.",
     )
 
     _before_queues = model_validator(mode="before")(_with_queues)
@@ -235,7 +235,11 @@ class Build(Strict):
 class Site(Lawful):
     """Machine and launcher of all stages: containers, processes, nodes and queues."""
 
-    engine: Engine = Field("none", description="Container engine; auto: the first one that works on this machine.")
+    engine: Engine = Field(
+        "none",
+        description="Container engine. auto: the first of shifter, podman-hpc, apptainer, enroot, podman and docker "
+        "that works here, else none.",
+    )
     image: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/:@+-]*$",
@@ -247,9 +251,9 @@ class Site(Lawful):
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
-        description="Command of the starter, as a list of arguments. For mpirun, it starts all processes of a run; "
-        "absent: mpirun -n {ranks}. For torchrun on several nodes, it starts torchrun on each node. For srun, "
-        "these are further options of srun. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
+        description="Arguments for the starter. mpirun: the command that starts all processes of a run (absent: mpirun "
+        "-n {ranks}). torchrun: the command that starts torchrun on each node of a run on several nodes. srun: further "
+        "options of srun. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,
@@ -259,7 +263,8 @@ class Site(Lawful):
     local_disk: str | None = Field(
         None,
         pattern=r"^[/$][^:;,\n\r]*$",
-        description="Folder on each node's local disk, for loader.staging local; may contain variables of the job.",
+        description="Folder on each node's local disk, for loader.staging local; may contain a job's environment "
+        "variables.",
     )
     watchdog: Limits | None = Field(
         Limits(),
@@ -278,8 +283,8 @@ class Site(Lawful):
     )
     grams_per_kwh: NonNegativeFloat | None = Field(
         None,
-        description="CO₂ emission of the site's electricity, g/kWh; pages show emissions next to the energy of "
-        "scaling.",
+        description="CO₂ emission of the site's electricity, g/kWh; scaling plans then show emissions next to the "
+        "energy.",
     )
     modules: list[Name] = Field(
         [], description="Modules of Shifter (--module=a,b) or podman-hpc (--a --b) for containers with GPUs."
@@ -302,8 +307,8 @@ class Site(Lawful):
     )
     fabric: Literal["slingshot", "infiniband", "ethernet"] | None = Field(
         None,
-        description="Network between nodes. If it is not ethernet, a run on several nodes fails before its first step "
-        "when NCCL uses TCP.",
+        description="Network between nodes. With slingshot or infiniband, a run on several nodes fails before its "
+        "first step if NCCL uses TCP.",
     )
     environment: dict[Variable, Value | None] = Field(
         {},

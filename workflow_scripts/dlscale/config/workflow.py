@@ -197,7 +197,7 @@ class Plan(Lawful):
             if wrong := [name for name in names if name not in self.runs]:
                 raise ValueError(f"only.{stage}: {unknown('run', wrong[0], self.runs)}")
         if idle := [name for name in self.runs if not self.stages(name)]:
-            raise ValueError(f"only: run {idle[0]} has no stage left; add it to a list in only, or remove it")
+            raise ValueError(f"only: run {idle[0]} has no stage left; add the run to a list in only, or remove the run")
         return self
 
     @property
@@ -267,8 +267,9 @@ class Budget(Strict):
     )
     charged_hours: NonNegativeFloat | None = Field(
         None,
-        description="Maximum sum of node-hours, each multiplied by the charge of its queue. If CPU nodes and GPU nodes "
-        "have different accounts (`account_suffix`), the maximum applies to each account. Absent: no limit.",
+        description="Maximum sum of node-hours, each multiplied (after `full_charge_minutes`) by the charge of its "
+        "queue. If CPU nodes and GPU nodes have different accounts (`account_suffix`), the maximum applies to each "
+        "account. Absent: no limit.",
     )
 
 
@@ -284,7 +285,7 @@ class Workflow(Strict):
 
     targets: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9*][A-Za-z0-9_*-]*$")]] = Field(
         min_length=1,
-        description="Names of the plans that `snakemake` without arguments runs and reports, or patterns (`*_demo`).",
+        description="Plans, or patterns (`*_demo`), that `snakemake` without arguments runs and reports.",
     )
     datasets: dict[Name, SerializeAsAny[DatasetSettings]] = Field(
         {}, description="Datasets by name, in addition to the datasets of the studies."

@@ -65,7 +65,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def write(folder: Path, scalars: Mapping[str, float | None]) -> None:
-    """Write scalars to `folder`, replacing older files; skip None."""
+    """Write scalars to `folder`, replacing older files; skip None values."""
     with writer(folder) as board:
         for name, value in scalars.items():
             if value is not None:

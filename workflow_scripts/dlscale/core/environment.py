@@ -1,6 +1,6 @@
 """Record of a stage's software and hardware, and the differences between two records.
 
-The command line writes the record next to the telemetry, as `telemetry/STAGE.json`, when the stage is done.
+`dlscale.cli` writes the record next to the telemetry, as `telemetry/STAGE.json`, at the end of the stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dlscale.core.urls import hidden_in
 #: Prefixes of the environment variables that are recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "FI_", "UCX_", "PYTORCH_")
 
-#: Maximum number of packages, and of variables, that a list of differences names.
+#: Maximum number of packages in a list of differences, and maximum number of variables.
 NAMED = 3
 
 
@@ -55,7 +55,7 @@ class Environment(Record):
     gpus: list[Gpu] = []
     image: dict[str, str] | None = None  #: Engine, name and digest of the container's image.
     git: dict[str, Any] | None = None  #: Commit of dlscale's checkout, and whether it is dirty.
-    packages: list[str] = []  #: All installed distributions, as `pip freeze` names them.
+    packages: list[str] = []  #: All installed distributions, as `NAME==VERSION`.
     variables: dict[str, str] = {}  #: Environment variables with secrets redacted.
 
     def commit(self) -> str:
@@ -85,7 +85,7 @@ def environment() -> Environment:
 
 
 def record(path: Path) -> None:
-    """Write the environment of this process.
+    """Write the environment of this process to `path`.
 
     If this fails, only log a warning, because the stage itself has succeeded.
     """

@@ -48,7 +48,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     Return an empty string if no name is close.
     """
-    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
@@ -57,7 +57,11 @@ def of_another(file: Path) -> str:
 
     Return an empty string if the file is missing, too.
     """
-    return f"; {file} was made from another configuration; select it with --configfile" if file.exists() else ""
+    return (
+        f"; {file} was made from another configuration; name that configuration with --configfile"
+        if file.exists()
+        else ""
+    )
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> str:

@@ -150,7 +150,7 @@ def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path` atomically."""
     with atomic_write(path) as temporary:
-        # Names of files that are not UTF-8 contain surrogates, which are written as in JSON.
+        # File names that are not valid UTF-8 contain surrogates, which are written as escapes such as \udcff.
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -180,7 +180,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file, as the `opener` of `open`.
+    """Open a regular file and return its descriptor; for use as the `opener` of `open`.
 
     Refuse links, pipes and devices, because another user may have created them as a trap.
     """

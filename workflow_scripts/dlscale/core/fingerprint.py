@@ -120,7 +120,10 @@ def remember(path: Path) -> None:
 
 @functools.cache
 def _source(module: str) -> tuple[tuple[str, str], frozenset[str]]:
-    """Return a module's two digests (with and without texts), and all imports that `_file` finds."""
+    """Return a module's digests (with and without texts for readers) and its imported modules.
+
+    Modules without a source file are left out; parent packages are included.
+    """
     file = _file(module)
     if file is None:
         raise UserError(f"{module}: no such module; an extension's table or a study names it")
@@ -215,7 +218,7 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     """Return `modules` and all modules with a known source file (`_file`) that `modules` import.
 
-    Imports inside functions count, imports for type checking or by a computed name do not. Modules in `GUARDS` are left
+    Imports inside functions count; imports for type checking or by a computed name do not. Modules in `GUARDS` are left
     out, unless `whole` is true, or a page's module imports a module in `SHOWN`.
     """
     seen, todo = set[str](), [*modules]

@@ -13,7 +13,7 @@ seen = False
 
 
 def end_at_once(name: str) -> None:
-    """Let Ctrl-C end this process with one line and no traceback, until `raise_again`.
+    """Let Ctrl-C end this process with one line and no traceback, until `raise_again` is called.
 
     Imports need this, because compiled code may ignore a `KeyboardInterrupt` in a callback, for example while pydantic
     compiles a pattern. If the name is empty, the line is not printed. A process that ignores Ctrl-C, such as a script's

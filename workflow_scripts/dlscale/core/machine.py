@@ -128,7 +128,7 @@ def command_output(words: list[str], seconds: float = 60.0) -> str | None:
 
 
 def job_limits() -> list[tuple[int, int]]:
-    """Return pairs of memory limit and memory use (bytes), one for each control group that limits this process."""
+    """Return memory limit and memory use (bytes) of each control group that limits the memory of this process."""
     found = []
     with contextlib.suppress(OSError, ValueError):  # cgroup v2, from the group of this process upwards
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
@@ -203,7 +203,7 @@ NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "compiler": ("a C++ compiler (g++) and Python's headers (python3-dev)", _compiler),
     "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", _dali),
     "bf16": ("a processor with bfloat16 instructions", _bf16),
-    "fp8": ("a GPU with 8-bit matrix products: L40, H100 or newer", _fp8),
+    "fp8": ("a GPU with FP8 matrix products: L40, H100 or newer", _fp8),
 }
 
 

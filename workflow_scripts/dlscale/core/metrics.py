@@ -21,10 +21,10 @@ class Metric(Record):
 
     name: str  #: Key in `Epoch.metrics`: `KIND`, or `KIND/CHANNEL` for a metric of one channel.
     title: str  #: Title for readers, without the channel.
-    meaning: str = ""  #: Meaning in one line.
+    meaning: str = ""  #: Explanation of the metric in one line.
     unit: str = "1"  #: Unit; `1` for a number without a unit.
     better: Literal["lower", "higher"] = "lower"
-    naive: str | None = None  #: Name of this metric for the best baseline without learning; None without a baseline.
+    naive: str | None = None  #: Key of the best baseline's value in `Epoch.metrics`; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
     rival: str = ""  #: Name of the baseline, if this metric is the error of a baseline that no metric names in `naive`.
     derived: bool = (
@@ -112,7 +112,7 @@ class Epoch(Record):
     train_loss: Number  #: Mean loss over the epoch's training samples.
     valid_loss: Number  #: Mean loss over all validation samples.
     epoch_seconds: Measured  #: Training time without validation, s.
-    #: Training rate; its time includes the wait for the first batch, but not the validation. None if an external
+    #: Training throughput. The time includes the wait for the first batch, but not the validation. None if an external
     #: program's batch size is unknown.
     samples_per_second: Measured | None
     valid_seconds: Measured = 0.0  #: Time of the validation after the epoch, s.
@@ -122,7 +122,7 @@ class Epoch(Record):
     metrics: dict[str, Number] = {}  #: Validation metrics by name.
     #: Training metrics by name: means over the epoch of values that are computed before each update.
     train_metrics: dict[str, Number] = {}
-    #: Steps that were left out, because their loss or gradient was not finite; `train_loss` excludes their samples.
+    #: Number of skipped steps, whose loss or gradient was not finite; `train_loss` excludes the samples of these steps.
     skipped: int = 0
     #: Geometry and loader of the run, which decide the times; None if geometry or loader changed within the epoch.
     made_with: dict[str, Any] | None = {}
@@ -130,7 +130,7 @@ class Epoch(Record):
 
     @property
     def begin(self) -> float:
-        """Start time, seconds since 1970-01-01 UTC; if the epoch was interrupted, later by the pauses."""
+        """Start time, seconds since 1970-01-01 UTC; too late by the pauses if the epoch was interrupted."""
         return self.wall_time - self.epoch_seconds
 
 

@@ -16,8 +16,8 @@ TRIM = 0.2
 def standard_errors(samples: float, looks: int = 1) -> float:
     """Return the half-width of a mean's 95 % interval in standard errors (Student's t).
 
-    The half-width is infinite for one sample. `looks` is the number of comparisons: with several, each interval is
-    wider, so that all are correct together with a probability of at least 95 % (Bonferroni).
+    The half-width is infinite for one sample. `looks` is the number of comparisons. With several comparisons, each
+    interval is wider, so that all intervals are correct with a probability of at least 95 % (Bonferroni).
     """
     from scipy.special import stdtrit
 

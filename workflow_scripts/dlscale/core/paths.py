@@ -26,11 +26,9 @@ class Results(NamedTuple):
         return f"{self.folder}/data/{dataset}/pieces/{part}-{piece}.h5"
 
     def part(self, part: str = "{split}/{part}", dataset: str = "{dataset}") -> str:
-        """Return the path of a part of a dataset."""
         return f"{self.folder}/data/{dataset}/{part}.h5"
 
     def manifest(self, dataset: str = "{dataset}") -> str:
-        """Return the path of a dataset's manifest."""
         return f"{self.folder}/data/{dataset}/manifest.json"
 
     def stats(self, dataset: str = "{dataset}") -> str:
@@ -38,7 +36,6 @@ class Results(NamedTuple):
         return f"{self.folder}/data/{dataset}/stats"
 
     def preview(self, dataset: str = "{dataset}") -> str:
-        """Return the path of a dataset's preview figure."""
         return f"{self.folder}/data/{dataset}/preview.png"
 
     def dataset_settings(self, dataset: str = "{dataset}") -> str:
@@ -69,7 +66,6 @@ class Results(NamedTuple):
 
     @property
     def plans(self) -> str:
-        """The folder of all plans."""
         return f"{self.folder}/plans"
 
     def plan(self, plan: str = "{plan}") -> str:
@@ -77,7 +73,6 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/plan.yaml"
 
     def table(self, plan: str = "{plan}") -> str:
-        """Return the path of the table of a plan's runs."""
         return f"{self.folder}/plans/{plan}/summary.csv"
 
     def rung(self, plan: str = "{plan}", rung: int | str = "{rung}") -> str:
@@ -85,17 +80,15 @@ class Results(NamedTuple):
         return f"{self.folder}/plans/{plan}/rung{rung}.json"
 
     def plan_page(self, plan: str = "{plan}") -> str:
-        """Return the path of the report page of a plan."""
         return f"{self.folder}/plans/{plan}/report.html"
 
     def references(self) -> list[str]:
-        """Return the records of imported logs (`dlscale import`), without hidden folders (incomplete imports)."""
+        """Return the paths of the records of imported logs, without hidden folders (incomplete imports)."""
         return sorted(map(str, Path(self.folder).glob("references/[!.]*/reference.json")))
 
     # ---- jobs ----------------------------------------------------------------------------------------
 
     def log(self, stage: str, *names: str) -> str:
-        """Return the path of a job's log."""
         return f"{self.folder}/logs/{'/'.join([stage, *names])}.log"
 
     def benchmark(self, stage: str, *names: str) -> str:

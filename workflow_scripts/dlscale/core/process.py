@@ -8,6 +8,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,29 @@ from typing import NamedTuple, TextIO
 from dlscale.core import interrupt
 from dlscale.core.errors import UserError
 from dlscale.core.files import open_regular, translate_error
+from dlscale.core.machine import text_of
+
+# ---- signals ------------------------------------------------------------------------------------------
+
+
+def pass_on(number: int, frame: object = None) -> None:
+    """Send a signal to the nearest descendants of this process that have a handler for it.
+
+    The signal would end a descendant without a handler, such as a shell, so the children of this descendant get it.
+    The children of a process with a handler do not get the signal, because this process decides about them.
+    """
+    import psutil
+
+    waiting = psutil.Process().children()
+    while waiting:
+        child = waiting.pop()
+        caught = re.search(r"^SigCgt:\s*(\w+)", text_of(Path(f"/proc/{child.pid}/status")), re.MULTILINE)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if caught and int(caught[1], 16) >> (number - 1) & 1:
+                child.send_signal(number)
+            else:
+                waiting += child.children()
+
 
 # ---- launcher -----------------------------------------------------------------------------------------
 
@@ -190,7 +214,7 @@ def _print(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-#: Function that prints a last message to the user; the command line sets it.
+#: Function that prints a last message to the user; `dlscale.cli` sets this function.
 say: Callable[[str], object] = _print
 
 
@@ -205,10 +229,10 @@ def end(message: str, status: int) -> None:
 
 
 def with_last_word(work: Callable[..., object], ended: Callable[[], int]) -> Callable[..., None]:
-    """Return a function that calls `work`, then ends Snakemake with the status from `ended`.
+    """Return a function that calls `work`, then exits with the status from `ended`, unless this status is 0.
 
-    If this status is 0, the function returns. After Ctrl-C the status is 130. The function calls `sys.exit`, because
-    Snakemake prints a traceback for any error in a function of the Snakefile.
+    After Ctrl-C the status is 130. The function exits by `sys.exit`, because for any other exception in a function of
+    the Snakefile, Snakemake prints a traceback.
     """
 
     def done(*args: object, **named: object) -> None:

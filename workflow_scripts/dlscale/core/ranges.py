@@ -56,7 +56,7 @@ def advance(name: str) -> None:
 
 @contextlib.contextmanager
 def part(name: str, kind: str | None = None) -> Iterator[None]:
-    """Record that this process is in a part of the run that all ranks reach.
+    """Record, during the block, that this process is in the part `name` of the run, which all ranks reach.
 
     `kind` is the kind of work in this part; None keeps the current kind.
     """

@@ -32,7 +32,7 @@ _KEYS = {
     *("service", "client", "storage", "master", "ssh", "deploy", "subscription", "app", "admin", "wandb", "openai"),
 }
 _PLAIN_KEYS = {"primary", "foreign", "sort", "public", "cache", "partition", "group", "index", "image", "label", "data"}
-#: Words before `token` or `pass` in names that mean a part of a model or tokenizer instead of a secret.
+#: Words before `token` or `pass`; such a name means a part of a model or tokenizer instead of a secret.
 _PLAIN = {
     *("pad", "eos", "bos", "unk", "mask", "cls", "sep", "class", "special", "image", "stop", "start", "end", "begin"),
     *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
@@ -126,8 +126,8 @@ def put_back(settings: Any, secrets: Mapping[str, str]) -> Any:
     def put(match: re.Match[str]) -> str:
         if match[0] not in secrets:
             raise UserError(
-                f"{match[0]} stands for a secret, which this process does not have; let snakemake start the program, "
-                "or give --config a file with the secret"
+                f"{match[0]} stands for a secret, which this process does not have; start the program with snakemake, "
+                "or let --config name a file that contains the secret"
             )
         return secrets[match[0]]
 

@@ -244,10 +244,7 @@ def _outside_kinds() -> dict[str, Any]:
 
 
 def kinds() -> dict[str, str]:
-    """Return the package or module of each kind of dataset, by name of the kind.
-
-    Shipped kinds have a package; for outside kinds, this is the module of the kind's class.
-    """
+    """Return name → package of each shipped kind of dataset, and name → module of the class of each outside kind."""
     return {**shipped_kinds(), **{name: type(kind).__module__ for name, kind in _outside_kinds().items()}}
 
 
@@ -265,7 +262,7 @@ def kind(name: str) -> Any:
     return known[name]
 
 
-#: Functions that the module of an outside kind may define, by role. All other roles have the function `acquire`.
+#: Role → functions by which the module of an outside kind defines the role; for all other roles, this is `acquire`.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
@@ -295,7 +292,7 @@ def module_of(name: str, role: str) -> str | None:
 
 
 def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the rows that all extensions have in their tables called `name`, without the names `taken` of the core.
+    """Return the rows of all extensions' tables called `name`; refuse repeated keys, and keys in `taken` (the core's).
 
     Rows of `COMMANDS` and `STAGES` are objects (`dlscale.core.stage`); rows of other tables are full names:
 
@@ -327,15 +324,15 @@ def rules() -> list[str]:
 
 
 def hooks() -> dict[Path, str]:
-    """Return the files that dlscale's hook loads into external programs, with an environment variable of each file.
+    """Return the files that dlscale's hook may load into an external program, each with its environment variable.
 
-    A program in which the variable is set loads the file. The function `start` of the file gets the log of the steps.
+    The hook loads a file if its variable is set, and passes the log of the steps to the function `start` of the file.
     """
     return {_file(module): variable for module, variable in table("HOOKS").items()}
 
 
 def page_modules() -> list[str]:
-    """Return the modules with which extensions complete a page; the page is made again if one of them changes."""
+    """Return the modules with which extensions complete a page; a change of these modules makes the page again."""
     functions = (name for each in ("CAUSES", "SECTIONS", "CARDS") for name in table(each).values())
     names = (*functions, *(row.record for row in table("STAGES").values() if row.record))
     return list(dict.fromkeys(name.rpartition(".")[0] for name in names))

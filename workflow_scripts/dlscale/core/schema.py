@@ -26,13 +26,13 @@ BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
 #: Upper bounds with the reasons that messages quote. A larger number is a typing error, which otherwise shows only when
 #: the machine hangs or the job takes weeks.
 BOUNDS = {
-    512: "a node starts a process or thread for each",
+    512: "a node starts this many processes or threads",
     1_024: "no node has more cores, and libraries fail with thousands of threads",
     604_800: "one week",
     1_000: "larger numbers are not realistic",
-    10_000: "each needs a file and a job that makes the file",
+    10_000: "larger numbers need too many files and jobs",
     65_536: "memory use grows with this number or with its square",
-    100_000: "each takes time, and the results take memory",
+    100_000: "larger numbers take too much time and memory",
     1e30: "larger numbers overflow in 32 bits",
 }
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]

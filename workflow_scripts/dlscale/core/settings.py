@@ -165,7 +165,7 @@ def typed(word: str) -> tuple[str, Any]:
     """Return key and value of KEY=VALUE; numbers stay strings, as in Snakemake's `--config`."""
     key, equals, text = word.partition("=")
     if not (key and equals):
-        raise UserError(f"{word}: expected KEY=VALUE")
+        raise UserError(f"{word}: expected KEY=VALUE, such as results=results")
     return key, load_yaml(text, word, StringLoader)
 
 
@@ -180,10 +180,10 @@ def validate(kind: type[Kind], raw: Any, where: str = "configuration", layers: S
     try:
         return TypeAdapter(kind).validate_python(raw)
     except ValidationError as error:
-        raise UserError(_explained(error, kind, raw, where, layers)) from None
+        raise UserError(_translate(error, kind, raw, where, layers)) from None
 
 
-def _explained(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
+def _translate(error: ValidationError, kind: Any, raw: Any, where: str, layers: Sequence[tuple[str, Raw]]) -> str:
     """Return a message with one line for each wrong value in `raw`; see `validate`."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False)[:8]:
@@ -259,7 +259,7 @@ def _reason(item: Any) -> str:
         case "not_a_mapping":
             return f"{got}; {item['msg']}"
         case "string_type" if given is None or isinstance(given, bool | int | float):
-            expected = "text; write it in quotes"
+            expected = "text; write the value in quotes"
         case "too_short":
             return f"got {given!r}; expected at least {many(context['min_length'], 'value')}"
         case "less_than_equal" if why := BOUNDS.get(context["le"]):

@@ -62,7 +62,7 @@ class Stage:
     text: str  #: Description for `--help`.
     scope: Scope
     options: tuple[Option, ...] = ()  #: Options in addition to `--log` and, for stages of a run, `RUN_OPTIONS`.
-    #: Keys of a run that the stage reads besides those of `RunCore`. A change of other keys does not repeat the stage.
+    #: Keys of a run that the stage reads besides the keys of `RunCore`. No other key makes the stage run again.
     settings: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()  #: Files in the run's folder; if the first file exists, the stage is done.
     record: str = ""  #: Full name of the class of the first output, if only an extension reads this record.
@@ -70,7 +70,7 @@ class Stage:
     nodes: Nodes = "here"
     #: Function of (run, training samples, validation samples) that returns the work, in units of a training sample.
     work: Callable[[Any, int | None, int | None], float | None] | None = None
-    #: Function of the run that returns the fixed part of the stage's time, s, which is added to work / rate.
+    #: Function of the run that returns the fixed part of the stage's time, s, which is added to work / throughput.
     seconds: Callable[[Any], float] | None = None
     #: Function of the run that returns the number of processes that a rank starts one after the other; None means 1.
     starts: Callable[[Any], int] | None = None
@@ -97,6 +97,7 @@ class Query:
     text: str
     options: tuple[Option, ...] = ()
     configured: bool = True  #: Whether the command reads the configuration, and has options such as `--configfile`.
+    example: str = ""  #: Command line that the help prints.
 
 
 #: Positional arguments: any number of plans.

@@ -63,15 +63,15 @@ STAGES: dict[str, Stage] = {
         (
             option("--engine", "container engine", metavar="NAME"),
             option("--image", "name of the image; localhost/... is built, other names are pulled", metavar="NAME"),
-            option("--target", "target of docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
-            option("--build-arg", "build argument", False, action="append", default=[], metavar="NAME=VALUE"),
+            option("--target", "build target in docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
+            option("--build-arg", "argument of the build", False, action="append", default=[], metavar="NAME=VALUE"),
         ),
     ),
     "configure": Stage(
         "dlscale.config.places",
         "Write the list of a plan's runs, as YAML.",
         "plan",
-        (path("--out", "YAML file to write"), option("--settings", "the settings", metavar="JSON")),
+        (path("--out", "YAML file to write"), option("--settings", "the plan's settings, as JSON", metavar="JSON")),
     ),
     "acquire": Stage(
         "dlscale.data.acquire",
@@ -97,7 +97,7 @@ STAGES: dict[str, Stage] = {
         "dlscale.data.preprocess",
         "Join the pieces of one part into its final file.",
         "part",
-        (_DATASET, path("--pieces", "the pieces, first piece first", nargs="+"), path("--out", "HDF5 file to write")),
+        (_DATASET, path("--pieces", "files of the pieces, in order", nargs="+"), path("--out", "HDF5 file to write")),
         nodes="cpu",
     ),
     "describe": Stage(

@@ -60,7 +60,7 @@ class Sample:
     cpu_run: float | None = None  #: Fraction of the processor time that the run's processes used.
     cpu_others: float | None = None  #: Fraction of the processor time that all other processes used.
     #: Fraction of the processor time that other jobs of the same Snakemake call used. `cpu_others` includes this
-    #: fraction. None if Snakemake is not an ancestor of the run.
+    #: fraction. None if `cpu_others` is None, or if Snakemake is not an ancestor of the run.
     cpu_call: float | None = None
     rss_bytes: float | None = None  #: Memory of the run's processes; shared memory counts once per process.
     read_bytes_per_second: float | None = None  #: Bytes requested by read calls of the run, without mapped files.

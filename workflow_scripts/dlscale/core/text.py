@@ -30,8 +30,8 @@ def coloured(text: str, colour: str, stream: TextIO) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Return `value` as text with `digits` significant digits and thousands separators.
 
-    All digits before the point are kept. Values below 1e-4 or from 1e9 on are written with a power of ten. None becomes
-    `NONE`, and infinities become ∞.
+    All digits before the point are kept. Absolute values below 1e-4 (except 0) or from 1e9 on are written with a power
+    of ten. None becomes `NONE`, and infinities become ∞.
     """
     if value is None:
         return NONE

@@ -1,6 +1,6 @@
 """Redact addresses, and pass the full addresses to the stage that fetches.
 
-Addresses in a configuration are redacted when it is read, so that pages, records, command lines and params contain no
+Addresses are redacted when a configuration is read, so that pages, records, command lines and params contain no
 secrets. Only the environment of the stage `acquire` has the full addresses.
 """
 
@@ -141,7 +141,7 @@ def full_url(url: str) -> str:
     parts = split(found)
     if parts and any(_hidden_value(word) == word and word[-1:] != "=" for word in parts.query.split("&") if word):
         raise UserError(
-            f"{url}: this process does not have the secret values of the query; let snakemake fetch the file, or give "
-            "--config a file with the full address"
+            f"{url}: this process does not have the secret values of the query; fetch the file with snakemake, or let "
+            "--config name a file that contains the full address"
         )
     return found

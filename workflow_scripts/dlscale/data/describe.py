@@ -82,7 +82,7 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
 def new_manifest(
     dataset: DatasetSettings, fields: dict[str, FieldInfo], splits: dict[str, list[File]], folder: Path
 ) -> Manifest:
-    """Return a new manifest; the kind of the dataset may add to it."""
+    """Return a new manifest, to which the kind of the dataset may add."""
     provenance: dict[str, Any] = {"settings": dataset.model_dump(mode="json")}
     raws = {raw.origin: Path(raw.origin) for raw in parts.raws(dataset).values() if "://" not in raw.origin}
     provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.is_file()}

@@ -8,7 +8,7 @@ the module that the method `acquirer` returns
     `acquire(dataset, raw, out, progress)` makes a raw file. Without an acquirer, users' files are read directly, and
     URLs are fetched.
 `source`
-    `open_source(dataset, part, paths) -> Source` opens a part's raw files. Only prepared datasets do not need it.
+    `open_source(dataset, part, paths) -> Source` opens a part's raw files. Prepared datasets do not need this function.
 `samples`
     `open_samples(manifest, split, settings, seed)` opens the samples of a split. Without this function, each row is a
     sample.
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """Content of a dataset, such as a simulated one, that follows from its settings alone."""
+    """Content of a dataset, such as a simulated dataset, that follows from the settings alone."""
 
     fields: dict[str, tuple[int, tuple[int, ...]]]  # field name → number of channels, and grid as in `FieldInfo`
     rows: dict[Split, list[int]]  # split → number of rows of each file
@@ -114,11 +114,14 @@ class RowSamples(Strict):
     """Samples that are rows of the files: see `dlscale.data.samples`."""
 
     kind: Literal["rows"]
-    input: Fields = Field(description="Field of the dataset that is the model's input; or several fields.")
-    target: Fields = Field(description="Field that the model is to predict; or several fields.")
-    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch (default: all).")
+    input: Fields = Field(description="Field of the dataset, or several fields, that the model gets as input.")
+    target: Fields = Field(description="Field of the dataset, or several fields, that the model predicts.")
+    train: PositiveInt | None = Field(
+        None, description="Largest number of training samples per epoch. Absent: all samples."
+    )
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples and of test samples, evenly spaced (default: all)."
+        None,
+        description="Largest number of validation samples, and of test samples, evenly spaced. Absent: all samples.",
     )
 
 
@@ -132,7 +135,7 @@ class DatasetKind(ABC):
     Settings: ClassVar[type[DatasetSettings]]
     Samples: ClassVar[type[Strict]] = RowSamples  # class of a run's key `samples`
     rows: ClassVar[str] = "samples"  # noun for a file's rows on the page, such as "images"
-    standardised: ClassVar[bool] = False  # whether readers standardise each channel by its mean and deviation
+    standardised: ClassVar[bool] = False  # whether readers standardise each channel (mean 0, standard deviation 1)
     #: Keys of the dataset and its source that only select parts and raw files, and do not change the files' content.
     selection: ClassVar[frozenset[str]] = frozenset()
 
@@ -191,7 +194,7 @@ class DatasetKind(ABC):
         return None
 
     def outline(self, dataset: Any) -> Outline | None:
-        """Return the content of a dataset, to estimate costs and time limits; None if it depends on the files."""
+        """Return the content of a dataset, to estimate costs and time limits; None if the content depends on files."""
         return None
 
     def available(self, samples: Any, rows: list[int]) -> int | None:
@@ -217,8 +220,8 @@ class Paired(Strict, Generic[Both]):
     train: Both | None = Field(None, description="Files of the training part.")
     valid: Both | None = Field(None, description="Files of the validation part.")
     test: Both | None = Field(None, description="Files of the test part.")
-    all: Both | None = Field(None, description="Files, each of which `shares` divides into the parts.")
-    shares: Shares | None = Field(None, description="Fraction of `all` that each part gets.")
+    all: Both | None = Field(None, description="Files whose rows `shares` divides among train, valid and test.")
+    shares: Shares | None = Field(None, description="Fractions of the rows of `all` for train, valid and test.")
     sha256: dict[str, Sha256] = Field(
         {}, description="Expected digests of fetched files, by file name (the part of the URL after the last '/')."
     )
@@ -261,6 +264,6 @@ def share(rows: int, part: Part, path: Path, gap: int = 0) -> tuple[int, int]:
     if own < 1:
         raise UserError(
             f"{path}: split '{part.split}' is empty: the file has {rows} rows, and the split takes the fraction from "
-            f"{low:g} to {high:g} without its first {gap} rows (the gap); choose a larger share or a smaller gap"
+            f"{low:g} to {high:g} without its first {gap} rows (the gap); choose a larger fraction or a smaller gap"
         )
     return first, own

@@ -19,8 +19,8 @@ from dlscale.core.record import Record
 class Transform:
     """`model = (g(physical) - offset) / scale`, with g the identity (`linear`) or the natural logarithm (`log`).
 
-    `offset` and `scale` (> 0) are in units of g(physical). Before the
-    logarithm, values below `floor` (physical units) are raised to `floor`.
+    `offset` and `scale` (> 0) are in units of g(physical). Before the logarithm, values below `floor` (physical units)
+    are raised to `floor`.
     """
 
     kind: Literal["linear", "log"] = "linear"

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
         "xtick.labelsize": 7,
         "ytick.labelsize": 7,
     }
-    with matplotlib.rc_context(style):  # draws `$` as text; saving is here: it makes tick labels
+    with matplotlib.rc_context(style):  # also while saving, because saving makes the tick labels
         figure = Figure(figsize=(3.2 * columns, 4.6 * bands), layout="constrained")
         grid = figure.add_gridspec(2 * bands, columns, height_ratios=(2, 1) * bands)
         for number, panel in enumerate(panels):

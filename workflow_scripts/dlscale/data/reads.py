@@ -70,8 +70,8 @@ class _Guard:
             elif self._is_unseen(real):
                 self.refused = UserError(
                     f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so changes of "
-                    "this file would be ignored; return a `RawFile` for it from `parts`, and open its path in `paths`; "
-                    "or use kind `starter`, if one array is the input and one the target (docs/adding.md)"
+                    "this file would be ignored; let `parts` return a `RawFile` for the file, and open the file by its "
+                    "path in `paths`; or use kind `starter`, for one input array and one target array (docs/adding.md)"
                 )
                 raise self.refused
 

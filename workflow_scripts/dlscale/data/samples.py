@@ -33,7 +33,7 @@ NODES = (tuple, list, dict)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Return the tree of a function's results; its arguments are a leaf of `tree`, and the same leaves of `others`.
+    """Call a function for each leaf of `tree` (and the same leaves of `others`); return the tree of the results.
 
     Nodes are PyTorch's: tuples, named tuples, lists, dicts, `OrderedDict` and `defaultdict`; not other subclasses.
     """
@@ -64,7 +64,7 @@ class ArraySpec:
 
     shape: tuple[int, ...]  #: (C, ...), channels first, for fields and images; () for labels and scalars
     dtype: str = "float32"  #: `uint8` for images, `int64` for labels
-    #: number of classes, None if unknown; labels are 0 ... classes - 1, also those that the loader `synthetic` draws
+    #: number of classes, None if unknown; labels are 0 ... classes - 1, also in the loader `synthetic`
     classes: int | None = None
 
 
@@ -72,8 +72,8 @@ class Samples(Protocol):
     """The samples of one split."""
 
     size: int  #: samples in an epoch
-    input_spec: Any  #: `ArraySpec`, or a tree of them
-    target_spec: Any  #: like `input_spec`
+    input_spec: Any  #: `ArraySpec` of the input, or a tree of `ArraySpec`
+    target_spec: Any  #: `ArraySpec` of the target, or a tree of `ArraySpec`
     #: The study's function that makes a batch (see `Study.collate`); None to stack the arrays of all samples
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     #: Function that returns the loader, if samples are computed from other samples on the model's device. Its arguments

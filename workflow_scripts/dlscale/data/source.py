@@ -125,7 +125,7 @@ class Source(ABC):
     coordinates: Mapping[str, np.ndarray] = {}  # small arrays stored with the data, equal in all pieces
     row_coordinates: Mapping[str, np.ndarray] = {}  # arrays [rows, ...] stored with the data, such as times
     summed: tuple[str, ...] = ()  # names of fields [N, ...] whose sums over rows are stored as `sum/NAME`, float64
-    attributes: Mapping[str, Any] = {}  # provenance of the raw files, plain values
+    attributes: Mapping[str, Any] = {}  # provenance of the raw files, which is stored as JSON
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Mapping[str, np.ndarray]:

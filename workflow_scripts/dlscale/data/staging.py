@@ -1,9 +1,9 @@
 """Copies of a dataset's files in a node's memory or on its local disk, and verification of files.
 
-A copy is a folder, whose name is the beginning of the manifest's digest. The first
-process of a node makes the copy while the node's other processes wait. Each reader holds a shared lock on the copy. The
-last reader removes a copy in memory; a copy on a disk stays until another copy needs the room. A file is copied again
-if the copy's size or modification time differs from the original's.
+A copy is a folder, whose name is the beginning of the manifest's digest. The first process of a node makes the copy
+while the node's other processes wait. Each reader holds a shared lock on the copy. The last reader removes a copy in
+memory; a copy on a disk stays until another copy needs the space. A file is copied again if the copy's size or
+modification time differs from the original's.
 
 A damaged file may keep its size and time. Therefore stages read each file once, to compare its SHA-256 with the
 manifest. A record next to the manifest has the digest, size and times of each verified file.

@@ -1,9 +1,9 @@
 """HDF5 layout of preprocessed data, and readers of any HDF5 file.
 
 Each field is one HDF5 dataset, and attributes describe the field. Volumes are [C, D, H, W], or [D, H, W, C] with the
-attribute `channels_last`. Volumes may have chunks: cubes with all channels, like samples. All other fields
-are contiguous, row by row: [N, C, H, W], [N, K], [N]. Floats are stored as float32, or as (x - offset) / scale in
-float16, with the attributes `offset` and `scale` [C]. Readers return values with channels first.
+attribute `channels_last`. Volumes may have chunks: cubes with all channels. All other fields are contiguous, row by
+row: [N, C, H, W], [N, K], [N]. Floats are stored as float32, or as (x - offset) / scale in float16, with the attributes
+`offset` and `scale` [C]. Readers return values with channels first.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
     Raise `UserError` for a file that is missing or damaged, or that links to other files.
     """
     if Path(path).is_dir():
-        raise UserError(f"{path}: a folder; expected a file, name the files in it")
-    with reading(path, "not a readable HDF5 file: it may be truncated or damaged, fetch or make it again"):
+        raise UserError(f"{path}: a folder; expected a file. Name the files in the folder")
+    with reading(path, "not a readable HDF5 file: it may be truncated or damaged; fetch or make it again"):
         try:
             file = h5py.File(path, "r")
         except OSError as error:
@@ -115,7 +115,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 
 
 def _check_own(file: h5py.File) -> None:
-    """Refuse a file whose values are stored in other files, because it could name any file of this machine."""
+    """Refuse a file whose values are stored in other files, which could be any files of this machine."""
     for name in file:
         if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
             check_link(file, name)
@@ -343,7 +343,7 @@ class Reader:
         index = (*index, *[slice(None)] * (len(order) - len(index)))
         try:
             values: np.ndarray = opened[tuple(index[axis] for axis in order)]
-        except MemoryError:  # memory is short, the file is not damaged
+        except MemoryError:  # memory is short; the file is not damaged
             raise
         except Exception as error:
             raise unreadable(self.path, error, f"{self.name}: {TORN}") from None
@@ -419,7 +419,7 @@ def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
 
 @dataclass
 class Moments:
-    """Count, mean, sum of squared deviations and extremes of C channels, float64 [C]; `merged` adds others.
+    """Count, mean, sum of squared deviations and extremes of C channels, float64 [C]; `merged` adds other moments.
 
     The formula of Chan, Golub and LeVeque (1979) avoids overflow and cancellation.
     """

@@ -2,7 +2,7 @@
 
 This process forwards signals to the container, returns the container's exit status, and removes the container by its
 name. If this process is killed, the container's standard input ends, so the stage in the container ends
-(`exit_with_stdin`). For Apptainer, this process becomes the container.
+(`exit_with_stdin`). For Apptainer and enroot, this process becomes the container.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ PASSED_ON = (
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+#: Settings of enroot that replace those of a site's `enroot.conf`. A login shell would reset the image's PATH, a mounted home
+#: folder the stage's HOME; in other namespaces, a stage would lack signals, the network or devices.
+ENROOT_SETTINGS = dict.fromkeys(
+    (
+        *("ENROOT_LOGIN_SHELL", "ENROOT_MOUNT_HOME", "ENROOT_RESTRICT_DEV", "ENROOT_ROOTFS_WRITABLE"),
+        *("ENROOT_UNSHARE_PID", "ENROOT_UNSHARE_NET", "ENROOT_UNSHARE_IPC"),
+    ),
+    "no",
+)
+
 #: Seconds between SIGTERM and SIGKILL.
 GRACE = 30
 
@@ -48,10 +58,16 @@ def name() -> str:
 
 def main(command: list[str]) -> int:
     """Run `command` (engine and arguments) to its end, and return the container's exit status."""
-    if command[:1] == ["apptainer"]:  # it has no daemon and no container names: this process becomes the container
+    named = list(itertools.takewhile(lambda word: word.startswith("--env="), command))
+    command = command[len(named) :]
+    if command[0] in ("apptainer", "enroot"):  # no daemon and no container names: this process becomes the container
         given = {word.partition("=")[0] for option, word in itertools.pairwise(command) if option == "--env"}
-        passed = {f"APPTAINERENV_{key}": os.environ[key] for key in PASSED_ON if key in os.environ and key not in given}
-        os.execvpe(command[0], command, {**os.environ, **passed})
+        passed = {*PASSED_ON, *(word.removeprefix("--env=") for word in named)} & os.environ.keys() - given
+        os.execvpe(
+            command[0],
+            [*command[:2], *(f"--env={key}" for key in sorted(passed) if command[0] == "enroot"), *command[2:]],
+            {**os.environ, **ENROOT_SETTINGS, **{f"APPTAINERENV_{key}": os.environ[key] for key in passed}},
+        )
     engine, called = command[0], name()
 
     def ask(*words: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +98,7 @@ def main(command: list[str]) -> int:
     try:
         status = client.wait()
         if status in (125, 126, 127):  # the engine failed, or the command is not executable, or not found
-            remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false leaves GPUs out)"
+            remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false disables GPUs)"
             print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
         if status < 0:  # the client was killed; the container continues
             waited = ask("wait", called).stdout.strip()

@@ -12,22 +12,36 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import sha256
 from dlscale.core.machine import command_output
 from dlscale.core.process import Image
-from dlscale.launch.launcher import LOCAL
+from dlscale.launch.launcher import FILE_SUFFIXES, LOCAL
+
+#: Commands that make an engine's image file from an image of podman, Docker or a registry.
+MAKE_FILE = {
+    "apptainer": "podman save --format docker-archive --output dlscale.tar {built} && apptainer build {file} "
+    "docker-archive:dlscale.tar (from a registry: apptainer pull {file} docker://REGISTRY/NAME:TAG)",
+    "enroot": "enroot import --output {file} podman://{built} (from Docker: dockerd://{built}; from a registry: "
+    "docker://REGISTRY#NAME:TAG)",
+}
 
 
 def identity(engine: str, image: str) -> str | None:
     """Return the identity of an image's content; None without an engine, or if the image is missing.
 
     For podman and docker, the identity is the digest of the image's configuration. For Shifter, it is the gateway's
-    identifier. For Apptainer, it is the SHA-256 of the file.
+    identifier. For Apptainer and enroot, it is the SHA-256 of the file.
     """
     if engine == "none" or not image:
         return None
-    if engine == "apptainer":
+    if engine in FILE_SUFFIXES:
         return sha256(image) if Path(image).is_file() else None
-    inspect = [engine, "image", "inspect", "--format", "{{.Id}}", image]
-    words = (command_output(["shifterimg", "lookup", image] if engine == "shifter" else inspect) or "").split()
+    if engine == "podman-hpc":
+        return migrated(image)
+    lookup = ["shifterimg", "lookup", image] if engine == "shifter" else _inspect(engine, image)
+    words = (command_output(lookup) or "").split()
     return words[-1] if words else None
+
+
+def _inspect(engine: str, image: str) -> list[str]:
+    return [engine, "image", "inspect", "--format", "{{.Id}}", image]
 
 
 def image_identity(engine: str, image: str, first: bool) -> str:
@@ -46,19 +60,26 @@ def image_identity(engine: str, image: str, first: bool) -> str:
     return here
 
 
+def file_remedy(engine: str, image: str) -> str:
+    """Return what `site.image` has to be for an engine with image files, and the commands that make the file."""
+    file = Path(image if image.endswith(FILE_SUFFIXES[engine]) else f"dlscale{FILE_SUFFIXES[engine]}")
+    commands = MAKE_FILE[engine].format(file=file, built=image if image.startswith(LOCAL) else f"{LOCAL}dlscale:gpu")
+    return f"site.image has to be a {file.suffix} file. To make {file}: {commands}"
+
+
 def main(args: argparse.Namespace) -> None:
     """Build or pull `args.image` for `args.engine`, and migrate it for podman-hpc."""
     engine, image = args.engine, args.image
     if engine == "none" or not image:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")
-    if engine == "apptainer":
+    if engine in FILE_SUFFIXES:
         if not Path(image).is_file():
-            raise UserError(f"{image}: no such file; to make this file: apptainer pull {image} docker://NAME")
+            raise UserError(f"{image}: no such file; {file_remedy(engine, image)}")
     elif engine == "shifter":
         _run(["shifterimg", "pull", image])
     elif image.startswith(LOCAL):
         if not Path("docker/Dockerfile").is_file():
-            remedy = "build the image in a checkout of dlscale, or set site.image to a published one"
+            remedy = "build the image in a checkout of dlscale, or set site.image to a published image"
             raise UserError(f"{image}: cannot be built, because this folder has no docker/Dockerfile; {remedy}")
         words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
         if engine != "docker":
@@ -68,7 +89,8 @@ def main(args: argparse.Namespace) -> None:
         _run([engine, "pull", image])
     if engine == "podman-hpc":  # compute nodes see only migrated images; `migrate` reports success even if it failed
         _run([engine, "migrate", image])
-        if not migrated(image):
+        built = (command_output(_inspect(engine, image)) or "").strip().removeprefix("sha256:")
+        if not built or built != (migrated(image) or "").removeprefix("sha256:"):
             raise UserError(f"{image}: `podman-hpc images` does not list this image as migrated (R/O); see the log")
     here = identity(engine, image)
     if here is None:
@@ -78,10 +100,16 @@ def main(args: argparse.Namespace) -> None:
     logging.info("%s: %s", image, here)
 
 
-def migrated(image: str) -> bool:
-    """Return whether podman-hpc lists the image as migrated."""
-    words = ["podman-hpc", "images", "--format", "{{.Repository}}:{{.Tag}} {{.ReadOnly}}"]
-    return f"{image if ':' in image else image + ':latest'} true" in (command_output(words) or "").splitlines()
+def migrated(image: str) -> str | None:
+    """Return the identity of a migrated image of podman-hpc; None if it is not listed as migrated.
+
+    `image inspect` would look into the storage of one login node; compute nodes and other login nodes see only migrated
+    images.
+    """
+    name = image if ":" in image else f"{image}:latest"
+    words = ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
+    rows = [line.split() for line in (command_output(words) or "").splitlines()]
+    return next((row[1] for row in rows if row[::2] == [name, "true"]), None)
 
 
 def _run(words: list[str]) -> None:

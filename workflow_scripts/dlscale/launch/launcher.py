@@ -30,6 +30,9 @@ PYTHON_HERE = [sys.executable, *PYTHON[1:]]
 #: Prefix of the names of images that the workflow builds.
 LOCAL = "localhost/"
 
+#: Ends of the names of image files, for engines whose images are files.
+FILE_SUFFIXES = {"apptainer": ".sif", "enroot": ".sqsh"}
+
 #: Arguments of Python that run `dlscale.launch.ranks`, which starts a node's ranks or a command such as mpirun.
 RANKS = ["-P", "-m", "dlscale.launch.ranks"]
 
@@ -64,8 +67,8 @@ class ContainerMounts:
 def sources(site: Site) -> Path:
     """Return the folder from which Python imports `dlscale`.
 
-    For containers, the folder has nothing else that Python could import by accident. For an installed dlscale, it is a
-    new folder with a link to the package.
+    For containers, the folder has nothing else that Python could import by accident: for an installed dlscale, this is
+    a new folder with a link to the package.
     """
     if CHECKOUT or site.engine == "none":
         return ROOT.parent
@@ -78,9 +81,9 @@ def sources(site: Site) -> Path:
 
 
 def launch(site: Site, place: ContainerMounts, geometry: Geometry | None = None) -> list[str]:
-    """Return the command that starts `dlscale`, once or with a process per device, without the stage's arguments.
+    """Return the command that starts `dlscale` (one process, or one per device), without the stage's arguments.
 
-    `site` must be resolved. `geometry` is None for a stage that needs no device.
+    `site` is a result of `resolve`. `geometry` is None for a stage that needs no device.
     """
     # On full nodes, local rank i takes the i-th GPU of the site's order. On part of a node, the scheduler selects GPUs.
     whole = geometry is not None and geometry.world_size > 1 and geometry.gpus_per_node == len(site.gpu_order or ())
@@ -129,13 +132,14 @@ def mpirun_command(site: Site, geometry: Geometry) -> list[str]:
         sys.executable,
         *RANKS,
         *with_numbers(site.start or ["mpirun", "-n", "{ranks}"], geometry),
-        *meeting_command(geometry),
+        *meeting_command(site, geometry),
     ]
 
 
-def meeting_command(geometry: Geometry) -> list[str]:
+def meeting_command(site: Site, geometry: Geometry) -> list[str]:
     """Return a command that sets the address at which ranks meet; `dlscale.launch.ranks` fills in host and port."""
-    return ["env", f"MASTER_ADDR={'{host}' if geometry.nodes > 1 else '127.0.0.1'}", "MASTER_PORT={port}"]
+    host = f"{{host}}{site.host_suffix}" if geometry.nodes > 1 else "127.0.0.1"
+    return ["env", f"MASTER_ADDR={host}", "MASTER_PORT={port}"]
 
 
 def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
@@ -179,8 +183,8 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
     """Raise `UserError` for a geometry that the site cannot run; `where` is the prefix of the geometry's key."""
     if geometry.nodes > 1 and site.engine == "podman-hpc" and site.fabric == "slingshot":
         raise UserError(
-            f"{where}geometry.nodes: {geometry.nodes} nodes: containers of podman-hpc do not get the devices of "
-            "Slingshot (/dev/cxi*), so NCCL would use TCP. Use engine: shifter or none"
+            f"{where}geometry.nodes: {geometry.nodes} nodes: podman-hpc's module `nccl` does not give containers "
+            "the devices of Slingshot (/dev/cxi*), so NCCL would use TCP. Set site.engine to shifter or none"
         )
     if site.starter != "mpirun" and not site.rendezvous:  # sites with mpirun or a rendezvous have no scheduler
         slurm.check(site.scheduler, geometry, where)
@@ -211,7 +215,7 @@ def container_command(
         if path
     }
     here = guest.folder if guest else place.folder
-    prefix = guest.prefix if guest else ()
+    prefix, variables = (guest.prefix, guest.variables) if guest else ((), ())
     if site.engine == "shifter":
         # A Shifter container sees the site's file systems and the environment. Modules of the site set their variables
         # last, so `env` sets the stage's variables in the container. The image's HOME would hide ~/.netrc and caches.
@@ -226,13 +230,29 @@ def container_command(
         ]
     for path in place.data:
         _check_mount(path, site)
-    if site.engine == "apptainer":
-        # Apptainer mounts in the order of the options. Data come first: if a parent of the working folder were mounted
-        # later, it would hide this folder.
-        binds = [f"{path}:{path}:ro" for path in place.data]
-        binds += [f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()]
+    if site.engine in FILE_SUFFIXES:
+        # These engines mount in the order of the options. Data come first: if a parent of the working folder were
+        # mounted later, it would hide this folder.
+        binds = [
+            *(f"{path}:{path}:ro" for path in place.data),
+            *(f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()),
+        ]
+    if site.engine == "enroot":
+        # A mount is a line of an fstab, in which blanks are octal numbers. The working folder has no option. enroot's
+        # hook mounts NVIDIA's driver according to two variables, which the image may set, too.
+        binds = [bind.replace("\\", r"\134").replace(" ", r"\040") for bind in binds]
+        cards = {"NVIDIA_VISIBLE_DEVICES": "all" if gpu else "void", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
         return [
-            *(*SUPERVISOR, "apptainer", "exec", "--cleanenv", "--no-home"),
+            *(*SUPERVISOR, *(f"--env={name}" for name in variables), "enroot", "start"),
+            *(word for bind in binds for word in ("--mount", re.sub(":ro$", ":none:rbind,ro,x-create=auto", bind))),
+            *(word for item in {**cards, **environment}.items() for word in ("--env", "=".join(item))),
+            *(image, *(unset or ["env"]), f"--chdir={here}"),
+            *prefix,
+        ]
+    if site.engine == "apptainer":
+        return [
+            *(*SUPERVISOR, *(f"--env={name}" for name in variables)),
+            *("apptainer", "exec", "--cleanenv", "--no-home"),
             *(["--nv"] if gpu else []),
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
@@ -254,7 +274,7 @@ def container_command(
         f"--workdir={here}",
         *(f"--env={name}={value}" for name, value in environment.items()),
         *(f"--env={name}" for name in PASSED_ON if name not in environment),
-        *([f"--env={name}" for name in guest.variables] if guest else ["--env=DLSCALE_LIFELINE=1"]),
+        *([f"--env={name}" for name in variables] if guest else ["--env=DLSCALE_LIFELINE=1"]),
         image,
         *unset,
         *prefix,
@@ -279,13 +299,14 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
         # Rootless podman has to keep the user's ID; otherwise files would belong to a subordinate ID.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    # podman-hpc is rootless: root in the container is the user outside. The image's own user would match none.
+    # podman-hpc is rootless: root in the container is the user outside. The image's own user would be a subordinate ID.
     modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
-    return ["--user=0:0", *(["--gpu", *modules] if gpu else [])]
+    # Without the user's groups, files of a project that only its group may read could not be opened.
+    return ["--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
 
 
 #: Engines in the order in which `auto` tries them: engines for clusters first.
-ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "podman", "docker")
+ENGINES: tuple[Engine, ...] = ("shifter", "podman-hpc", "apptainer", "enroot", "podman", "docker")
 
 
 def resolve(site: Site, folder: Path | None = None) -> tuple[Site, list[str]]:
@@ -320,7 +341,9 @@ def _trouble(engine: str, image: str, folder: Path | None) -> str | None:
     command = shutil.which(engine, path=str(folder) if folder else None)
     if not command:
         return "absent"
-    if (engine == "apptainer") != image.endswith(".sif") or (engine == "shifter" and image.startswith(LOCAL)):
+    if (engine in FILE_SUFFIXES) != image.endswith(FILE_SUFFIXES.get(engine, tuple(FILE_SUFFIXES.values()))) or (
+        engine == "shifter" and image.startswith(LOCAL)
+    ):
         return f"not for image {image}"
     # Often docker is installed but its daemon does not run, or podman-hpc lacks the variable USER or its tools.
     if question := {"docker": ["info"], "podman-hpc": ["images", "--quiet"]}.get(engine):

@@ -153,7 +153,7 @@ def account_of(scheduler: Scheduler, nodes: Nodes) -> str | None:
 
 
 def choose_queue(scheduler: Scheduler, geometry: Geometry | None, where: str = "") -> tuple[str, Queue]:
-    """Return name and settings of a job's queue, the first that allows its nodes and GPUs.
+    """Return name and settings of a job's queue: the first queue that allows the job's nodes and GPUs.
 
     `geometry` is None for a data stage. The name is empty if the site names no queue. Raise `UserError` if no queue
     allows the geometry.
@@ -170,7 +170,7 @@ def choose_queue(scheduler: Scheduler, geometry: Geometry | None, where: str = "
     ]
     raise UserError(
         f"{where}geometry: no queue in site.scheduler.run_queues allows {many(asked.nodes, 'node')} with "
-        f"{many(asked.world_size, 'GPU')} in total; at most {', '.join(limits)}. Use fewer, or add a queue"
+        f"{many(asked.world_size, 'GPU')} in total; at most {', '.join(limits)}. Request less, or add a queue"
     )
 
 
@@ -190,7 +190,7 @@ def check(scheduler: Scheduler | None, geometry: Geometry, where: str = "") -> N
     if have and geometry.gpus_per_node > have:
         raise UserError(
             f"{where}geometry.gpus_per_node: {geometry.gpus_per_node} is more than the {have} GPUs of this site's "
-            f"nodes; use {have} and more nodes"
+            f"nodes; use at most {have}, and more nodes"
         )
     if (cpus := cpus_per_task(scheduler, geometry) * geometry.gpus_per_node) > scheduler.gpu_nodes.cpus:
         each = "geometry.cpus" if geometry.cpus else "scheduler.data_cpus"
@@ -221,7 +221,7 @@ def shown(geometry: Geometry, processes: Geometry | None = None, gpus: bool = Tr
 
 
 def left_running(folder: str) -> list[str] | None:
-    """Return a text with number, purpose and state of each job of a workflow in `folder` that Slurm lists.
+    """Return number, purpose and state, as text, of each job that Slurm lists for a workflow in `folder`.
 
     Return None if squeue fails.
     """
@@ -241,12 +241,15 @@ def left_running(folder: str) -> list[str] | None:
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     """Wait until Slurm lists no job of an earlier workflow call in `folder`.
 
-    The jobs of a killed controller continue until they finish.
+    The jobs of a killed controller continue until they finish. The pauses between queries grow from `seconds` to ten
+    times `seconds`, because sites ask users to query rarely.
     """
     said: list[str] | None = []
+    pause = seconds
     while (jobs := left_running(folder)) != []:
         if jobs != said:
             earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; cancel unwanted jobs with `scancel`"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = jobs
-        time.sleep(seconds)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 10 * seconds)

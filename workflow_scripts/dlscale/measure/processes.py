@@ -32,8 +32,8 @@ class Used(NamedTuple):
 def used(root: int, without: Collection[int] = (), tries: int = 5) -> Used:
     """Return the resource use of `root` and its descendants; raise `psutil.NoSuchProcess` if `root` does not exist.
 
-    Processes in `without` do not count. If a process ends while counters are read, the system adds its counters to
-    those of its parent; then all counters are read again, at most `tries` times.
+    Processes in `without` do not count. If a process ends while counters are read, Linux adds its counters to its
+    parent's. All counters are then read again, up to `tries` times in total.
     """
     parent = psutil.Process(root)
     found = []
@@ -65,7 +65,7 @@ def find_snakemake(process: int) -> int | None:
 
 
 def ranks_seen(root: int) -> int:
-    """Return how many ranks this container has: `root`'s children with the command line of this process's parent."""
+    """Count this container's ranks: `root`'s children with the command line of this process's parent."""
     command = psutil.Process(os.getppid()).cmdline()
     return sum(
         child.cmdline() == command
@@ -75,7 +75,7 @@ def ranks_seen(root: int) -> int:
 
 
 class Meter:
-    """Counter of the resource use of this process and its descendants, and of all programs on their cores."""
+    """Counter of the resource use of this process and its descendants, and of all programs on the same cores."""
 
     def __init__(self) -> None:
         self._cores, self._own = core_seconds(), used(os.getpid())
@@ -87,7 +87,7 @@ class Meter:
 
         seconds = time.perf_counter() - self._start
         now, cores = used(os.getpid()), core_seconds()
-        # If a daemon adopts a process, all past use of this process leaves the tree, so the sums may shrink.
+        # If a daemon adopts a process, the adopted process's past use leaves the tree, so the sums may shrink.
         cpu = max(0.0, now.cpu_seconds - self._own.cpu_seconds)
         read = max(0, now.read_bytes - self._own.read_bytes)
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()  # equal in all containers of a machine

@@ -26,7 +26,7 @@ class RangeTime(Record):
 
 
 class Activity(Record):
-    """Activity of host and device, means per profiled step; None or empty if not measurable by the profiler."""
+    """Activity of host and device, means per profiled step; None or empty if the profiler cannot measure a value."""
 
     launches: float | None = None  #: Number of kernels, copies and graphs that the host launched.
     syncs: float | None = None  #: Number of waits of the host for the device.
@@ -46,7 +46,7 @@ class Activity(Record):
 
 
 class Overhead(Record):
-    """Overhead of a profiler: profiled steps compared with plain steps before and after in the same process."""
+    """Overhead of a profiler: profiled steps compared with plain (unprofiled) steps before and after them."""
 
     ratio: float  #: Step time with the profiler / step time without the profiler.
     noise: float | None = None  #: Half-width of the 95 % interval of `ratio`; None for a single step.
@@ -72,7 +72,7 @@ class ProfiledTool(Record):
     name: str
     version: str = ""
     steps: int = 0
-    #: Step time with the profiler: median; on a GPU, mean over all steps until the device has finished them.
+    #: Step time with the profiler: the median; on a GPU, the mean, including the wait until the device has finished.
     seconds_per_step: float | None = None
     overhead: Overhead | None = None
     ranges: dict[str, RangeTime] = {}
@@ -97,8 +97,8 @@ class TopEntry(Record):
     #: Seconds per step: device time for kernels and copies, else host time.
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
-    share: float = 0.0  #: Fraction of the step's time.
-    total: Known = None  #: For functions: fraction of the step's time, including the functions that they call.
+    share: float = 0.0  #: `seconds` as a fraction of the step's time.
+    total: Known = None  #: As `share`, for functions, including the functions that they call.
     note: str = ""
 
 
@@ -121,7 +121,7 @@ Found = tuple[ProfiledTool, list[TopEntry]]
 
 
 class Unavailable(Exception):
-    """A profiler does not work here; the message has the reason and the remedy."""
+    """Error of a profiler that does not work here; the message has the reason and the remedy."""
 
 
 def overhead(before: Sequence[float], profiled: Sequence[float], after: Sequence[float]) -> Overhead:

@@ -14,6 +14,9 @@ from dlscale.parallel.records import Device, Links, MemoryUse
 #: The three modes of a throughput measurement (loading, computing, training), in the order of tables and figures.
 MODES = ("IO", "SYNTHETIC", "FULL")
 
+#: Mode of a throughput measurement → its name on the page and in messages; files contain the mode.
+MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
+
 #: Units of a rate; steps/s is the unit for an external program with an unknown batch size.
 SAMPLE_RATE, STEP_RATE = "samples/s", "steps/s"
 
@@ -41,7 +44,9 @@ class Trials(Record):
     avg_iter_throughput: list[float] = []
     mean: Measured
     std: Measured = 0.0
-    rank_throughput: list[float] = []  #: Mean samples/s of each process, without the waits at the ends of trials.
+    rank_throughput: list[
+        float
+    ] = []  #: Mean samples/s of each process, without its waits for other processes at the ends of trials.
     usage: Usage | None = None  #: Resource use during the trials, without the warm-up.
 
 
@@ -50,10 +55,10 @@ class SampleWork(Record):
 
     forward_flops: float = Field(ge=0)  #: FLOPs of the forward pass; a multiply-add counts as two.
     backward_flops: float = Field(ge=0)
-    #: Bytes that the operators of forward pass, backward pass and update read and write if they are not compiled, also
-    #: data that stay in a cache between two operators. None if the bytes cannot be counted.
+    #: Bytes that the uncompiled operators of forward pass, backward pass and update read and write, including data that
+    #: stay in a cache between two operators. None if the bytes cannot be counted.
     bytes: float | None = None
-    operators: float | None = None  #: Operators that an uncompiled step calls, per step, for any batch size.
+    operators: float | None = None  #: Number of operators that one uncompiled step calls, at any batch size.
     source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or counted operators.
 
     @property
@@ -100,16 +105,18 @@ class Outside(Record):
     """An external program, and the measurement of its steps."""
 
     command: list[str]
-    #: Source of the step times: calls in the program, PyTorch's functions, the program's log, or a rate that it prints.
+    #: Source of the step times. timed: calls in the program; seen: PyTorch's functions; log: the program's log; rate: a
+    #: rate that the program prints.
     way: Literal["timed", "seen", "log", "rate"]
     samples: bool = True  #: Whether rates are samples/s (else steps/s).
     steps: int  #: Number of counted steps.
     status: int  #: Exit status of the program.
     seconds: float = Field(ge=0)  #: Seconds from the program's start to its end.
     first_step_seconds: float = Field(ge=0)  #: Seconds from the program's start to the end of its first step.
-    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time in which the program waits for batches.
+    waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
     training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
-    #: Time outside the steps, seconds: batches of other loaders (`other`), longest time without any batch (`longest`).
+    #: Seconds outside the steps: for batches of other loaders, as in a validation (`other`); longest time without a
+    #: batch or a step (`longest`).
     pauses: dict[str, float] = {}
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.
@@ -135,9 +142,8 @@ class Throughput(Record):
     io: Trials | None = Field(None, alias="IO")  #: Loading only.
     synthetic: Trials | None = Field(None, alias="SYNTHETIC")  #: Computing only, on a batch that stays on the device.
     full: Trials | None = Field(None, alias="FULL")  #: Training: loading and computing.
-    beside: PairedTiming | None = (
-        None  #: Paired timing of FULL with the plan's first run; only for single-process runs.
-    )
+    #: Paired timing of FULL with the plan's first run; only for single-process runs.
+    beside: PairedTiming | None = None
     #: SYNTHETIC without averaged gradients; only for runs of several processes that can compute steps independently.
     alone: Trials | None = None
     work: SampleWork | None = None  #: FLOPs and bytes per sample.

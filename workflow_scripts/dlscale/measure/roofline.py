@@ -59,7 +59,10 @@ def attempt(what: str, work: Callable[[], Found]) -> Found | None:
 
 
 def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, SampleWork | None]:
-    """Return the work per sample as (counted, by formula); log each failure, and return None in its position."""
+    """Return the work per sample as (counted, by formula), with None for a failure, which is logged.
+
+    The work by formula is also None if the study has no formula.
+    """
     work = attempt("FLOPs and bytes cannot be counted", lambda: counted(session, batch))
     forward = attempt("the study's FLOPs formula fails", lambda: session.study.flops(session.run, session.manifest))
     if forward is None:
@@ -72,7 +75,9 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
         source="formula",
     )
     if work and abs(work.forward_flops - formula.forward_flops) > TOLERANCE * formula.forward_flops:
-        message = "FLOPs of a forward pass: %.4g by the study's formula, %.4g counted. One of the two numbers is wrong"
+        message = (
+            "FLOPs per sample, forward: %.4g by the study's formula, %.4g counted. One of the two numbers is wrong"
+        )
         logging.warning(message, formula.forward_flops, work.forward_flops)
     return work, formula
 
@@ -80,7 +85,7 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
 def counted(session: Session, batch: Batch) -> SampleWork:
     """Count the work of the operators of a step, per sample of the batch.
 
-    If several devices share a model, the complete model is counted, as on one device.
+    If several devices share a model, the operators of the complete model on one device are counted.
     """
     run = session.run
 
@@ -224,7 +229,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         size = sum(_size(value) for value in tensors_in(given.get(argument.name)))
         changed = bool(argument.alias_info and argument.alias_info.is_write)
         if argument.name == "grads" and name.startswith("_fused_") and given.get("grad_scale") is None:
-            changed = False  # unlike in the schema, gradients change only with a loss scale
+            changed = False  # the schema declares gradients as changed, but they change only with a loss scale
         if GATHER.get(name) == argument.name:
             size = written
         reads = not shape_alone and not (place == 0 and name in WRITE_ONLY)
@@ -245,13 +250,13 @@ def _size(tensor: torch.Tensor) -> int:
 
 # ---- peaks of a device -----------------------------------------------------------------------------
 
-#: Type of device → seconds for measuring matrix products; and seconds for measuring copies.
+#: Type of device → seconds for which matrix products are measured.
 PRODUCT_SECONDS = {"cpu": 0.3, "cuda": 0.2}
-COPY_SECONDS = 0.2
+COPY_SECONDS = 0.2  #: Seconds for which copies are measured.
 #: Type of device → edges of square matrices. Edges whose product would take over a quarter of `PRODUCT_SECONDS` are
 #: skipped.
 EDGES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192, 16384)}
-#: Bytes of the copied buffer, per GPU or for all CPU threads together; much larger than caches.
+#: Type of device → bytes of the copied buffer, per GPU or for all CPU threads together; much larger than caches.
 BUFFER = {"cpu": 2**28, "cuda": 2**30}
 #: Minimum bytes of the copied buffer per thread.
 MIN_COPY_BYTES = 2**24
@@ -347,7 +352,7 @@ def _own_copies(size: int) -> float:
 
 
 def _at_once(work: Callable[[], float]) -> float:
-    """Call `work` in all threads at the same time; return the sum of the results."""
+    """Call `work` in each of this process's threads at the same time; return the sum of the results."""
     before, count = torch.get_num_threads(), _threads()
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -1,4 +1,4 @@
-"""Telemetry of a run: `python -m dlscale.measure.telemetry PID RANKS GPUS`, a small process next to the stage.
+"""Telemetry of a run: `python -m dlscale.measure.telemetry PID RANKS GPUS`, a small process that runs next to a stage.
 
 PID is the root process of the run; its descendants belong to the run. RANKS is the number of the run's ranks on this
 node, and GPUS is the number of CUDA devices to sample. The telemetry process writes the rows of
@@ -53,7 +53,7 @@ class Node:
         seconds = max(now - self._time, 1e-6)
         busy = ("user", "nice", "system", "irq", "softirq")  # `user` includes the time of guests (virtual machines)
         cpu = sum(getattr(machine, name) - getattr(self._machine, name) for name in busy) / seconds / self._cores
-        # If a daemon adopts a process, all its past use leaves the tree, so the sums may shrink.
+        # If a daemon adopts a process, the adopted process's past use leaves the tree, so the sums may shrink.
         rates = [max(0.0, after - before) / seconds for after, before in zip(run, self._run, strict=True)]
         cpu_run = rates[0] / self._cores
         jobs = None
@@ -90,7 +90,7 @@ class Node:
 
 
 def main() -> None:
-    """Write rows until the stage ends; ignore signals, which the stage handles."""
+    """Write rows until the stage ends; leave signals to the stage."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -194,9 +194,9 @@ class Gpus:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self.handles = [pynvml.nvmlDeviceGetHandleByPciBusId(address) for address in addresses]
-        # If this process sees fewer GPUs than the run uses (each rank sees only its own), it sees only a part of the
-        # run's power and energy, so both are left out.
-        self._whole = len(addresses) == count
+        # If this process sees only some of the run's GPUs (each rank sees only its own), power and energy of the run
+        # are unknown, so both are left out.
+        self._sees_all = len(addresses) == count
         self._first = [self._ask("nvmlDeviceGetTotalEnergyConsumption", handle) for handle in self.handles]
         self._activity = [registry.provided("gpu_activity", lambda *_: dict)(pynvml, handle) for handle in self.handles]
 
@@ -211,8 +211,8 @@ class Gpus:
         return GpuSample(
             utilization=None if rates is None else rates.gpu / 100,
             memory_bytes=None if memory is None else memory.used,
-            watts=milliwatts / 1000 if self._whole and milliwatts is not None else None,
-            joules=(millijoules - first) / 1000 if self._whole and None not in (millijoules, first) else None,
+            watts=milliwatts / 1000 if self._sees_all and milliwatts is not None else None,
+            joules=(millijoules - first) / 1000 if self._sees_all and None not in (millijoules, first) else None,
             sm_mhz=self._ask("nvmlDeviceGetClockInfo", handle, self._nvml.NVML_CLOCK_SM),
             celsius=self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else "+".join(name for bit, name in REASONS.items() if reasons & bit),

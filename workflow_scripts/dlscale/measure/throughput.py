@@ -29,7 +29,7 @@ from dlscale.data.loaders.base import first_samples
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import tree_map
 from dlscale.measure.processes import Meter
-from dlscale.measure.records import MODES, Throughput, Trials
+from dlscale.measure.records import MODE_NAMES, MODES, Throughput, Trials
 from dlscale.measure.roofline import at_least, attempt, common_peaks, sample_work
 from dlscale.measure.turns import paired, timed_steps
 from dlscale.parallel.rendezvous import describe_device
@@ -40,10 +40,10 @@ from dlscale.train.build import Session, open_session
 from dlscale.train.loop import Batch, run_steps
 from dlscale.train.step import Step
 
-#: Factor on the number of batches of a trial, so that trials also last long enough if steps become faster.
+#: Factor on the number of batches per trial, so that trials last long enough even if steps become faster.
 MARGIN = 1.1
-#: Largest growth of the number of batches from one warm-up trial to the next, because the first trial may be slow or
-#: fast.
+#: Maximum factor by which the number of batches grows from one warm-up trial to the next, because one short trial may
+#: be much faster than later trials.
 GROWTH = 16
 
 
@@ -51,13 +51,13 @@ def main(args: argparse.Namespace) -> None:
     """Measure the run in `args.config` on the data of `args.manifest`; write one line of JSON to `args.out`."""
     run = load_run(args.config, "throughput")
     with contextlib.ExitStack() as stack:
-        # Before any computation, because the timed processes are forks of this process.
+        # Start the timed processes before any computation, because they are forks of this process.
         turns = stack.enter_context(paired(args))
         world, links = stack.enter_context(run_context(run, args.manifest, args.device))
         if args.beside and args.beside_manifest != args.manifest:
             verify(Manifest.read(args.beside_manifest), ("train", "valid"), world)
         results = measure(run.throughput, open_session(run, args.manifest, world, args.threads))
-        results = results.model_copy(update={"links": links, "beside": turns and turns.beside(run.throughput)})
+        results = results.model_copy(update={"links": links, "beside": turns and turns.paired_timing(run.throughput)})
         if world.main:
             out = Path(args.out)
             modes = {f"throughput/{mode.lower()}": results.mode(mode) for mode in MODES}
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def measure(settings: Settings, session: Session) -> Throughput:
-    """Measure the samples/s of all ranks together in each mode; return the record."""
+    """Measure each mode, over all ranks together; return the record."""
     step, world, run = session.step, session.world, session.run
     compiling: dict[str, float] | None = None
     modes: dict[str, Trials] = {}
@@ -91,11 +91,13 @@ def measure(settings: Settings, session: Session) -> Throughput:
         }
         for mode, (batches, consume) in streams.items():
             modes[mode] = trials(mode, batches, consume, settings, world)
-            logging.info("%s: %.2f +- %.2f samples/s", mode, modes[mode].mean, modes[mode].std)
+            logging.info(
+                "%s: %.2f samples/s, standard deviation %.2f", MODE_NAMES[mode], modes[mode].mean, modes[mode].std
+            )
         if world.data_size > 1 and run.can_step_alone:
             with step.strategy.unsynchronised():  # the last mode, because the ranks' weights differ afterwards
                 modes["alone"] = trials("alone", itertools.repeat(cached), step, settings, world)
-            logging.info("SYNTHETIC (computing) without averaged gradients: %.2f samples/s", modes["alone"].mean)
+            logging.info("computing without averaged gradients: %.2f samples/s", modes["alone"].mean)
     peak_memory = int(*world.max(memory.peak(world.device)))  # before sample_work and common_peaks, which need memory
     counted, formula = sample_work(session, batch) if world.main else (None, None)
     work, peaks = formula or counted, common_peaks(run.arithmetic, world)
@@ -123,7 +125,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
 def trials(
     mode: str, batches: Iterator[Batch], consume: Callable[..., object], settings: Settings, world: World
 ) -> Trials:
-    """Run warm-up and counted trials over one unbroken stream of batches.
+    """Run warm-up and counted trials of a mode (one of `MODES`, or `alone`) over one unbroken stream of batches.
 
     All ranks begin a trial together, and the trial ends when the slowest rank ends. Warm-up trials are repeated until a
     trial takes at least half of `settings.seconds`. The last warm-up trial determines the number of batches per trial.
@@ -137,7 +139,12 @@ def trials(
         count, alone = timed_steps(consume, batches, size, world.device)
         return count, alone, world.max(alone)[0]
 
-    with Progress(f"measuring {mode}", settings.warmup + settings.trials, "trials", part=True) as progress:
+    with Progress(
+        f"measuring {MODE_NAMES.get(mode, 'computing without averaged gradients')}",
+        settings.warmup + settings.trials,
+        "trials",
+        part=True,
+    ) as progress:
         lasted = 0.0 if settings.seconds else math.inf
         if settings.seconds:
             run_steps(consume, batches, range(1))  # one-time set-up

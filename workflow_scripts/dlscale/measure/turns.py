@@ -1,7 +1,7 @@
-"""Paired timing: time a run and the first run of its plan in turns, so that the machine's drift cancels.
+"""Paired timing: time a run and the first run of its plan in turns, so that changes of the machine's speed cancel.
 
-Each run is a separate process, which is paused during the turn of the other run. Two identical processes differ in
-speed by up to 4 % as long as they live, because of their placement in memory. Therefore both runs are opened
+Each run is a separate process, which is paused during the turn of the other run. Two identical processes may differ
+in speed by up to 4 % from start to end, because of their placement in memory. Therefore both runs are opened
 (started anew) several times, and each opening is one measurement (Kalibera and Jones 2013,
 doi:10.1145/2464157.2464160).
 """
@@ -53,7 +53,7 @@ MAX_ERROR_RATIO = 3
 #: Longest duration of an opening, as a multiple of the planned duration.
 MAX_DURATION_RATIO = 3
 
-#: Timeout of an opening or a turn, seconds. Openings take longest; turns take about `TURN` seconds.
+#: Timeout of an opening or a turn, seconds. A turn takes about `TURN` seconds, an opening longer.
 PATIENCE = 600.0
 
 #: (Samples/s of a run, samples/s of the first run of its plan) in one round.
@@ -71,7 +71,7 @@ class TimedRunSettings:
 
 
 class TurnFailed(Exception):
-    """A timed run could not be opened, ended early, or did not answer."""
+    """Failure of a timed run: it could not be opened, ended early, or did not answer."""
 
 
 class Subject(Protocol):
@@ -81,7 +81,7 @@ class Subject(Protocol):
     """
 
     def open(self) -> None:
-        """Start the run without waiting for it."""
+        """Start the run; return before it has started."""
 
     def wait(self) -> None:
         """Wait until the run has started and has made its warm-up steps."""
@@ -97,7 +97,7 @@ class Subject(Protocol):
 
 
 class Turns:
-    """Processes of both runs, for all openings. Create them before the stage computes, because they are forks."""
+    """Processes of both runs, for all openings. Create this object before the stage computes, because it forks."""
 
     def __init__(self, own: TimedRunSettings, first: TimedRunSettings) -> None:
         self._first = first
@@ -112,7 +112,7 @@ class Turns:
             for subject in couple:
                 subject.close()
 
-    def beside(self, settings: Throughput) -> PairedTiming | None:
+    def paired_timing(self, settings: Throughput) -> PairedTiming | None:
         """Return the record of the paired timing; if the timing fails, log the reason and return None."""
         gc.collect()
         if torch.cuda.is_available():
@@ -137,11 +137,12 @@ class Turns:
         Parameters
         ----------
         seconds
-            Planned duration of all turns together, s. Each opening has at least two rounds. After the second opening,
-            no further opening begins if starting the runs has already taken this time.
+            Planned duration of all turns together, s; an opening has at least two rounds. After the second opening, no
+            further opening begins if starting the runs has taken longer than this duration in total.
         error
             Relative half-width of the ratio's 95 % interval at which an opening ends early. An opening with a
-            half-width of more than three times this value is prolonged, up to three times its planned duration.
+            half-width above `MAX_ERROR_RATIO` times this value is prolonged, to at most `MAX_DURATION_RATIO` times its
+            planned duration.
 
         Raises
         ------
@@ -268,7 +269,7 @@ class _Study:
 
 
 def _play(pipe: Connection, others: Connection, timed: TimedRunSettings, parent: int) -> None:
-    """Wait for the request to open the run, open it, and send the samples/s of each turn; send a failure as text."""
+    """On requests from the parent, open the run and send the samples/s of each turn; send a failure as text."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     machine.with_parent(parent)  # if the parent dies, Linux ends this process

@@ -1,1 +1,1 @@
-"""Former name of `dlscale.extensions.programs`; imports of `timed` work until the next release."""
+"""Former name of `dlscale.extensions.programs`; imports of `dlscale.outside.timed` work until the next release."""

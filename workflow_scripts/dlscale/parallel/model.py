@@ -67,7 +67,7 @@ def tied(model: nn.Module) -> list[list[str]]:
 
 
 def drawing(model: nn.Module) -> str | None:
-    """Return name and type, as text, of the first PyTorch layer that draws random numbers in training.
+    """Return name and type, as one text, of the first PyTorch layer that draws random numbers in training.
 
     Return None without such a layer.
     """
@@ -89,7 +89,7 @@ class ModelParallel:
     device
         Device on which the model will compute.
     seed
-        Seed of this device for the divided part; None if the model draws no random numbers.
+        Seed of this device's random numbers in the divided part; None if the model does not draw random numbers.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ModelParallel:
         return _gathered(x_BNE, self._tp, TOKENS, Partial())
 
     def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this device's queries, and the keys and values of all tokens, without the padding tokens."""
+        """Return this device's queries (unchanged), and the keys and values of all tokens, without padding."""
         if self._cp:
             k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))
         return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v))
@@ -240,8 +240,8 @@ def _gathered(x: torch.Tensor, mesh: Axes, dim: int, gradient: Placement) -> tor
     `Replicate` if all devices have the same gradient.
     """
     if isinstance(mesh, PretendedAxes):
-        whole: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
-        return whole
+        gathered: torch.Tensor = _Pretend.apply(x, mesh.size(), dim, True, gradient.is_partial())
+        return gathered
     parts = DTensor.from_local(x, mesh, [Shard(dim)], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
@@ -261,16 +261,16 @@ class _Pretend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parts: int, dim: int, gather: bool, summed: bool) -> torch.Tensor:
         ctx.parts, ctx.dim, ctx.gather, ctx.summed = parts, dim, gather, summed
-        return _whole_like(x, parts, dim) if gather else _part_like(x, parts, dim, True)
+        return _gathered_like(x, parts, dim) if gather else _part_like(x, parts, dim, True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, parts, dim = gradients[0], ctx.parts, ctx.dim
-        x = _part_like(y, parts, dim, ctx.summed) if ctx.gather else _whole_like(y, parts, dim)
+        x = _part_like(y, parts, dim, ctx.summed) if ctx.gather else _gathered_like(y, parts, dim)
         return x, None, None, None, None
 
 
-def _whole_like(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
+def _gathered_like(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
     return torch.cat(x.new_empty((parts * len(x), *x.shape[1:])).chunk(parts), dim)
 
 

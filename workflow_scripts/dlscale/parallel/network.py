@@ -41,9 +41,9 @@ def nccl_log() -> Iterator[Path | None]:
 
 
 def read_network(log: str) -> str | None:
-    """Return the network that NCCL's log names, such as `Socket`, `IB` or `AWS Libfabric: cxi`, or None.
+    """Return the network that NCCL's log names: `Socket`, `IB`, `AWS Libfabric: cxi`; None if missing.
 
-    The word after the colon is the name of libfabric's provider.
+    The word after a colon is the name of libfabric's provider.
     """
     networks = re.findall(r"NCCL INFO Using network ([^\n]+)", log)
     providers = re.findall(r"NET/OFI Selected provider is ([^\s,()]+)", log, re.IGNORECASE)
@@ -62,11 +62,13 @@ def is_tcp(network: str | None) -> bool:
 def check_network(network: str | None, logged: bool = True) -> None:
     """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`).
 
-    `logged` is whether NCCL wrote a log, which should then name the network.
+    `logged`: whether NCCL wrote a log. If so, log a warning if the log does not name the network.
     """
     fabric = os.environ.get(FABRIC)
     if fabric and logged and network is None:
-        logging.warning("NCCL's log does not name the network between nodes; dlscale cannot check if it is %s", fabric)
+        logging.warning(
+            "NCCL's log does not name the network between nodes, so dlscale cannot check whether NCCL uses %s", fabric
+        )
     if fabric and is_tcp(network):
         raise UserError(
             f"site.fabric: the site's network is {fabric}, but NCCL exchanges data between nodes over TCP (network "

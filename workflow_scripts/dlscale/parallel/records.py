@@ -24,7 +24,7 @@ class LinkLevel(Record):
     """
 
     name: Literal["node", "switch", "network"]  #: Smallest unit of the machine that contains both ends of a link.
-    size: int  #: Number of connected units: processes per node for level `node`, nodes for level `network`.
+    size: int  #: Number of connected units: processes of a node for level `node`, nodes for level `network`.
     links: int  #: Number of pairs of processes whose link was measured.
     alpha: Measured  #: Median latency, s: half the round-trip time of a small message.
     beta: Measured  #: Median one-way time per byte, s/byte, while other pairs of the level also send.

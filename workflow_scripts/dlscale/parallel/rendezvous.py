@@ -39,8 +39,8 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "--device cuda: PyTorch sees no CUDA device here; use a machine with a GPU, or --device cpu (site.gpu: "
-            "false in the workflow); `dlscale doctor` looks for the reason"
+            "--device cuda: PyTorch sees no CUDA device here. Use a machine with a GPU, or --device cpu (in the "
+            "workflow: site.gpu: false). `dlscale doctor` looks for the reason"
         )
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if geometry.world_size == 1:
@@ -50,15 +50,15 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.from_environment()
     store, names = _meet(geometry, rank), {each: f"started/{each}" for each in range(size)}
-    # A process that hangs before it joins has no heartbeat, and PyTorch would wait half an hour without naming it.
+    # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.
     store.set(names[rank], "")
     try:
         store.wait([*names.values()], dt.timedelta(seconds=limits.between) if limits else TIMEOUT)
     except RuntimeError as error:
         raise PeerLost(
             f"process {', '.join(str(each) for each, name in names.items() if not store.check([name]))} of {size} did "
-            f"not join in {limits.between if limits else TIMEOUT.seconds:g} s (site.watchdog.between): it hangs, was "
-            "stopped, or is slow to start. This process also ends"
+            f"not join in {f'{limits.between:g} s (site.watchdog.between)' if limits else f'{TIMEOUT.seconds} s'}: it "
+            "hangs, was stopped, or is slow to start. This process also ends"
         ) from error
     with nccl_log() if kind == "cuda" and geometry.nodes > 1 else contextlib.nullcontext() as log:
         dist.init_process_group(
@@ -79,7 +79,7 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
                 check_network(network, logged=log is not None)
                 mesh = Mesh(geometry, kind) if geometry.model_size > 1 else None
                 yield World(rank, size, local_rank, own, control, mesh, network)
-                # On several nodes rank 0 hosts the store that all ranks use, so rank 0 must leave last.
+                # On several nodes, rank 0 hosts the store, which other ranks still use, so rank 0 must leave last.
                 dist.barrier(group=control)
             except (Exception, SystemExit) as error:
                 # The launcher sends SIGTERM to the remaining ranks: ignore this signal until the cause is reported.
@@ -103,12 +103,12 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
 def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int) -> torch.device:
     """Return this process's device.
 
-    Raise `UserError` if the launcher started processes for another geometry.
+    Raise `UserError` if processes or visible GPUs do not match the geometry.
     """
     per_node = geometry.gpus_per_node
     if size != geometry.world_size:
         raise UserError(
-            f"geometry: this run asks for {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), but "
+            f"geometry: this run needs {geometry.world_size} processes ({geometry.nodes} nodes x {per_node}), but "
             f"{size} were started. Start them with torchrun --nnodes={geometry.nodes} --nproc-per-node="
             f"{per_node}, srun --nodes={geometry.nodes} --ntasks-per-node={per_node} or mpirun -n {geometry.world_size}"
         )
@@ -124,8 +124,8 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
     visible = torch.cuda.device_count()
     if visible < per_node and not (visible == 1 and "RANK" not in os.environ):
         raise UserError(
-            f"geometry.gpus_per_node: this run asks for {per_node} GPUs per node, but PyTorch sees {visible} here. "
-            "Request as many GPUs, or lower this key"
+            f"geometry.gpus_per_node: this run needs {per_node} GPUs per node, but PyTorch sees {visible} here. "
+            "Request more GPUs, or lower this key"
         )
     own = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(own)
@@ -133,10 +133,11 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
 
 
 def _meet(geometry: Geometry, rank: int) -> Any:
-    """Return the store through which the ranks meet.
+    """Return the key-value store through which the ranks meet.
 
-    On one node the store is a file, or a port of the loopback interface. On several nodes rank 0 listens only at
-    MASTER_ADDR, because PyTorch would listen at all addresses.
+    If a user started torchrun, torchrun's process hosts the store. Otherwise, on one node, the store is a file, or rank
+    0 listens at a port of the loopback interface. On several nodes, rank 0 listens only at MASTER_ADDR, because PyTorch
+    would listen at all addresses.
     """
     stores: Any = dist  # PyTorch defines the stores at run time only
     if geometry.nodes == 1:
@@ -144,7 +145,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a user started PyTorch's torchrun, whose process hosts the store
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
         return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -172,7 +173,7 @@ def _listen(address: str, port: int) -> int:
         if ipaddress.ip_address(place[0]).is_loopback and address not in (place[0], "localhost"):
             raise UserError(
                 f"{where}: {address} is {place[0]} on this node: other nodes cannot reach this loopback address. "
-                "Use an address of this node in the network"
+                "Use this node's address in the network"
             )
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,7 +188,7 @@ def _listen(address: str, port: int) -> int:
 
 
 def _interface_to(address: str) -> str | None:
-    """Return the network interface through which this node reaches an address; None without such an interface."""
+    """Return the network interface through which this node reaches an address; None if the interface is unknown."""
     with contextlib.suppress(OSError):
         family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -212,7 +213,7 @@ def _rendezvous(geometry: Geometry) -> None:
     # Jobs that share a node, and steps of one job, need different ports.
     job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     known = job.isdecimal() and (step or "0").isdecimal()
-    # without a Slurm job, each node would choose a different port
+    # Without a Slurm job, each node would choose a different port.
     if geometry.nodes > 1 and (
         missing := [n for n in ("MASTER_ADDR", *["MASTER_PORT"] * (not known)) if n not in os.environ]
     ):
@@ -233,7 +234,7 @@ def first_host(nodes: str) -> str:
     """Return the first host of a list in Slurm's notation: `nid001` for `nid[001-004,007],login1`."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
-        raise UserError(f"SLURM_STEP_NODELIST: {nodes!r} names no host; set MASTER_ADDR to the first node's name")
+        raise UserError(f"Slurm's list of nodes, {nodes!r}, names no host. Set MASTER_ADDR to the first node's name")
     return "".join(part or "" for part in match.groups())
 
 

@@ -1,4 +1,7 @@
-"""Names of the modules at which devices shard a model or gather its tokens. This file does not import PyTorch."""
+"""Names of the modules at which devices shard a model, and divide or gather its tokens.
+
+This file does not import PyTorch.
+"""
 
 from __future__ import annotations
 

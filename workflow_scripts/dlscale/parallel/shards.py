@@ -1,4 +1,4 @@
-"""Shards of tensors with their offsets in the full tensor: a resumed run may shard the tensor differently."""
+"""Shards of tensors, with offsets in the full tensor, because a resumed run may shard the tensor differently."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Cut:
         each = -(-self.shape[self.dim] // self.mesh.size())
         return min(each * self.mesh.get_local_rank(), self.shape[self.dim])
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this device's part of the full tensor."""
         each = -(-self.shape[self.dim] // self.mesh.size())
-        return whole.narrow(self.dim, self.offset, min(each, self.shape[self.dim] - self.offset))
+        return full.narrow(self.dim, self.offset, min(each, self.shape[self.dim] - self.offset))
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Shard:
             tensor = parts.redistribute(placements=[Replicate()]).to_local()
         return tensor
 
-    def slice_like(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the same shard of another full tensor."""
+    def slice_like(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the same shard of `full`, another full tensor."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
-            whole = whole.narrow(dim, offset, size)
-        return whole
+            full = full.narrow(dim, offset, size)
+        return full
 
     def copy(self, device: str) -> Shard:
         """Return a copy on `device` in separate, contiguous memory, which safetensors requires."""
@@ -112,7 +112,7 @@ def own_shards(shards: Mapping[str, Shard], world: World, first: Container[str] 
     first device that holds them.
     """
     ranks = world.mesh.ranks if world.mesh else torch.arange(world.size)[None]
-    # position of this rank along tp, and among the ranks with the same position along tp
+    # position of this rank along tp, and among the ranks with this position along tp
     across, along = (int(place) for place in (ranks == world.rank).nonzero()[0])
     holders: dict[str, tuple[int, int]] = {}
     total, before = Counter[int](), Counter[int]()

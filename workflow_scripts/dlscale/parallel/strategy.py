@@ -35,14 +35,14 @@ BUFFERS = (
     else "broadcast_buffers"
 )
 
-#: Function that averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` takes it.
+#: Function that averages a bucket of gradients, as `DistributedDataParallel.register_comm_hook` expects it.
 CommHook = Callable[[Any, Any], Any]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Strategy:
-    """Strategy for a single device, and base class of the other strategies. Call `wrap` before the other methods."""
+    """Strategy without data-parallel exchanges; base class of all strategies. Call `wrap` before the other methods."""
 
     exchanges = False  #: whether ranks exchange gradients during the backward pass
     gathers = False  #: whether ranks with different samples wait for each other in a forward pass
@@ -124,8 +124,8 @@ class Replicated(Strategy):
             self._register()
 
     def _register(self) -> None:
-        # DDP accepts only one hook, so this hook looks up `self._hook`. It is a lambda, because DDP refuses a function
-        # whose annotations are strings, as in this file.
+        # DDP accepts only one hook, so the registered hook looks up `self._hook`. It is a lambda, because DDP refuses
+        # functions whose annotations are strings, as all annotations of this file are.
         self.wrapped.register_comm_hook(self.wrapped.process_group, lambda group, bucket: self._hook(group, bucket))
 
 
@@ -165,8 +165,8 @@ class Sharded(Strategy):
         }
         if shared := tied(network.model):
             raise UserError(
-                f"parallel.kind fsdp: {' and '.join(shared[0])} are one tensor of the model (tied weights), and FSDP "
-                "would make several tensors of it. Use parallel.kind ddp"
+                f"parallel.kind fsdp: {' and '.join(shared[0])} are one tensor of the model (tied weights), but FSDP "
+                "would split it into several tensors. Use parallel.kind ddp"
             )
         for module in named(network.model, sharding.units).values():
             fully_shard(module, reshard_after_forward=settings.reshard, **options)
@@ -187,7 +187,7 @@ class Sharded(Strategy):
 
 
 class DataParallelNetwork(nn.Module):
-    """Network that one process copies to several GPUs; each copy computes a part of the batch (DataParallel)."""
+    """Network that one process copies to several GPUs (DataParallel); each copy computes a part of the batch."""
 
     def __init__(self, network: Any, devices: list[int]) -> None:
         super().__init__()
@@ -225,8 +225,8 @@ class DataParallelStrategy(Strategy):
             return
         if self._gpus > (there := torch.cuda.device_count()):
             raise UserError(
-                f"geometry.gpus_per_node: this run asks for {self._gpus} GPUs, but PyTorch sees {there} here. "
-                "Request as many GPUs, or lower this key"
+                f"geometry.gpus_per_node: this run needs {self._gpus} GPUs, but PyTorch sees {there} here. "
+                "Request more GPUs, or lower this key"
             )
         self.wrapped = DataParallelNetwork(network, list(range(self._gpus)))
 
@@ -283,16 +283,16 @@ class Gradients:
         """
         assert self._clip_norm is not None
         cuts = self._model.cuts if self._model else {}
-        whole: list[torch.Tensor] = []
+        uncut: list[torch.Tensor] = []
         cut: list[torch.Tensor] = []  # gradients of tp-sharded parameters: this device has a part of each
         for name, p in zip(self._parameters, updated, strict=True):
             if p.grad is not None:
-                (cut if name in cuts else whole).append(p.grad)
-        squares = torch.stack([_square_sum(each, self._world.device) for each in (whole, cut)])
+                (cut if name in cuts else uncut).append(p.grad)
+        squares = torch.stack([_square_sum(each, self._world.device) for each in (uncut, cut)])
         for kind, group in self._groups.items():
             dist.all_reduce(squares if kind == "fsdp" else squares[1:], group=group)
         norm = squares.sum().sqrt()
-        gradients = [*whole, *cut]
+        gradients = [*uncut, *cut]
         if gradients:
             torch._foreach_mul_(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         return norm
@@ -300,13 +300,14 @@ class Gradients:
     def check(self, loss: torch.Tensor, values: Sequence[torch.Tensor], agreed: bool) -> None:
         """Set `bad` to 1 if the loss (its first number), or a tensor of `values`, is NaN or infinite.
 
-        The host does not wait. With `agreed`, the result is about this step on all ranks; else a 1 stays.
+        The host does not wait. With `agreed`, `bad` describes this step on all ranks. Otherwise `bad` describes all
+        steps so far on this rank: a 1 stays.
         """
         if agreed:
             self.bad.zero_()
-        device = values[0].device if values else loss.device  # weights are elsewhere with `cpu_offload`
+        device = values[0].device if values else loss.device  # with `cpu_offload`, weights are on the host
         here, alone = self.bad.to(device), loss[:1] if loss.dim() else loss
-        # GradScaler's check reads all tensors in one call, the fastest on CPUs, too. It multiplies them by 1.
+        # GradScaler's check reads all tensors in one call, which is fastest, also on CPUs. It multiplies tensors by 1.
         torch._amp_foreach_non_finite_check_and_unscale_([*values, alone.to(device)], here, self._one.to(device))
         if here is not self.bad:
             self.bad.copy_(here)
@@ -328,7 +329,7 @@ class _Scaler(torch.amp.GradScaler):
     def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
         self._groups = groups
-        self.left_out: torch.Tensor | None = None  #: 1 if the update is left out whatever its gradients, float32 []
+        self.left_out: torch.Tensor | None = None  #: 1 to skip the update even if no gradient overflowed, float32 []
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         # PyTorch's ShardedGradScaler overrides this private method, too.

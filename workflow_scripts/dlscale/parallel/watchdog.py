@@ -1,4 +1,4 @@
-"""Find the rank for which all other ranks wait, and end the run with a message that names this rank.
+"""Find the rank that all other ranks wait for, and end the run with a message that names this rank.
 
 A thread of each rank writes a heartbeat to a store every second. Rank 0 judges all ranks, and rank 1 judges rank 0. The
 heartbeats of ranks 0 and 1 contain the verdict, and each rank that reads a verdict ends. Each rank measures time by
@@ -33,8 +33,8 @@ from dlscale.parallel.world import BACKGROUND
 BEAT = 1.0  #: Seconds between two heartbeats.
 #: Timeout of a range of a step (`core.ranges`), as a multiple of the longest recent range; at least `Limits.stuck` s.
 MAX_RANGE_RATIO = 10.0
-WINDOW = 200  #: Number of recent ranges in which the longest is searched, for `MAX_RANGE_RATIO`.
-GRACE = 1800.0  #: Seconds allowed without progress while data and code are set up, or if no rank is behind.
+WINDOW = 200  #: Number of recent ranges, of which `MAX_RANGE_RATIO` uses the longest.
+GRACE_SECONDS = 1800.0  #: Time allowed without progress while data and code are set up, or if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
@@ -57,7 +57,7 @@ class Heartbeat(NamedTuple):
     host: str = ""
     place: str = ""  #: Host and PID namespace, within which `process` is meaningful.
     process: int = 0  #: Process number (PID).
-    entered: int = 0  #: Number of ranges entered, and of parts of the run entered or left.
+    entered: int = 0  #: Number of ranges entered, plus number of parts of the run entered or left.
     range: str = ""  #: Name of the current range or part.
     kind: str = ranges.OPENING  #: Kind of the current work, which decides the timeout.
     exchanges: int = 0  #: Number of exchanges begun by the steps.
@@ -97,7 +97,7 @@ def connect() -> Any:
         store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
         raise PeerLost(
-            f"The store of the processes, {address}:{port}, accepted no connection in {CONNECT:.0f} s "
+            f"the store of the processes, {address}:{port}, accepted no connection in {CONNECT:.0f} s "
             f"({brief(error)}). This process also ends"
         ) from error
     store.set_timeout(timedelta(seconds=ANSWER))
@@ -108,7 +108,7 @@ class Watchdog:
     """Watchdog over a run's ranks, from construction until `close`; every rank must construct a watchdog."""
 
     def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
-        """Start watching; `per_node` is the number of ranks per node, which are consecutive.
+        """Start watching; `per_node` is the number of ranks per node; the ranks of a node are consecutive.
 
         Without `limits`, only a failed exchange ends the run.
         """
@@ -147,7 +147,7 @@ class Watchdog:
     def describe_lost_rank(self, error: BaseException, seconds: float = 8.0) -> str:
         """Return a text that names the rank that was lost in a failed exchange.
 
-        Wait up to `seconds` until heartbeats show which rank was lost. Without such a rank, return the text of `error`.
+        Wait up to `seconds` until heartbeats show the lost rank. If they do not, the text contains `error`.
         """
         self._known = range(self.size)
         until = time.monotonic() + seconds
@@ -183,20 +183,20 @@ class Watchdog:
                 if steps:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
-            age, steps = age + BEAT, steps and kind == ranges.STEPS  # `steps`: the whole range was in steps
+            age, steps = age + BEAT, steps and kind == ranges.STEPS  # `steps`: the complete range was in steps
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {
                 str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
             }
             at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
             try:
-                line = asked("waiting_place") if age > 3 * BEAT else ""
+                line = provided_text("waiting_place") if age > 3 * BEAT else ""
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees, line=line)
                 self._look()
                 self._unanswered = 0.0
                 if self._judges:
                     self._judge()
-            except Exception as error:  # `_await_answer` ends the process if this lasts
+            except Exception as error:  # if the store stays silent, `_await_answer` ends the process
                 logging.info("watchdog: the store does not answer: %s", brief(error))
 
     def _judge(self) -> None:
@@ -237,17 +237,17 @@ class Watchdog:
             if self._quiet[rank] > gone:
                 if self._seen[rank].failed:  # this rank reported why it ends
                     return f"{self._name(rank)} ended: {self._seen[rank].failed}"
-                said = self._state(rank)
-                allowed = self._limit([rank]) if said == THERE else unseen if said == UNSEEN else gone
+                status = self._state(rank)
+                allowed = self._limit([rank]) if status == THERE else unseen if status == UNSEEN else gone
                 if self._quiet[rank] > allowed:
-                    silent[rank] = f"{self._place(rank)}: {said}"
+                    silent[rank] = f"{self._place(rank)}: {status}"
         names = ", ".join([*silent.values()][:8])
         return f"no heartbeat for {min(self._quiet[rank] for rank in silent):.0f} s from {names}" if silent else ""
 
     def _behind(self) -> str:
         """Return a text that names the ranks for which all other ranks have waited too long, or "".
 
-        If no rank is behind, the text reports that all ranks have made no progress for too long.
+        If no rank is behind, the text reports that all ranks have been without progress for too long.
         """
         # Within one range, the rank with more exchanges is ahead; while saving, background exchanges also count.
         places = [(s.entered, s.exchanges, s.background if s.range == ranges.SAVING else 0) for s in self._seen]
@@ -255,12 +255,12 @@ class Watchdog:
         limit = self._limit(behind)
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all ranks compute, or wait for the network or the file system
-            told = f"all processes have waited for {limit:.0f} s in different operations: "
-            told += ", ".join(map(self._place, behind[:8]))
+            verdict = f"all processes have waited for {limit:.0f} s in different operations: "
+            verdict += ", ".join(map(self._place, behind[:8]))
             if len({s.line for s in self._seen}) == 1 or not all("#" in s.line for s in self._seen):
-                limit = max(limit, GRACE)
-                told = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
-            return told if waited > limit else ""
+                limit = max(limit, GRACE_SECONDS)
+                verdict = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
+            return verdict if waited > limit else ""
         names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
             self._named = behind
@@ -276,7 +276,7 @@ class Watchdog:
             ranges.STEPS: max(self.limits.stuck, MAX_RANGE_RATIO * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
             ranges.REHEARSAL: REHEARSAL,
-            ranges.OPENING: GRACE,
+            ranges.OPENING: GRACE_SECONDS,
         }
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 
@@ -286,7 +286,7 @@ class Watchdog:
         Without such a report the state is `UNSEEN`.
         """
         fresh = (sign for sign, quiet in zip(self._seen, self._quiet, strict=True) if quiet <= 5 * BEAT)
-        return next((said for sign in fresh if (said := sign.sees.get(str(rank)))), UNSEEN)
+        return next((status for sign in fresh if (status := sign.sees.get(str(rank)))), UNSEEN)
 
     def _name(self, rank: int) -> str:
         host = self._seen[rank].host
@@ -299,18 +299,18 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         if self._closed.is_set():
             return
-        stopped = [self._seen[int(rank)].process for rank, said in self._heartbeat.sees.items() if said == STOPPED]
+        stopped = [self._seen[int(rank)].process for rank, status in self._heartbeat.sees.items() if status == STOPPED]
         for number, seconds in ((signal.SIGCONT, 3 * BEAT), (signal.SIGKILL, 0.0)) if stopped else ():
             for process in stopped:  # a continued process reads the verdict, and logs its stacks before it ends
                 with contextlib.suppress(OSError):
                     os.kill(process, number)
             time.sleep(seconds)
-        logging.error("%s", asked("stacks"))
+        logging.error("%s", provided_text("stacks"))
         end(f"{verdict}. This process also ends", LOST)
 
 
-def asked(name: str) -> str:
-    """Return the text of a function that an extension provides; empty without it, or if it fails.
+def provided_text(name: str) -> str:
+    """Return the text of a function that an extension provides; empty if the function is missing or fails.
 
     A failure must neither stop the heartbeats nor prevent the end of this process.
     """
@@ -339,7 +339,7 @@ def state(process: int) -> str:
 def is_gone(error: BaseException) -> bool:
     """Return whether an exception means that another rank is gone.
 
-    An `OSError` does not mean this, because a loader or a tracker may raise it.
+    An `OSError` does not mean this, because a loader or a tracker may also raise an `OSError`.
     """
     return not isinstance(error, OSError) and (
         isinstance(error, dist.DistError) or any(words in str(error) for words in _GONE)

@@ -1,4 +1,4 @@
-"""Ranks (processes) of a run: this process's rank, exchanges between ranks, and their mesh.
+"""Ranks (processes) of a run: this process's rank, exchanges between ranks, and the mesh of ranks.
 
 A run on one device has a world of one rank, whose methods do not exchange anything. The axes of the mesh are dp
 (samples), cp (tokens) and tp (weights of layers, and tokens).

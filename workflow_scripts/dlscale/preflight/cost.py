@@ -1,8 +1,8 @@
 """`dlscale cost`: estimate the time, nodes and charge of jobs before they run.
 
 An estimate is based on a rate in samples/s, measured or published, of the same work on the same kind of device
-(docs/sites.md). A stage that trains no samples needs no rate, because its settings define its time. Otherwise the job's
-time limit is used as an upper bound, marked «≤». Estimates do not include retries.
+(docs/sites.md). A stage that trains no samples needs no rate, because its settings define its time. If a rate is needed
+but unknown, the job's time limit is an upper bound, marked «≤». Estimates do not include retries.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _measured(plan: str, name: str, run: Run, results: Path, scheduler: Schedule
 
 
 def _published(plan: str, name: str, run: Run) -> float | None:
-    """Return the slowest rate published for a shipped run, in samples/s over all devices of the run.
+    """Return the slowest rate per GPU published for a shipped run, times the run's devices, samples/s.
 
     Return None if no rate is published, or if dataset, model or samples differ from the shipped settings.
     """
@@ -439,7 +439,6 @@ class Row:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The row for JSON."""
         return {
             "plan": self.work.plan,
             "run": self.work.run_name if self.work.run else None,

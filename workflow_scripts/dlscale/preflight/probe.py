@@ -76,7 +76,7 @@ def _trouble(dataset: DatasetSettings) -> tuple[str, str] | None:
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
     for raw in parts.raws(dataset).values():
         if not parts.acquired(dataset, raw) and os.access(raw.origin, os.F_OK) and Path(raw.origin).is_dir():
-            return raw.origin, "a folder; expected a file, name the files in it"
+            return raw.origin, "a folder; expected a file. Name the files in the folder"
     for file, path in [(file, Path(file)) for file in files if "://" not in file]:
         if not os.access(path, os.F_OK):
             allowed = os.access(path.parent, os.X_OK)

@@ -44,11 +44,12 @@ A WORD is
 options:
   -n, --dry-run          show the jobs that would run, the reasons and the cost; exit with 1 if the jobs could not start
   -p, --printshellcmds   print the commands of jobs; in a dry run also the requests to Slurm
-  --profile NAME         site: profiles/NAME, or its path (also --workflow-profile)
+  --profile NAME         site: NAME (profiles/NAME/site.yaml), or the path of a profile's folder or site.yaml
+                         (also --workflow-profile)
   --configfile FILE ...  YAML files that override config.yaml
 
-Other options are Snakemake's (`snakemake --help`). Write these options last, because all words after the first of these
-options go to Snakemake, except --config and --configfile with their values. Example: dlscale run PLAN --cores 4
+Other options are Snakemake's (`snakemake --help`). Write them last: dlscale passes every word after them to Snakemake,
+except --config, --configfile and their values. Example: dlscale run PLAN --cores 4
 """
 
 #: Pattern of a setting KEY=VALUE with a dotted key. A file path with `=` does not match, because a slash precedes `=`.
@@ -79,14 +80,14 @@ class Waiting:
     wildcards: Mapping[str, str]
     missing: Sequence[str] = ()  #: Missing outputs; names of folders end with a slash.
     known: bool = False  #: Whether the job ran before.
-    failed: str = ""  #: Time when the last attempt failed, if it did; Snakemake then removed its outputs.
+    failed: str = ""  #: Time of the last try if it failed, else empty; Snakemake removes the outputs of a failed try.
     before: Sequence[str] = ()  #: Recorded parameters (as `repr`) that the job no longer has.
     now: Sequence[str] = ()  #: New parameters (as `repr`), which the last run's record lacks.
     newer: Sequence[str] = ()  #: Inputs that changed since the last run.
     inputs: bool = False  #: Whether the list of inputs changed.
     follows: bool = False  #: Whether the same call makes some of the job's inputs.
     forced: bool = False
-    interrupted: bool = False  #: Whether an earlier attempt was interrupted.
+    interrupted: bool = False  #: Whether an earlier try was interrupted.
     command: bool = False  #: Whether the rule's own command changed.
 
 
@@ -116,7 +117,7 @@ def read_target(word: str, configuration: Configuration) -> Target | None:
     Raises
     ------
     UserError
-        The plan, run, dataset or study is unknown (the message has the nearest name), or this machine can run none of
+        The plan, run, dataset or study is unknown (the message has the nearest name), or this machine cannot run any of
         the plan's runs.
     """
     results, path = Path(configuration.workflow.results), Path(word)
@@ -283,7 +284,10 @@ def site_words(profile: str | None) -> list[str]:
 
 
 def dry_run(names: Sequence[str], args: argparse.Namespace) -> tuple[int, str, Any]:
-    """Make a dry run with the profile and settings of `args`; return exit status, output, result (None if failed)."""
+    """Make a dry run with the profile and settings of `args`; return exit status, output, and result (None if failed).
+
+    The result is the value that the workflow passes to `write_reply`.
+    """
     command = [sys.executable, "-P", "-m", "snakemake", "--dry-run", *site_words(args.profile)]
     for option in ("configfile", "config"):
         command += [f"--{option}", *values] if (values := getattr(args, option)) else []
@@ -343,7 +347,7 @@ def print_without_profile(*values: object, **named: Any) -> None:
 def refuse_option(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Exit with a one-line message on a wrong option and the nearest valid one, without the usage."""
     near = nearest(message.split()[2], parser._option_string_actions) if message.startswith("unrecognized") else ""
-    parser.exit(2, f"dlscale run: {message}{near}; targets and settings come before Snakemake's options\n")
+    parser.exit(2, f"dlscale run: {message}{near}; write targets and settings before Snakemake's options\n")
 
 
 def main(words: Sequence[str]) -> int:

@@ -347,7 +347,6 @@ class CallProgress:
         return cost.Expected(max(takes - (now - since), overdue), not job.timed)
 
     def left(self, now: float) -> cost.Expected:
-        """Return the remaining time of all jobs."""
         return cost.in_all((self.left_of(job, now), job.share) for job in self.jobs if job not in self.done)
 
     def share(self, now: float) -> float:

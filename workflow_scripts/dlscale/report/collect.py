@@ -16,7 +16,7 @@ from dlscale.report import published
 from dlscale.report.speedup import SCALING, SpeedUp, SpeedUps, series
 from dlscale.results import PlanResult, RunResult, reached, read_plan
 
-#: A row of the table: column → value, None if it was not measured.
+#: A row of the table: column → value; None for an unknown value.
 Row = dict[str, Any]
 
 
@@ -26,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def summary_csv(plan: PlanResult) -> str:
-    """Return the plan's table as CSV; numbers have all digits, and values that were not measured are empty."""
+    """Return the plan's table as CSV; numbers have all digits, and cells without a value are empty."""
     import pandas as pd
 
     rows = rows_of(plan)

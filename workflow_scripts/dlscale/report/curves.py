@@ -14,7 +14,7 @@ from dlscale.report import published
 from dlscale.report.figures import Chart, Section, View, lines, time_unit
 from dlscale.results import PlanResult, RunResult, by_settings
 
-#: Axes of curves. Time is the time of training and validation without pauses.
+#: Axes of curves. Time is the time of training and validation, without the time between tries.
 Over = Literal["epoch", "step", "samples", "time"]
 AXES: dict[Over, str] = {
     "epoch": "epoch",
@@ -40,8 +40,8 @@ def drawn(plan: PlanResult) -> list[RunResult]:
 def curve(run: RunResult, what: str, value: Value) -> list[View]:
     """Return rows with a value after each epoch, and before the first epoch if known.
 
-    With several seeds, a row has the mean, the least and the greatest value. Rows have no time if geometry or loader
-    changed during the run.
+    With several seeds, a row has the mean, the least and the greatest value. Rows have no time if the
+    geometry, the loader or another setting that affects times changed during the run.
     """
     seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
     rows = []
@@ -63,7 +63,7 @@ def places(run: RunResult) -> list[View]:
 
 
 def over(rows: Sequence[View], first: Over) -> tuple[list[View], dict[str, str]]:
-    """Return rows with times in a suitable unit, and the axes with values in these rows; axis `first` comes first."""
+    """Return rows with times in a suitable unit, and the axes (name → title) that have values; `first` comes first."""
     seconds, unit = time_unit(max((row["time"] for row in rows if row.get("time") is not None), default=0.0))
     rows = [{**row, "time": row["time"] / seconds} if row.get("time") is not None else row for row in rows]
     there = [axis for axis in (first, *AXES) if any(row.get(axis) is not None for row in rows)]
@@ -141,14 +141,14 @@ def _trained(epoch: Epoch | Untrained, name: str) -> float | None:
 
 
 def followed_metrics(plan: PlanResult) -> list[Metric]:
-    """Return the metrics to draw: the metric of `followed`, and all metrics that are known for training samples."""
+    """Return the metrics to draw: the metric of `followed`, and all metrics of training samples."""
     names = {name: None for run in plan.trained for epoch in run.epochs for name in epoch.train_metrics}
     found = [*filter(None, [followed(plan)]), *(plan.metrics[name] for name in names if name in plan.metrics)]
     return list({metric.name: metric for metric in found}.values())
 
 
 def followed(plan: PlanResult) -> Metric | None:
-    """Return the metric to draw: a published metric, or else the leading metric; None if it equals the loss."""
+    """Return a published metric of the plan, or else the leading metric; None if missing, or equal to the loss."""
     wanted = [figure.metric for figure in plan.record.published if figure.metric in plan.metrics]
     metric = plan.metrics[wanted[0]] if wanted else plan.lead
     if metric is None or not plan.trained:

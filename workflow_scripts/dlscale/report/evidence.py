@@ -27,7 +27,7 @@ class Evidence:
     throughput: Throughput | None = None
     profile: Profile | None = None
     watched: Summary | None = None  #: Telemetry of the first node.
-    folder: Path | None = None  #: Folder with the run's records.
+    folder: Path | None = None  #: Folder of the run's records.
 
     @property
     def outside(self) -> Outside | None:
@@ -86,7 +86,7 @@ class Evidence:
 
     @property
     def loading(self) -> float:
-        """Fraction of training time lost to loading; 0 if loading does not limit the run."""
+        """Fraction of training time lost to loading; 0 if unknown, or if loading does not limit the run."""
         io, synthetic, full = map(self.rate, ("IO", "SYNTHETIC", "FULL"))
         if not (io and synthetic and full) or io > 0.8 * synthetic:
             return 0.0
@@ -100,7 +100,7 @@ class Evidence:
 
     @property
     def rungs(self) -> list[str]:
-        """Settings as YAML that often speed up training, and that the run could use but does not."""
+        """Settings, as YAML, that often speed up training, and that the run supports but does not use."""
         strategy, captures = self.setting("parallel.kind"), self.setting("compile.mode", "none")
         lacks = {
             "precision: bf16": not any(bits in str(self.setting("precision", "")) for bits in ("8", "16")),
@@ -135,10 +135,7 @@ class Finding:
 
 
 def crowded_out(usage: Usage) -> bool:
-    """Return whether other programs took cores that the run would have used.
-
-    If so, the run's own speed is unknown.
-    """
+    """Return whether other programs took cores that the run would have used, so that the run's own speed is unknown."""
     spare = usage.cores - usage.cores_cpu_seconds / usage.seconds
     return foreign_cores(usage) > 0.25 and spare < max(0.5, MIN_FRACTION * usage.cores)
 

@@ -1,7 +1,7 @@
 """Parts of the page: charts in Vega-Lite, tables, and sections that contain them.
 
-The page draws the charts, and `Chart.write` exports them. When the reader chooses fields, scales or
-runs, the page's script changes the first layer of the chart.
+The page draws the charts, and `Chart.write` exports them. If a reader chooses other fields, scales or runs, the page's
+script changes the first layer of the chart.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ View = dict[str, Any]
 COLOURS = [f"var(--s{index})" for index in range(8)]
 SHAPES = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left"]
 MODE_COLOURS = {mode: f"var(--{mode.lower()})" for mode in MODES}
-#: Mode of a throughput measurement → its name on the page; files contain the mode.
-MODE_NAMES = dict(zip(MODES, ("loading", "computing", "training"), strict=True))
 INK, MUTED, GRID, WORSE = "var(--ink)", "var(--muted)", "var(--grid)", "var(--worse)"
 
 #: Dash patterns of lines: lengths of dashes and gaps, pixels.
@@ -42,10 +40,10 @@ DASHES = [[1, 0], [4, 3], [1, 2], [8, 3]]
 #: Units of time: (shortest time that is shown in the unit, s; length of the unit, s; name of the unit).
 UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 
-#: Bars that are not stacked have a logarithmic axis if the longest is more than this many times the shortest.
-WIDEST = 50.0
+#: Ratio of the longest to the shortest bar above which bars have a logarithmic axis, unless they are stacked.
+MAX_LINEAR_RATIO = 50.0
 
-#: Widths of the first and the last line, pixels. Later lines are thinner, so that an equal line below stays visible.
+#: Widths of the first and the last line, pixels. Later lines are thinner, so an equal line drawn earlier stays visible.
 WIDTHS = (5.0, 1.5)
 
 #: Pixels between the marks and the frame, so that no point is cut.
@@ -83,9 +81,9 @@ class Chart:
     name: str  #: Name of the chart and of its files, unique in the page.
     about: str  #: Caption.
     spec: View  #: Specification in Vega-Lite; its first layer has rows and encoding.
-    x: Mapping[str, str] = field(default_factory=dict)  #: Field along x → its title; the first field is drawn at first.
+    x: Mapping[str, str] = field(default_factory=dict)  #: Field along x → its title; initially the first field.
     y: Mapping[str, str] = field(default_factory=dict)
-    scale: str = ""  #: Initial scale of y, linear or log; empty if the reader cannot choose it.
+    scale: str = ""  #: Initial scale of y, linear or log; empty if the reader cannot choose the scale.
     runs: Sequence[str] = ()  #: Runs that the reader can show or hide.
 
     @property
@@ -170,7 +168,7 @@ def scale_of(values: Mapping[str, Any]) -> View:
 
 def _facts(facts: Mapping[str, str]) -> list[View]:
     """Return the Vega-Lite transform that adds each run's settings (`facts`) to its rows; empty without facts."""
-    rows = [{"run": run, "settings": said} for run, said in facts.items()]
+    rows = [{"run": run, "settings": words} for run, words in facts.items()]
     return [{"lookup": "run", "from": {"data": {"values": rows}, "key": "run", "fields": ["settings"]}}] * bool(rows)
 
 
@@ -198,7 +196,7 @@ def lines(
     logarithmic: bool | None = None,
     height: int = 240,
 ) -> Chart:
-    """Return a line chart of fields `y` over fields `x`, with a line for each value of `by` and "what".
+    """Return a line chart of fields `y` over fields `x`, with a line for each pair of values of `by` and "what".
 
     Parameters
     ----------
@@ -207,14 +205,14 @@ def lines(
     dashes
         Values of "what"; the first value has solid lines.
     levels
-        (Value, name) of horizontal lines to compare with.
+        (Value, name) of horizontal reference lines.
     facts
         Run → its settings as text, for the tooltip.
     doubling
         Whether x is logarithmic, with base two.
     logarithmic
-        Whether y is logarithmic at first. None: only if the values span more than a factor of ten. If a value is not
-        positive, y is linear.
+        Whether y is logarithmic initially. None: only if the values span more than a factor of ten. With a zero or
+        negative value, y is linear.
     """
     kept = rounded(rows)
     looks = looks or styles(row[by] for row in kept)
@@ -313,7 +311,7 @@ def bars(
     """Return a bar chart by run: grouped or `stacked` bars, coloured by the values of `by`.
 
     A row has the ends of a bar, "from" and "to". A row may also have the ends of an interval, "low" and "high", and a
-    text, "said", to write at position "end".
+    text, "said", that is written at position "end".
 
     Parameters
     ----------
@@ -322,7 +320,7 @@ def bars(
     marked
         Field with the position of a vertical line.
     shown
-        Fields of the tooltip, with their titles.
+        Field of the tooltip → its title.
     room
         Length of the axis / greatest end of a bar, to leave space for texts.
     """
@@ -336,7 +334,7 @@ def bars(
     least = min((row["to"] for row in kept if row["to"] > 0), default=greatest)
     axis: View = {"field": "from", "type": "quantitative", "title": length, "axis": {"tickCount": 8}}
     axis["scale"] = {"domain": [0, room * greatest]}
-    if not stacked and greatest > WIDEST * least:  # else the shortest bar would be invisible
+    if not stacked and greatest > MAX_LINEAR_RATIO * least:  # else the shortest bar would be invisible
         start = least / 4
         kept = [{**row, **{key: max(row[key], start) for key in ("from", "low") if key in row}} for row in kept]
         axis["title"] = f"{length}, logarithmic"
@@ -448,7 +446,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Fold:
-    """Results of one run, which the reader may fold away; `before` and `after` are paragraphs around the tables."""
+    """A foldable part of the page with results; `before` and `after` are paragraphs around the tables."""
 
     title: Link
     aside: str | Link = ""

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from dlscale.config.records import PUBLISHED_KINDS, Published
 from dlscale.core.text import NONE, count, number, unit
+from dlscale.measure.records import MODE_NAMES
 
 
 def speeds_of(figures: Iterable[Published], plan: str, run: str) -> list[Published]:
-    """Return the FULL throughputs published for a run or its kind of step (`Published.like`)."""
+    """Return the training rates (FULL) published for a run or its kind of step (`Published.like`)."""
     return [figure for figure in figures if figure.speed_of(f"{plan}.{run}")]
 
 
@@ -19,10 +20,10 @@ def values(figures: Iterable[Published], plan: str, run: str, metric: str | None
 
 
 def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict[str, Published]:
-    """Return the published FULL throughputs of a plan's runs: name of a run → figure.
+    """Return the published training rates (FULL) of a plan's runs: name of a run → figure.
 
-    All figures have the same source and hardware, because other ratios mean nothing. The pair with figures for the
-    most runs is chosen.
+    All figures have the same source and hardware, because ratios between different sources or hardware mean nothing.
+    Of all pairs (source, hardware), the pair with figures for the most runs is chosen.
     """
     by_source: dict[tuple[str, str], dict[str, Published]] = {}
     for run in runs:
@@ -32,7 +33,7 @@ def series(figures: Sequence[Published], plan: str, runs: Iterable[str]) -> dict
 
 
 def ratio(known: dict[str, Published], run: str) -> float | None:
-    """Return a run's published speed-up over the first run that has a figure."""
+    """Return a run's published speed-up over the first run with a figure; None without a figure of the run."""
     first = next(iter(known.values()), None)
     return known[run].speed / first.speed if first and run in known else None
 
@@ -49,7 +50,9 @@ def quoted(known: dict[str, Published], run: str) -> str:
 def what(figure: Published) -> str:
     """Return the name of the published quantity."""
     return (
-        f"throughput, {figure.kind}" if figure.samples_per_second else PUBLISHED_KINDS.get(figure.metric, figure.metric)
+        f"throughput, {MODE_NAMES.get(figure.kind, figure.kind)}"
+        if figure.samples_per_second
+        else PUBLISHED_KINDS.get(figure.metric, figure.metric)
     )
 
 

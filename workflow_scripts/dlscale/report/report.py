@@ -30,8 +30,9 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
 from dlscale.core.settings import read_settings
 from dlscale.data.manifest import FieldInfo, Manifest, Transform
+from dlscale.measure.records import MODE_NAMES
 from dlscale.report import published
-from dlscale.report.figures import CONFIG, MODE_NAMES, Table, View, cell, joules, library, table
+from dlscale.report.figures import CONFIG, Table, View, cell, joules, library, table
 from dlscale.report.sections import Page, devices, picture, plan_view
 from dlscale.results import PlanResult, read_plan
 
@@ -39,14 +40,14 @@ from dlscale.results import PlanResult, read_plan
 PREDICTIONS, PREDICTIONS_OF_A_PLAN = 12, 3
 
 #: Minimum time between two writes of a live page, seconds.
-EVERY = 60.0
+MIN_REWRITE_SECONDS = 60.0
 
 
 def main(args: argparse.Namespace) -> None:
     """Write `args.out` (HTML) from plans (`plan.yaml` files), datasets (folders) and references (imported logs)."""
     _write(args, exported=True)
     live = live_page(args.out)
-    if live.exists():  # a browser that shows the live page moves to the finished page
+    if live.exists():  # forward a browser from the live page to the finished page
         write_text(live, f'<meta http-equiv="refresh" content="0; url={quote(Path(args.out).name)}">\n')
 
 
@@ -63,7 +64,7 @@ def write_live(options: str) -> None:
     given, _ = read_settings(options)
     live = live_page(given["out"])
     with contextlib.suppress(FileNotFoundError):
-        if 0 <= time.time() - live.stat().st_mtime < EVERY:
+        if 0 <= time.time() - live.stat().st_mtime < MIN_REWRITE_SECONDS:
             return
     done = {path: Path(path).with_name("summary.csv").exists() for path in given["plans"]}
     given["plans"] = [path for path in done if done[path]]
@@ -98,8 +99,8 @@ def page(
 ) -> str:
     """Return the page as HTML, with links relative to the folder `place`.
 
-    `call` is the command that starts the workflow. Browsers reload a `live` page every five seconds; the
-    page lists the unfinished plans `to_come`. With `exported`, charts are also written into the subfolder `figures`.
+    `call` is the command that starts the workflow. Browsers reload a `live` page every five seconds. The page lists the
+    unfinished plans `to_come`. With `exported`, charts are also written into the subfolder `figures`.
     """
     import jinja2
     from markupsafe import Markup, escape
@@ -114,7 +115,7 @@ def page(
         key: getattr(text, key) for key in ("number", "count", "unit", "size", "percent", "duration")
     }
     environment.filters["joules"] = joules
-    environment.filters["code"] = lambda said: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(said))))
+    environment.filters["code"] = lambda words: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(words))))
     named = {folder.absolute().name: folder for folder in folders}  # a linked folder is shown under the link's name
     pictures = max(1, min(PREDICTIONS_OF_A_PLAN, PREDICTIONS // max(1, len(plans))))
     guides = Path("docs")  # relative to the folder in which the workflow was started

@@ -11,11 +11,10 @@ from typing import Any
 from dlscale.config.records import Published
 from dlscale.core.metrics import VALID_LOSS, Metric
 from dlscale.core.text import count, duration, many, number, percent, size
-from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
+from dlscale.measure.records import MODE_NAMES, MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import published
 from dlscale.report.figures import (
     MODE_COLOURS,
-    MODE_NAMES,
     SHAPES,
     Cell,
     Chart,
@@ -41,11 +40,11 @@ from dlscale.results import (
     target_of,
 )
 
-#: Order of the modes in this section.
+#: Order of the modes in the section on scaling.
 ORDER = tuple(reversed(MODES))
 
-#: IO is left out of a chart if its lowest rate is more than this many times the highest other rate.
-CLOSE = 10.0
+#: Ratio of the lowest rate of loading to the highest other rate above which a chart leaves out loading.
+MAX_LOADING_RATIO = 10.0
 
 
 # ---- scaling -----------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ CLOSE = 10.0
 
 @dataclass(frozen=True)
 class Headline:
-    """Efficiency of training (FULL) on the most devices; among several such series, the highest efficiency."""
+    """Efficiency of training (FULL) on the most devices; if several series reach this number, the highest."""
 
     series: Series
     point: Point
@@ -95,7 +94,7 @@ class Headline:
 
 
 def headline(plan: PlanResult) -> Headline | None:
-    """Return the efficiency of a scaling plan; None for other plans, or if each series has one number of devices."""
+    """Return the efficiency of a scaling plan; None for other plans, or if no series has a known efficiency."""
     last = [(each, each.points[-1]) for each in series(plan) if len(each.points) > 1]
     known = [Headline(each, point, found) for each, point in last if (found := point.efficiency("FULL"))]
     if plan.record.kind not in SCALING or not known:
@@ -109,10 +108,10 @@ def glance(plan: PlanResult) -> str | None:
         return None
     if not found.is_known:
         return f"the efficiency on {found.place} is not known: {found.interval_text}"
-    told = f"efficiency {found.ratio} {found.interval_text} on {found.place}"
+    words = f"efficiency {found.ratio} {found.interval_text} on {found.place}"
     if share := found.communication:
-        return f"{told}; communication costs {percent(share.value)} {share.interval_text} of a step"
-    return f"{told}; communication is within noise" if found.point.communication("FULL") else told
+        return f"{words}; communication costs {percent(share.value)} {share.interval_text} of a step"
+    return f"{words}; communication is within noise" if found.point.communication("FULL") else words
 
 
 def section(plan: PlanResult) -> Section | None:
@@ -188,11 +187,11 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
 
 
 def _drawn(each: Series) -> list[str]:
-    """Return the modes in the chart of a series, without IO if it would flatten the other lines."""
+    """Return the modes in the chart of a series, without loading (IO) if its line would flatten the other lines."""
     least = {mode: min((rate for point in each.points if (rate := point.rate(mode))), default=0.0) for mode in ORDER}
     *others, loading = ORDER
     most = max((rate for mode in others for point in each.points if (rate := point.rate(mode))), default=math.inf)
-    return others if least[loading] > CLOSE * most else list(ORDER)
+    return others if least[loading] > MAX_LOADING_RATIO * most else list(ORDER)
 
 
 def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:
@@ -291,7 +290,7 @@ def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
 
 
 def aim(plan: PlanResult) -> tuple[Metric, float] | None:
-    """Return the goal for comparing trainings: their target, or the lowest validation loss that all reach."""
+    """Return the goal to compare trainings by: their common target, or the lowest validation loss that all reach."""
     wanted = [target_of(run) for run in plan.trained]
     if wanted and wanted[0] and wanted.count(wanted[0]) == len(wanted):
         return wanted[0]
@@ -354,7 +353,7 @@ def _share(part: int, of: int) -> Cell:
 
 
 def _learning_rate(run: RunResult) -> Cell:
-    """Return the learning rate after warm-up, with a note of the rule that scales the rate with the batch size."""
+    """Return the learning rate after warm-up; a note names the rule that scales the rate with the batch size."""
     rate, rule, base = (run.setting(key) for key in ("optimizer.lr", "schedule.scaling", "schedule.base_batch_size"))
     ratio = run.setting("batch_size", 0) / base if base else 1.0
     scale = {"sqrt": math.sqrt(ratio), "linear": ratio}.get(rule, 1.0)

@@ -27,14 +27,13 @@ from dlscale.core.files import no_pipe
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
-from dlscale.measure.records import MODES, SAMPLE_RATE, STEP_RATE
+from dlscale.measure.records import MODE_NAMES, MODES, SAMPLE_RATE, STEP_RATE
 from dlscale.report import curves, published, scaling
 from dlscale.report.collect import Row, rows_of, summary_csv
 from dlscale.report.evidence import bound
 from dlscale.report.figures import (
     COLOURS,
     MODE_COLOURS,
-    MODE_NAMES,
     MUTED,
     WORSE,
     Cell,
@@ -69,7 +68,7 @@ CARD = 6
 #: Maximum number of runs that the charts of a plan show at first.
 DRAWN = 8
 
-#: Maximum width and height of a plan's picture in the table of all plans, pixels. It is shown at half this size.
+#: Maximum width and height of a plan's picture in the table of all plans, pixels; the page shows half this size.
 THUMBNAIL = (280, 120)
 
 #: Maximum number of trials in the table of a sweep.
@@ -81,7 +80,7 @@ CHANNEL_ROWS = 40
 
 @dataclass(frozen=True)
 class Page:
-    """Settings of the page that shows the plans."""
+    """Settings of a page: its folder, its plans and datasets, and options."""
 
     folder: Path = Path()  #: Folder of the page, to which links to files are relative.
     plans: frozenset[str] = frozenset()
@@ -174,7 +173,7 @@ def environments(plan: PlanResult) -> list[str]:
     """Return a line for each way in which runs differ from the first run in machine or software."""
     found = dict[str, list[str]]()
     for run in plan.runs[1:]:
-        # Ignore the commit: a run is repeated if code that affects it changes.
+        # Ignore the commit: if code that affects a run changes, the run is repeated.
         apart = [each for each in environment_changes(plan.runs[0], run) if not each.startswith("commit ")]
         if apart:
             found.setdefault(", ".join(apart), []).append(run.label)
@@ -384,8 +383,8 @@ def targets(plan: PlanResult) -> list[View]:
         missed = [(run.called, found.nearest) for run, found in all_ if not found.epoch]
         first = min(there, key=lambda pair: math.inf if pair[1].seconds is None else pair[1].seconds, default=None)
         # Without the `RunResult`, because a process pool pickles the views.
-        told = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])
-        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": told})
+        winner = first and ({"label": first[0].called, "hours": first[0].hours}, first[1])
+        views.append({"aim": aim, "of": len(all_), "reached": len(there), "missed": missed, "first": winner})
     return views
 
 
@@ -453,7 +452,7 @@ def runs_table(plan: PlanResult) -> Table:
             lambda run, row: cell(run.throughput and run.throughput.peak_memory_bytes, text.size),
         ),
         ("Training", "parameters", column("parameters", text.count)),
-        ("Training", epochs, column("epochs", text.count, _left_out)),
+        ("Training", epochs, column("epochs", text.count, _skipped_steps)),
         ("Training", "samples", column("samples", text.count)),
         ("Training", "time", lambda run, row: cell(run.last and run.training_seconds, text.duration)),
         ("Training", "goodput", lambda run, row: _goodput(run)),
@@ -486,7 +485,7 @@ def _spread(run: RunResult, row: Row, name: str) -> str:
     return "" if spread is None else f"standard deviation {text.number(spread, 2)}"
 
 
-def _left_out(run: RunResult, row: Row, name: str) -> str:
+def _skipped_steps(run: RunResult, row: Row, name: str) -> str:
     return (
         f"left out {text.many(steps, 'step')} whose loss or gradient was not finite"
         if (steps := sum(epoch.skipped for epochs in (run.epochs, *run.repeats) for epoch in epochs))
@@ -541,7 +540,7 @@ def _reached(run: RunResult, row: Row) -> Cell:
 
 
 def channels(plan: PlanResult, page: Page) -> Section | None:
-    """Return one table for each kind of metric that has channels, with baselines and skills."""
+    """Return one table of errors for each kind of metric with channels, with baselines and skills."""
     naive = {metric.naive for metric in plan.metrics.values()}
     kinds: dict[str, list[Metric]] = {}
     rivals: dict[str, list[Metric]] = {}
@@ -590,7 +589,7 @@ def _channel_table(
 
 
 def _shared(last: Sequence[dict[str, float]], names: Sequence[str | None]) -> list[float | None]:
-    """Return for each metric the value that all runs share, as for a baseline; None if the runs differ."""
+    """Return for each metric the value that is equal in all runs, as for a baseline; None if the values differ."""
     columns = [[values.get(name or "") for values in last] for name in names]
     return [
         column[0]
@@ -619,9 +618,9 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
             continue
         step = "first" if gain is None else "within noise" if gain.noise else "faster" if gain.log > 0 else "slower"
         was = bound(before.throughput) if before and not before.foreign_load else None
-        said = "" if gain is None else gain.words + (f"; before it: {was.what}" if was else "")
+        label = "" if gain is None else gain.words + (f"; limit before: {was.what}" if was else "")
         begin = reached if before else 0.0
-        rows.append({"run": run.called, "step": step, "from": begin, "to": over.ratio, "said": said})
+        rows.append({"run": run.called, "step": step, "from": begin, "to": over.ratio, "said": label})
         rows[-1] |= {"end": max(begin, over.ratio), "ratio": over.words, "was": was.what if was else text.NONE}
         reached = over.ratio
     words = (
@@ -753,7 +752,7 @@ def _setting(value: Any) -> Cell:
 
 
 def predictions(plan: PlanResult, page: Page) -> Section | None:
-    """Return the figures of prediction against truth; the figure of the best run comes first."""
+    """Return the figures of prediction and truth, the best run's first; None without figures."""
     drawn = [(run, run.prediction) for run in plan.trained if run.prediction]
     if not drawn:
         return None
@@ -769,7 +768,7 @@ def predictions(plan: PlanResult, page: Page) -> Section | None:
 
 
 def thumbnail(plan: PlanResult) -> str | None:
-    """Return the top of the best run's prediction figure (or else another run's) as a small base-64 JPEG file."""
+    """Return the top of the best run's prediction figure (or else another run's), as a small JPEG in base 64."""
     from PIL import Image
 
     run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
@@ -790,7 +789,7 @@ def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
     content = no_pipe(path).read_bytes()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
-        raise UserError(f"{path}: the PNG file is incomplete; delete the file and run its stage again")
+        raise UserError(f"{path}: the PNG file is incomplete. Delete the file and run its stage again")
     width, height = struct.unpack(">II", content[16:24])
     return {"width": width, "height": height, "data": base64.b64encode(content).decode()}
 

@@ -34,7 +34,7 @@ DISTURBED = "not known: other programs disturbed the measurement"
 
 #: Speeds by paired timing are equal within noise if |log ratio| is at most this value. In 15 measurements of equal
 #: runs, the ratio had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
-FLOOR = 0.015
+MIN_PAIRED_LOG_DIFFERENCE = 0.015
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ class SpeedUps:
 
     @cached_property
     def floor(self) -> float:
-        """Greatest log ratio beyond noise between runs with equal work, by paired timing; at least `FLOOR`."""
+        """Greatest log ratio beyond noise of equal runs in paired timing; at least `MIN_PAIRED_LOG_DIFFERENCE`."""
         same = [found for one, other in self._alike() if (found := self._in_turns(one, other))]
-        return max([FLOOR, *(abs(found.log) for found in same if not found.noise)])
+        return max([MIN_PAIRED_LOG_DIFFERENCE, *(abs(found.log) for found in same if not found.noise)])
 
     @cached_property
     def separate_floor(self) -> float:
@@ -250,7 +250,7 @@ class SpeedUps:
 #: Kinds of plans that measure scaling.
 SCALING = ("weak_scaling", "strong_scaling")
 
-#: Settings that may differ within a series: geometry, batch, averaging, and those that do not affect the step time.
+#: Settings that may differ within a series: geometry, batch, averaging, and settings without effect on the step time.
 _OWN = ("batch_size", "label", "seed", "optimizer.lr", "geometry.nodes", "geometry.gpus_per_node", "parallel.sync")
 _LATER = ("training", "schedule", "throughput", "profile", "tune")
 
@@ -371,8 +371,8 @@ def _batch(run: RunResult, weak: bool) -> int:
 def _label(batch: int, weak: bool, settings: dict[str, Any], alike: Sequence[dict[str, Any]]) -> str:
     """Return the label of a series: its batch, and the settings that differ between series with the same batch."""
     keys = [key for key in settings if len({str(other.get(key)) for other in alike}) > 1]
-    said = [f"{key.rpartition('.')[2]} {'default' if settings[key] is None else settings[key]}" for key in keys]
-    return "; ".join([f"{batch or 'unknown'} samples {'per device' if weak else 'per step'}", *said])
+    words = [f"{key.rpartition('.')[2]} {'default' if settings[key] is None else settings[key]}" for key in keys]
+    return "; ".join([f"{batch or 'unknown'} samples {'per device' if weak else 'per step'}", *words])
 
 
 def _share(together: Trials | None, apart: Trials | None, floor: float) -> Ratio | None:

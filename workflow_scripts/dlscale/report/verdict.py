@@ -64,9 +64,9 @@ def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a run."""
+    """Limit of a run's speed, causes that slow the run, and the next remedies."""
 
-    bound: Bound | None  #: Limit of the training speed; None if it was not measured.
+    bound: Bound | None  #: Limit of the training speed; None if the limit was not measured.
     findings: list[Finding]  #: Causes, sorted as in `verdict`: disturbances first, then by cost.
     limit: str  #: Distance of the training speed from the device's limit, in words; empty if not measured.
     todo: str  #: Remedies: for other programs and a leak, if any; then for the most expensive cause, or for the limit.

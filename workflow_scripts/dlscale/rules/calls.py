@@ -72,7 +72,6 @@ class Call:
         return [*(cost.data_work(self.configuration, name, number) for name, number in sorted(data.items())), *runs]
 
     def seconds_of(self, job: Any) -> cost.Expected:
-        """Return the expected time of a job on this machine."""
         stage, known = stage_of(job.rule.name), job.wildcards
         work = cost.run_work(self.configuration, known.plan, known.run, stage) if stage in RUN_STAGES else None
         return cost.seconds_here(stage, work, self.results, Path(job.benchmark) if job.benchmark else None)

@@ -99,8 +99,8 @@ class Commands:
     def place(self, paths: Iterable[str]) -> launcher.ContainerMounts:
         """Return the folders that a container mounts for a stage that reads `paths`."""
         folder, results = str(Path.cwd()), Path(self.context.paths.folder).absolute()
-        # Commands contain the results folder as the user typed it, so a container mounts it under this path, with its
-        # links unresolved. In the working folder, links are resolved, because they may lead outside.
+        # Commands contain the results folder as the user typed it, so a container mounts this path, with unresolved
+        # links. Within the working folder, links of the path are resolved, because they may lead outside.
         results = results.resolve() if results.is_relative_to(folder) else results
         sources = launcher.sources(self.context.site)
         return launcher.ContainerMounts(
@@ -126,7 +126,7 @@ class Commands:
     def completed(self, words: list[str], secrets: bool = False) -> list[str]:
         """Add the user's studies to a command, and remove environment variables that the stage must not get.
 
-        Removed are secrets, unless `secrets` is set, and launchers' variables of the calling shell, such as RANK, which
+        These are secrets (unless `secrets` is set), and the calling shell's variables of launchers, such as RANK, which
         the process starter sets for each process.
         """
         names = [urls.VARIABLE] if self.context.configuration.secrets and not secrets else []
@@ -151,7 +151,7 @@ class Commands:
 
         @functools.lru_cache(maxsize=1)  # Snakemake requests each resource of a job separately
         def request(second: int, attempt: int, dataset: str, plan: str, run: str) -> slurm.Request:
-            """Return all resources of a job; the time limit grows with attempts and uses the latest measured rates."""
+            """Return all resources of a job; the time limit grows with attempts, and uses the latest measurements."""
             configuration = self.context.configuration
             geometry: Geometry | None = None
             processes: Geometry | None = None

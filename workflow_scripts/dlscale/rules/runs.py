@@ -65,7 +65,8 @@ def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
-    whole = ("samples", "parallel", *STAGES[stage].settings)  # with numbers of samples and the self-test
+    # `compute_settings` has these sections without the numbers of samples and without the self-test.
+    whole = ("samples", "parallel", *STAGES[stage].settings)
     return {**compute_settings(run), **{key: run[key] for key in whole}}
 
 
@@ -87,7 +88,7 @@ class Runs:
     def weights(self, wildcards: Wildcards) -> list[str]:
         """Return the file of weights from which a run starts; empty without such weights.
 
-        If the file is a result of another run, this run is trained first.
+        If the file is a result of another run, that other run is trained first.
         """
         weights: str | None = self.context.run(wildcards).training.weights
         run = f"{wildcards.plan}.{wildcards.run}"
@@ -97,7 +98,7 @@ class Runs:
             if name not in self.context.plans.get(plan, {}) and run not in self.context.looked:
                 what = f"{weights}: no run of this configuration makes this file"
                 self.context.say(
-                    Finding(f"run {run}", "FAIL", what, f"copy it out of {self.context.paths.plans}, or {remedy}")
+                    Finding(f"run {run}", "FAIL", what, f"copy the file out of {self.context.paths.plans}, or {remedy}")
                 )
             # The weights of the best epoch are not a declared output, because not every run keeps these weights.
             weights = re.sub(r"model_best\.pt$", "model.pt", weights)

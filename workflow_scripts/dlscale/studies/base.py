@@ -1,7 +1,7 @@
 """Base classes of a study: a model for a kind of dataset, with loss, metrics, figure and checks of a run's settings.
 
-Reading a configuration imports the study's module. To keep this quick, the module does not import PyTorch or the model;
-the study's methods import them.
+Reading a configuration imports the study's module. To keep this quick, only the study's methods import PyTorch and the
+model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedLog:
-    """TensorBoard tags of the program that a study repeats, which dlscale writes in addition to its own tags."""
+    """TensorBoard tags of the published program; dlscale writes these tags in addition to its own tags."""
 
     tags: Mapping[str, str] = field(default_factory=dict)  #: Program's tag → dlscale's tag (see `dlscale.train.logs`).
-    over: Literal["step", "epoch"] = "step"  #: Unit of the program's step numbers; 0 is before training.
+    over: Literal["step", "epoch"] = "step"  #: Unit of the log's step numbers; 0 is before training.
     percent: frozenset[str] = frozenset()  #: Tags of the program with values in per cent.
 
 
@@ -80,7 +80,7 @@ class Study(ABC):
     #: Optional abilities of the model; any of `attention`, `activation_checkpointing`, `tp`, `cp`.
     supports: ClassVar[frozenset[str]] = frozenset()
     #: Function that makes a batch (inputs, targets), trees of tensors [B, ...], from a list of samples (input, target)
-    #: whose tensors may differ in shape; for example, it pads them. None: the tensors of all samples are stacked.
+    #: whose tensors may differ in shape, for example by padding. None: the tensors of all samples are stacked.
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     published_log: ClassVar[PublishedLog] = PublishedLog()
     train_metrics: ClassVar[tuple[str, ...]] = ()  #: Metrics that `train_scores` computes on training batches.
@@ -107,8 +107,8 @@ class Study(ABC):
     def flops(self, run: Any, manifest: Manifest) -> float | None:
         """Return the FLOPs of the forward pass of one sample, computed by a formula; None without a formula.
 
-        Each multiplication and each addition in matrix products and convolutions counts as one. A backward pass counts
-        twice as much as a forward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+        Each multiplication and each addition in matrix products and convolutions counts as one FLOP. A backward pass
+        counts twice as much as a forward pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
         """
         return None
 

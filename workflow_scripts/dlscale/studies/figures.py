@@ -17,7 +17,7 @@ def comparison(
     extent: tuple[float, float, float, float] | None = None,
     own_scale: bool = False,
 ) -> Figure:
-    """Draw one row for each channel: the given pictures, then prediction minus truth.
+    """Draw pictures of several channels, one row per channel: the given pictures, then prediction minus truth.
 
     Each row has a name, a unit and pictures [H, W], titled by `columns`; the last two pictures are truth and
     prediction. At most 20 rows are drawn. `extent` is (left, right, bottom, top) of the axes. With `own_scale`, the
@@ -39,7 +39,13 @@ def comparison(
     size = (panel * (count + 1) + 2.6, (panel * height / width + 0.3) * len(rows) + 0.8)
     figure = Figure(figsize=size)
     edges = {"left": 0.6 / size[0], "right": 1 - 0.7 / size[0], "bottom": 0.5 / size[1], "top": 1 - 0.55 / size[1]}
-    shares = [*[1.0] * count, 0.04, 0.3, 1.0, 0.04]  # pictures, colour bar, room for its labels, difference, its bar
+    shares = [
+        *[1.0] * count,
+        0.04,
+        0.3,
+        1.0,
+        0.04,
+    ]  # pictures, colour bar, space for its labels, difference, colour bar
     grid = figure.add_gridspec(
         len(rows), len(shares), **edges, width_ratios=shares, wspace=0.08, hspace=0.3 / (panel * height / width)
     )

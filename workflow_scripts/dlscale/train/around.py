@@ -1,6 +1,6 @@
-"""Context manager of every stage of a run: connect and test the ranks, and verify the data.
+"""Context manager of the stages of a run: connect and test the ranks, and verify the data.
 
-If memory runs out in this context, the error suggests settings that need less.
+If memory runs out in this context, the error message suggests settings that need less memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dlscale.parallel.world import World
 from dlscale.train.memory import available, total
 
 #: Type of device → limit of a step's predicted memory, as a fraction of (free memory - `RESERVE`). The rest is for
-#: workspaces, threads and unused blocks, which are not predicted; on a CPU they took up to 0.6 times the prediction.
+#: workspaces, threads and unused blocks, which are not predicted: on a CPU, up to 0.6 times the prediction.
 SHARE = {"cpu": 0.6, "cuda": 0.9}
 #: Type of device → memory that a step must leave free, bytes.
 RESERVE = {"cpu": 300_000_000, "cuda": 0}
 
-#: Name of a function → part of a stage, for messages. The first function of this table that is in the traceback counts.
+#: Name of a function → part of a stage, for messages. Of the functions in a traceback, the first in this table counts.
 PLACES = {
     "Tensor.backward": "the backward pass",
     "Step._backward": "the forward pass",
@@ -62,7 +62,7 @@ def run_context(
 ) -> Iterator[tuple[World, Links | None]]:
     """Connect the ranks of a run, verify the files of its `splits`, and yield the ranks and the links, if measured.
 
-    A failed allocation within this context becomes a `UserError`.
+    A failed allocation or a killed loader worker within this context becomes a `UserError`.
     """
     with join(run.processes, device) as world, translate_memory_errors(run, manifest, world):
         self_test = registry.provided("self_test", None)
@@ -72,9 +72,9 @@ def run_context(
 
 
 def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
-    """Raise a `UserError` if data files are damaged; the ranks divide the unverified files among themselves.
+    """Raise a `UserError` if data files are damaged; each rank verifies some of the files not verified yet.
 
-    If each node has its own copy of the data, the ranks of each node divide the files of the node's copy.
+    If each node has its own copy of the data, the ranks of a node verify the node's copy.
     """
     manifest.check_files()
     places = world.gather(platform.node() if staging.is_copy(manifest) else "")
@@ -92,15 +92,15 @@ def verify(manifest: Manifest, splits: Sequence[str], world: World) -> None:
 
 @contextlib.contextmanager
 def translate_memory_errors(run: RunCore, manifest: str | Path, world: World) -> Iterator[None]:
-    """Turn a failed allocation within this context into a `UserError`."""
+    """Turn a failed allocation, or a killed loader worker, within this context into a `UserError`."""
     free = available(world.device)
     try:
         yield
     except Exception as error:
         if any(re.search(_KILLED, str(each)) for each in chain(error)):
             raise UserError(
-                "a worker process of the loader was killed, probably because memory ran out; lower loader.workers, "
-                "loader.prefetch or batch_size, or request more memory (--mem of a Slurm job)"
+                "a worker process of the loader was killed, probably because memory ran out. Lower "
+                "loader.workers, loader.prefetch or batch_size, or request more memory (--mem of a Slurm job)"
             ) from None
         if isinstance(error, UserError) or not is_exhaustion(error):
             raise
@@ -122,7 +122,7 @@ def _says(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and its causes: those named by `raise … from`, and those handled when it was raised."""
+    """Return an exception and its causes: exceptions named by `raise … from`, or handled when it was raised."""
     found: list[BaseException] = []
     more: BaseException | None = error
     while more and more not in found:
@@ -132,18 +132,18 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def message(error: BaseException, run: RunCore, manifest: Path, world: World, free: int) -> str:
-    """Return a message: where memory ran out, how much the device has, and which settings would fit.
+    """Return a message: where memory ran out, how much the device has, and which settings need less.
 
     `free` is the memory that this process could allocate on its device at the start, bytes.
     """
     kind, where = world.device.type, registry.provided("place_of_exhaustion", place)(error)
-    said = brief(cause := next(filter(_says, chain(error)))) or type(cause).__name__
+    reason = brief(cause := next(filter(_says, chain(error)))) or type(cause).__name__
     for each in chain(error):  # frees memory that the failed step still holds
         traceback.clear_frames(each.__traceback__)
     gc.collect()
     rank = f" (rank {world.rank} of {world.size})" if world.size > 1 else ""
     text = (
-        f"out of memory in {where}{rank}: {said}; the {'GPU' if kind == 'cuda' else 'machine'} has "
+        f"out of memory in {where}{rank}: {reason}; the {'GPU' if kind == 'cuda' else 'machine'} has "
         f"{size(total(world.device))}, and {size(free)} were free for this process"
     )
     advise = registry.provided("memory_advice", None)
@@ -153,7 +153,7 @@ def message(error: BaseException, run: RunCore, manifest: Path, world: World, fr
     except Exception as failure:  # fake tensors do not support every model
         logging.info("memory cannot be predicted: %s: %s", type(failure).__name__, brief(failure))
         advice = None
-    return text + (advice or "; try a smaller batch_size, or more accumulation_steps")
+    return text + (advice or ". Try a smaller batch_size, or more accumulation_steps")
 
 
 def place(error: BaseException) -> str:

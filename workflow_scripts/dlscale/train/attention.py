@@ -40,10 +40,11 @@ def attention_context(
     device: torch.device,
     agreed: Callable[[str], str] = lambda kind: kind,
 ) -> Context:
-    """Return a function for contexts in which all attention uses the kernel `kind` (the run's `attention`).
+    """Return a function for contexts in which attention uses the kernel `kind` (the run's `attention`).
 
-    `shape` is the shape of queries: samples, heads, tokens, head dimension. `agreed` returns the first rank's choice on
-    all ranks, because times differ by chance between ranks, and kernels round differently.
+    With `default`, PyTorch chooses the kernel of each call. With `auto`, all calls use the fastest kernel of a trial;
+    `agreed` returns the first rank's choice on all ranks, because times differ by chance between ranks, and kernels
+    round differently. `shape` is the shape of queries: samples, heads, tokens, head dimension.
     """
     if kind == "default":
         return nullcontext
@@ -59,7 +60,7 @@ def attention_context(
             usable = trial(shape, dtype, device, repeats=1)
             raise UserError(
                 f"attention: {kind} cannot compute {dtype} with {shape[2]} tokens, head dimension {shape[3]}, on "
-                f"{device.type}; use default, auto or one of: {', '.join(usable)}"
+                f"{device.type}. Use default, auto or one of: {', '.join(usable)}"
             ) from None
     return partial(only, kind)
 
@@ -68,7 +69,7 @@ def attention_context(
 def only(kind: str) -> Iterator[None]:
     """Run attention on one kernel; code compiled in this context is cached under the kernel's name.
 
-    PyTorch 2.13 keys its cache of compiled code by the model alone, and would load code with another kernel.
+    Without this name, PyTorch 2.13 would load cached code of the same model, compiled with another kernel.
     """
     settings: Any = torch.compiler.config
     with sdpa_kernel(BACKENDS[kind]), settings.patch(cache_key_tag=f"attention {kind}"):
@@ -94,7 +95,7 @@ def trial(
 
 
 def _seconds(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> float:
-    """Time one forward and backward pass on random values, whose memory order is that of a linear layer's output."""
+    """Time one forward and backward pass on random values, laid out in memory like a linear layer's output."""
     samples, heads, tokens, width = shape
 
     def random(count: int) -> list[torch.Tensor]:

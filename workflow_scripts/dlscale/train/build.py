@@ -66,12 +66,12 @@ def build_step(
     world = world or World()
     device = world.device
     if run.cuda_graph and device.type != "cuda":
-        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs; set cuda_graph to false")
+        raise UserError(f"cuda_graph: the device is {device.type}, but only CUDA has graphs. Set cuda_graph to false")
     set_matmul_precision(run.precision)
     torch.backends.cudnn.benchmark = True  # use the fastest algorithm for each shape
 
     # 1. Make the model. Weights are drawn on the host from the seed, so weights are equal on any device and any
-    #    number of ranks. (A model too large for a host would need `meta` tensors here, and weights after 2.)
+    #    number of ranks. (A model too large for a host would need `meta` tensors here, and weights drawn after 2.)
     torch.manual_seed(run.seed)
     model = make()
     partition = sharding(model)
@@ -81,7 +81,7 @@ def build_step(
         if not draws and (layer := drawing(model)):
             raise UserError(
                 f"geometry: study {run.study}: {layer} draws random numbers, but the study does not declare this, so "
-                "devices that share a model would all draw the same numbers; let the study's draws(run) return True"
+                "devices that share a model would all draw the same numbers. Let the study's draws(run) return True"
             )
         own = random_seed(run.seed, *(world.mesh.rank(axis) for axis in AXES)) if draws else None
         divided = ModelParallel(model, partition, world.mesh, device, own)
@@ -96,7 +96,7 @@ def build_step(
     # 4. and 5. Set the number format, and add the loss, the exchange with other ranks, and the optimiser.
     graphs = CudaBackend(device) if run.cuda_graph else None
     step = assemble(run, model, loss, world, _attention(model, run, world), partition, divided, graphs, scores)
-    # 6. Compile the step, and record it as a CUDA graph, if the run asks for this.
+    # 6. Compile the step, and record it as a CUDA graph, if the run's settings require this.
     if run.compile.mode != "none":
         torch._functorch.config.activation_memory_budget = run.compile.memory_budget
         logging.info("code is compiled at the first batch of each shape, which may take minutes")
@@ -151,7 +151,7 @@ def random_seed(*numbers: int) -> int:
 
 
 def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
-    """Return PyTorch's format for the run's `memory_format`; 3D if the model has weights with five axes."""
+    """Return PyTorch's format for the run's `memory_format`, for volumes if the model has weights with five axes."""
     if kind == "contiguous":
         return torch.preserve_format
     volumes = any(p.dim() == 5 for p in model.parameters())
@@ -175,7 +175,7 @@ def _each(loss: SampleLoss, study: str) -> SampleLoss:
         if losses.shape != (samples,):
             raise UserError(
                 f"study {study}: its loss has shape {tuple(losses.shape)} for {samples} samples; expected one "
-                f'number for each sample, shape ({samples},); use reduction="none", and a mean over all axes '
+                f'number for each sample, shape ({samples},). Use reduction="none", and a mean over all axes '
                 "except the first"
             )
         return losses
@@ -197,12 +197,12 @@ class Session:
         return Share(self.run.batch_size, self.world.data_rank, self.world.data_size)
 
     def loader(self, split: str) -> Loader:
-        """Return the loader of a split; validation uses the same kind of loader as training."""
+        """Return the loader of a split, of the run's kind (`loader`) for every split."""
         samples = self.samples(split)
         if split == "train" and samples.size < self.run.batch_size:
             logging.warning(
                 "batch_size %d is more than the %d training samples: an epoch is one step, with all samples, and a "
-                "learning rate chosen for batches of %d may be too high; use batch_size %d or less, or more training "
+                "learning rate chosen for batches of %d may be too high. Use batch_size %d or less, or more training "
                 "samples",
                 *(self.run.batch_size, samples.size, self.run.batch_size, samples.size),
             )
@@ -243,7 +243,7 @@ def _keep_to(cpus: int, local_rank: int, processes: int) -> None:
     there = sorted(os.sched_getaffinity(0))
     if len(there) < cpus:
         raise UserError(
-            f"geometry.cpus: {cpus} CPUs per process, but this process may use only {len(there)}; lower geometry.cpus"
+            f"geometry.cpus: {cpus} CPUs per process, but this process may use only {len(there)}. Lower geometry.cpus"
         )
     # Slurm may already have restricted the usable CPUs to this process's part.
     first = cpus * local_rank if len(there) >= cpus * processes else 0
@@ -265,7 +265,7 @@ def open_session(
     if len(set(world.gather(run.model_dump_json()))) > 1:
         raise UserError(
             f"the {world.size} connected processes have different configurations: either two runs use the same "
-            "address, or a node reads another file system; start the nodes of one run with the same command"
+            "address, or a node reads another file system. Start the nodes of one run with the same command"
         )
     if run.cpus:
         _keep_to(run.cpus, world.local_rank, run.processes.gpus_per_node)

@@ -55,20 +55,22 @@ logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)
 class CheckpointRecord(Record):
     """`checkpoint.json`: the progress of a training."""
 
-    step: int = 0  #: completed optimiser steps
+    step: int = 0  #: number of completed optimiser steps
     history: list[Epoch] = []  #: completed epochs
     #: Sums over the current epoch for each data-parallel rank: the loss, then the training metrics.
     sums: list[list[Number]] = []
-    #: Steps of the current epoch (the first is 0) that were left out → 2: because of the loss, 1: of a gradient.
+    #: Step left out in the current epoch (the training's first step is 0) → 2: the loss was not finite, 1: a gradient.
     bad: dict[int, int] = {}
     seconds: float = 0.0  #: time spent on the current epoch's steps in all tries, seconds
     wall_time: float = 0.0  #: end of the current epoch's steps, seconds since 1970-01-01 UTC; 0 until then
-    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in the epoch.
+    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed in this epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: scores before the first step; only in records of the first epoch
     places: dict[str, Any] = {}  #: mesh and device type; random states are restored only if both are unchanged
     scaler: dict[str, float] = {}  #: state of the loss scaler
-    best: bool | None = None  #: whether the best weights are stored in addition to the last; None if no epoch is best
+    best: bool | None = (
+        None  #: whether the best weights are stored in addition to the last weights; None if no epoch is best
+    )
     files: dict[str, str] = {}  #: name of each safetensors file of the checkpoint → SHA-256
     run: str = ""  #: name of the folder of the checkpoints: the training's fingerprint
     own: str = ""  #: SHA-256 of this record without this key
@@ -90,7 +92,7 @@ KEPT = 2
 class Checkpoints:
     """The `keep` newest checkpoints of one run: `step-NNNNNNNN/` with `checkpoint.json` and safetensors files.
 
-    All ranks call the methods together, except `tidy` and `clear`, which only the first rank calls.
+    All ranks call the methods at the same time, except `tidy` and `clear`, which only the first rank calls.
     """
 
     def __init__(self, folder: Path, keep: int | None = None, world: World | None = None) -> None:
@@ -100,7 +102,9 @@ class Checkpoints:
         self._background = replace(self._world, control=group)
         self._saving = Future[None]()
         self._saving.set_result(None)
-        self._until: int | None = None  #: last step of this training; later checkpoints are from a longer training
+        self._until: int | None = (
+            None  #: last step of this training; checkpoints of later steps are from a longer training
+        )
         if self._world.main:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -184,7 +188,7 @@ class Checkpoints:
         if main:
             known = [step for step in self.steps() if self._until is None or step <= self._until]
             earlier = [step for step in known if step < record.step]
-            later = [step for step in known if step > record.step]  # left from before a restart at an earlier step
+            later = [step for step in known if step > record.step]  # from before a restart at an earlier step
             for old in [*earlier[: max(0, len(earlier) + 1 - self.keep)], *later]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
@@ -195,8 +199,8 @@ class Checkpoints:
     ) -> tuple[CheckpointRecord, State] | None:
         """Return the newest usable checkpoint up to step `until`; None if all are missing or damaged.
 
-        `wanted` returns the shards to fill. Raise `UserError` if a checkpoint is unusable but not
-        damaged, and no earlier checkpoint is usable.
+        `wanted` returns the shards to fill. Raise `UserError` if a checkpoint is unusable but not known to be damaged,
+        and no earlier checkpoint is usable.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):
@@ -204,16 +208,16 @@ class Checkpoints:
         self._until, useless = until, ""
         for step in reversed([step for step in known[0] if until is None or step <= until]):
             found, problem, damaged = self._read(step, wanted)
-            told = self._world.gather((problem, damaged))
-            if not any(problem for problem, _ in told):
+            reports = self._world.gather((problem, damaged))
+            if not any(problem for problem, _ in reports):
                 return found
-            problem = next(problem for problem, _ in told if problem)
+            problem = next(problem for problem, _ in reports if problem)
             logging.warning("%s: not used (%s); trying an earlier checkpoint", self._path(step), problem)
-            if not any(damaged for _, damaged in told):  # a retry, or the version that wrote it, may read it
+            if not any(damaged for _, damaged in reports):  # a retry may succeed, or another version of dlscale
                 useless = useless or (
                     f"{self._path(step)}: this training cannot resume from this checkpoint ({problem}), nor from an "
-                    "earlier one, but the checkpoint is not known to be damaged; try again, or remove this folder to "
-                    "start from the beginning"
+                    "earlier checkpoint, although this checkpoint may be undamaged. Try again, or remove this folder "
+                    "to start from the beginning"
                 )
         if useless:
             raise UserError(useless)
@@ -245,7 +249,7 @@ class Checkpoints:
 def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: int = 1) -> None:
     """Compare the digests of every `step`-th file of a checkpoint, from file `first` on, with the recorded digests."""
     if not files:
-        raise UserError(f"{path}: the list of its files is empty")
+        raise UserError(f"{path}: the checkpoint lists no files")
     for name, digest in files[first::step]:
         if sha256(path / Path(name).name) != digest:
             raise UserError(f"{path / name}: changed after it was written")
@@ -274,7 +278,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def read(path: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return those tensors of a checkpoint whose names begin with `prefix`, gathered on the host.
+    """Return the tensors of a checkpoint whose names begin with `prefix`, gathered on the host.
 
     Raise `UserError` for a damaged checkpoint.
     """

@@ -26,16 +26,15 @@ PICTURE = "Visualization, "
 class RunLogs:
     """Logs of a run in its folder `out`; they begin with the epochs in `history`.
 
-    `metrics.jsonl` is always written again. TensorBoard's files are continued after step `step`. If these files are
-    missing, or the tutorial's tags (`published`) count epochs, the epochs in `history` are written again, without
-    pictures.
+    `metrics.jsonl` is always written again. TensorBoard's files are continued after step `step`. If TensorBoard's files
+    are missing, or the tags of `published` count epochs, the epochs in `history` are written again, without pictures.
     """
 
     def __init__(self, out: Path, history: list[Epoch], published: PublishedLog | None = None, step: int = 0) -> None:
         self._metrics, self._folder = out / "metrics.jsonl", out / board.NAME
         self._published = published or PublishedLog()
         # Existing files are continued: writing thousands of epochs again takes ten times as long as opening the files.
-        # The points after `step` must go. TensorBoard can drop them only if tags count steps, not epochs.
+        # Values after `step` must be dropped, which TensorBoard can do only if tags count steps, not epochs.
         goes_on = step > 0 and bool(board.files(self._folder)) and self._published.over == "step"
         self._board = board.writer(self._folder, step if goes_on else -1)
         self._metrics.unlink(missing_ok=True)
@@ -54,7 +53,7 @@ class RunLogs:
             self._board.flush()
 
     def add(self, record: Epoch, picture: tuple[str, np.ndarray] | None = None) -> None:
-        """Add an epoch, and a picture drawn after it, given by its name and pixels [H, W, 3]."""
+        """Add an epoch, and the picture (name, pixels [H, W, 3]) that was drawn after the epoch, if any."""
         with open(self._metrics, "a", encoding="utf-8", opener=open_regular) as file:
             file.write(record.text() + "\n")
         self._epoch(record)

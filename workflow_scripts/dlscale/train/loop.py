@@ -1,4 +1,4 @@
-"""Loop over batches for training, validation and measurements; hooks do the rest, such as saving."""
+"""Loop over batches for training, validation and measurements; hooks do other work, such as saving."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Hook:
-    """Functions that a loop calls at every step; they must not keep the batch, whose memory is reused."""
+    """Functions that a loop calls at every step; they must not keep the batch, because its memory is reused."""
 
     #: Called with the step's number, before its batch is loaded.
     before_step: Callable[[int], None] = lambda number: None

@@ -45,7 +45,7 @@ def peak(device: torch.device) -> int:
 
 
 def total(device: torch.device, processes: int = 1) -> int:
-    """Return the memory of a device, bytes; on a CPU, the part that one of `processes` processes may use."""
+    """Return the memory of a GPU, or, on a CPU, the memory that one of `processes` processes may use, bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     own = [limit for limit, _ in _own_limits()]
@@ -119,7 +119,7 @@ class FakeStep:
         self._begin()
 
     def train(self, x: Any, y: Any, marker: Marker, mode: AbstractContextManager[object]) -> None:
-        """Make one step on a batch from `like`; `marker` opens the step's ranges, and `mode` sees all operators."""
+        """Make one step on a batch from `like`; `marker` opens the step's ranges, `mode` intercepts all operators."""
         step = self.step
         with marking(marker):
             with self._mode, mode:

@@ -4,7 +4,7 @@ The formats, with their names in Apex (https://nvidia.github.io/apex/amp.html):
 
 ==============================  ====  =============================================================================
 `fp32`, `tf32`                  O0    all in float32, matrix products without or with TensorFloat-32
-`fp16`, `bf16`                  O1    autocast: float32 weights, 16 bits in operations that tolerate it
+`fp16`, `bf16`                  O1    autocast: float32 weights, 16 bits in operations that tolerate them
 `fp16_master`, `bf16_master`    O2    16-bit weights and computation, updates on float32 copies (master weights)
 `fp16_pure`, `bf16_pure`        O3    weights, computation and optimiser state in 16 bits
 `fp8`, `fp8_rowwise`            –     as `bf16`, with linear layers in 8 bits (extension `fp8`)
@@ -78,8 +78,8 @@ def check_convolutions(model: nn.Module) -> None:
     """Raise a `UserError` for a convolution that this processor computes wrong in bf16.
 
     On Intel's AMX, oneDNN 3.12 (PyTorch 2.13) returns wrong results without an error if the stride equals the kernel
-    size and there are few channels. Layers with such strides are compared with float32 on fixed values, so
-    that the random state does not change.
+    size and there are few channels. Layers with such strides are compared with float32, on fixed values, which leave
+    the random state unchanged.
     """
     for name, layer in model.named_modules():
         suspect = type(layer) in CONVOLUTIONS and layer.stride == layer.kernel_size and layer.padding_mode == "zeros"
@@ -96,8 +96,8 @@ def check_convolutions(model: nn.Module) -> None:
             )
         if (narrow.float() - wide).norm() > WRONG * wide.norm():
             raise UserError(
-                f"precision: bf16: PyTorch computes the layer {name} wrong on this processor (a convolution with "
-                f"stride equal to its kernel size, by oneDNN on AMX); export {WITHOUT_AMX}, or use another precision"
+                f"precision: in bf16, PyTorch computes the layer {name} wrong on this processor (a convolution with "
+                f"stride equal to its kernel size, by oneDNN on AMX). Export {WITHOUT_AMX}, or use another precision"
             )
 
 
@@ -115,7 +115,7 @@ def check_channels_last(model: nn.Module) -> None:
             raise UserError(
                 f"memory_format: channels_last: on a CPU, PyTorch computes the gradient of the layer {name} wrong or "
                 f"crashes (a 1×1 convolution with stride {max(layer.stride)} and fewer than {CHANNELS} input "
-                "channels); use memory_format: contiguous, or more channels"
+                "channels). Use memory_format: contiguous, or more channels"
             )
 
 
@@ -137,7 +137,7 @@ class Weights:
     """Weights of a model on this device, and the tensors that an optimiser updates for these weights (`updated`).
 
     An updated tensor is the parameter itself, the float32 master weight of a 16-bit parameter (`exact`, from
-    `convert`), or this device's FSDP shard, without a copy. `cuts`: name of a parameter → how devices shard it.
+    `convert`), or this device's FSDP shard, without a copy. `cuts`: name of a parameter → its cuts over devices.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Weights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`; each device takes its part."""
+        """Load a `state_dict`; each device copies its part."""
         for name, each in self.shards().items():
             each.tensor.copy_(each.slice_like(state[name]))
         self.distribute(frozen=True)

@@ -85,11 +85,11 @@ class Network(nn.Module):
 class Step:
     """Optimiser step that `build_step` makes: forward pass, backward pass and update.
 
-    The host waits for the device in two cases: with a scaled loss or after `skip_bad`, if the optimiser is not `fused`,
-    and with synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its part of the
-    batch. Gradients are averaged over these ranks during the backward pass. Then each rank updates the weights that it
-    holds: all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class reads only precision
-    and accumulation steps.
+    The host waits for the device in two cases. First, with a scaled loss or after `skip_bad`, if the optimiser is not
+    `fused`. Second, with synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its
+    part of the batch. Gradients are averaged over these ranks during the backward pass. Then each rank updates the
+    weights that it holds: all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class
+    reads only precision and accumulation steps.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Step:
         self.device, self.attention = strategy.world.device, attention
         self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
-        #: Whether the last step's loss or update was NaN or infinite: 0 or 1, float32 [] on the device. Before
-        #: `skip_bad` for this rank, where a 1 stays; then for all ranks. Gradients of a scaled loss do not count,
+        #: Whether a loss or update was NaN or infinite: 0 or 1, float32 [] on the device. Before `skip_bad`: in any
+        #: step so far on this rank; after it: in the last step on any rank. Gradients of a scaled loss do not count,
         #: because loss scaling expects overflows.
-        self.bad, self.skips = gradients.bad, False  #: `skips`: whether bad steps are left out
-        #: Weights to check; none with a scaled loss.
+        self.bad, self.skips = gradients.bad, False  #: `skips`: whether to leave out bad steps
+        #: Weights to check; empty with a scaled loss.
         self._trained = numbers(
             [p.detach() for p in weights.updated if p.requires_grad and run.precision not in SCALED]
         )
@@ -176,7 +176,7 @@ class Step:
                 self.scaler.update()
             else:
                 update_unless(self.scaler.left_out, self.optimizer)
-            if not self.skips:  # NaN gradients make weights NaN; tensors that exist already are checked in less time
+            if not self.skips:  # NaN gradients make weights NaN, which are checked faster than gradients
                 self._gradients.check(loss, self._trained, False)
             self.weights.distribute()
             for buffer, value in kept:
@@ -307,7 +307,7 @@ class Graphed:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all graphs, as is necessary if memory that they use was replaced."""
+        """Drop all graphs, which is necessary if memory that a graph uses was replaced."""
         self._backend.reset()
         self._seen: Counter[Any] = Counter()
         self._graphs: dict[Any, tuple[Callable[[], Any], torch.Tensor, list[torch.Tensor]]] = {}
@@ -393,7 +393,7 @@ def check_compiler(mode: str) -> None:
     if not usable:
         raise UserError(
             f"compile.mode {mode}: torch.compile builds C++ code for a CPU, but this machine lacks a C++ compiler or "
-            "Python's headers; install g++ (or name a compiler in CXX) and python3-dev, or set compile: {mode: none}"
+            "Python's headers. Install g++ (or name a compiler in CXX) and python3-dev, or set compile: {mode: none}"
         )
 
 
@@ -410,9 +410,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def update_unless(left_out: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Update the weights, or leave them and the optimiser's state if `left_out` is 1 instead of 0, float32 [].
+    """Update the weights and the optimiser's state, unless `left_out`, float32 [], is 1 instead of 0.
 
-    A fused optimiser decides this on the device, with the attributes that `GradScaler` sets; else the host waits.
+    A fused optimiser decides this on the device, with the attributes that `GradScaler` sets. Otherwise the host waits.
     """
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     optimizer.grad_scale, optimizer.found_inf = None, left_out if fused else None  # type: ignore[attr-defined]

@@ -65,8 +65,8 @@ NOT_FINGERPRINTED: Any = {
 }
 
 
-#: Signal → request. The warning signals SIGUSR1 and SIGUSR2 may come long before the time limit, so the training saves
-#: and continues.
+#: Signal → request. The scheduler may send the warnings SIGUSR1 and SIGUSR2 long before the time limit, so the training
+#: saves and continues.
 REQUESTS = {
     signal.SIGUSR1: Request.SAVE,
     signal.SIGUSR2: Request.SAVE,
@@ -74,7 +74,7 @@ REQUESTS = {
     signal.SIGINT: Request.END,
 }
 
-#: Largest number of steps between two exchanges of requests. More steps, even fast ones, could suddenly take long.
+#: Maximum number of steps between two exchanges of requests, because fast steps may suddenly become slow.
 MAX_STEPS = 16
 
 #: Settings of `parallel` that change weights.
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
     run = load_run(args.config, "train")
     if not run.averages:
         raise UserError(
-            "parallel.sync: false: without averaged gradients each process would train a separate model; remove the "
+            "parallel.sync: false: without averaged gradients, each process would train a separate model. Remove the "
             "key, or measure the run's throughput instead"
         )
     with run_context(run, args.manifest, args.device) as (world, links), contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
         _write_weights(out / "model.pt", session.step.weights.state_dict())
         if trainer.best_weights:
             _write_weights(out / "model_best.pt", session.step.weights.gathered(trainer.best_weights))
-        write_text(out / "metrics.jsonl", epoch_lines(history))  # a user may have removed this file
+        write_text(out / "metrics.jsonl", epoch_lines(history))  # a user may have removed `metrics.jsonl`
         provenance.provenance(
             started=started,
             device=describe_device(session.world),
@@ -162,7 +162,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
 
 
 def _announce(run: Run, session: Session, trainer: Trainer) -> None:
-    until = f" ({trainer.last_epoch} of them now)" if trainer.last_epoch < trainer.epochs else ""
+    until = f" (now up to epoch {trainer.last_epoch})" if trainer.last_epoch < trainer.epochs else ""
     processes = session.world.size
     logging.info(
         f"{run.study}: {session.parameters} parameters, {trainer.train_loader.samples} training and "
@@ -177,7 +177,7 @@ def _write_figure(run: Run, session: Session, shown: _Shown, file: Path) -> None
 
     prediction = shown.predict()
     assert prediction is not None
-    with matplotlib.rc_context({"text.parse_math": False}):  # draws `$` as text; saving is here: it makes tick labels
+    with matplotlib.rc_context({"text.parse_math": False}):  # draw `$` as text, also in tick labels, which saving makes
         figure = session.study.figure(run, session.manifest, shown.x, shown.y, prediction)
         y, p = (np.concatenate([*map(np.ravel, tree_leaves(tree))]) for tree in (shown.y, prediction))
         save_png(figure or figures.values(y, p), file, dpi=100)
@@ -194,7 +194,7 @@ def _remove_other_checkpoints(folder: Path) -> None:
 
 
 def _follow(session: Session, trainer: Trainer) -> None:
-    """Train as a rank other than the first, with predictions and gathers in the same order as in `_lead`."""
+    """Train as another rank than the first, with predictions and gathers in the same order as in `_lead`."""
     shown = _Shown(session, trainer.epochs)
     fit_with_signals(trainer, lambda record: shown.predict() if shown.drawn(record) else None)
     with ranges.part("writing", ranges.BETWEEN):
@@ -216,7 +216,7 @@ def fit_with_signals(
     samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
     latest = _Latest(samples)
 
-    def tell(record: Epoch) -> None:
+    def log_epoch(record: Epoch) -> None:
         shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""
         logging.info(
             f"epoch {record.epoch} of {trainer.epochs}: {record.epoch_seconds:.1f} s, "
@@ -237,7 +237,7 @@ def fit_with_signals(
             Hook(after_step=latest.add),
             Hook(after_step=lambda number, batch, loss: progress.update(number + 1)),
         ]
-        history = trainer.fit(validated(tell), validated(on_begin), hooks, interruption.poll)
+        history = trainer.fit(validated(log_epoch), validated(on_begin), hooks, interruption.poll)
     for line in trainer.outcome():
         logging.info(line)
     return history
@@ -288,7 +288,7 @@ class Interruption:
         ratio = self._seconds / max(elapsed, 1e-6) if self._agreed else 1.0  # the first exchange has no `elapsed`
         self._interval = self._left = min(max(1, int(self._interval * min(ratio, 4.0))), MAX_STEPS)
         self._agreed = time.monotonic()
-        if self._received <= urgency:  # a more urgent signal that came meanwhile waits for the next exchange
+        if self._received <= urgency:  # a more urgent signal that arrived meanwhile waits for the next exchange
             self._received = Request.NONE
         return Request(int(urgency))
 

@@ -147,10 +147,10 @@ class Trainer:
     ) -> list[Epoch]:
         """Train, and return the records of all epochs.
 
-        Training ends after the last epoch, or earlier if a loss or gradient is not finite, or if an epoch reaches the
-        target and `training.target.stop` is set. `on_begin` is called with the scores before the first step, and
-        `on_epoch` after each epoch, with the epoch's record. `poll` is called before each batch, and returns the same
-        request (to save or to end) on all ranks.
+        Training ends after the last epoch, or earlier if a loss or gradient is not finite (`training.on_divergence`),
+        or if an epoch reaches the target and `training.target.stop` is set. `on_begin` is called with the scores before
+        the first step, and `on_epoch` after each epoch, with the epoch's record. `poll` is called before each batch,
+        and returns the same request (to save or to end) on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:
@@ -191,7 +191,7 @@ class Trainer:
                     if self._done or policy == "roll_back" or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:
-            # After other kinds of errors, other ranks may be gone, and waiting for their parts of the save could hang.
+            # After any other error, other ranks may be gone, and waiting for their parts of the save could hang.
             if isinstance(error, UserError) or self.world.size == 1:
                 self.checkpoints.wait()  # finishes a save of the last good state
             raise
@@ -211,7 +211,7 @@ class Trainer:
                 yield f"{wanted}: not reached" + (f"; at best {self._goal.of(nearest):.6g}" if nearest else "")
 
     def _begin(self) -> None:
-        """Validate before the first step, unless an earlier try of the run did so; no epoch's time includes this."""
+        """Validate before the first step, unless an earlier try of the run did so; epochs' times exclude this."""
         if self._untrained or self._resumed.step:
             return
         start = time.perf_counter()
@@ -292,7 +292,7 @@ class Trainer:
             f"`dlscale batch {self.name} --step {first + 1}` shows this batch"
         )
         if (2 * len(bad) > steps) if self.step.skips else (self.run.training.on_divergence == "fail"):
-            raise UserError(f"{text}. If the data is sound, {ADVICE}")
+            raise UserError(f"{text}. If the data are correct, {ADVICE}")
         logging.warning("%s%s", text, ". Left out" * self.step.skips)
 
     def rate(self, number: int) -> float:
@@ -312,7 +312,7 @@ class Trainer:
         return self._naive
 
     def resume(self) -> None:
-        """Load the newest usable checkpoint, if any, unless training must restart; all ranks load the same one."""
+        """Load the newest usable checkpoint, unless training must restart; all ranks load the same checkpoint."""
         loaded = self.checkpoints.load(self._wanted, until=self.last_step)
         again = self._again(loaded[0]) if loaded else None
         if loaded is None or again:
@@ -343,7 +343,7 @@ class Trainer:
         """Return why training restarts despite a checkpoint; None to resume from the checkpoint."""
         end = self._end(record.history)
         if end and record.step > end.step:
-            return f"the checkpoint is later than epoch {end.epoch}, which reached the target: training up to it again"
+            return f"the checkpoint is later than epoch {end.epoch}, which reached the target: training again up to it"
         # A checkpoint of the last step may be from before the last validation, which is then missing in `history`.
         trained = record.step == self.last_step and len(record.history) >= self.last_epoch
         if (end or trained) and record.made_with != self._made_with:

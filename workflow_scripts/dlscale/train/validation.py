@@ -18,7 +18,7 @@ from dlscale.train.step import Step
 
 
 class MetricSum:
-    """Sums of per-sample values by name, float64 on the values' device; `means` returns their means."""
+    """Sums of per-sample values by name, float64 on the values' device."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -43,7 +43,7 @@ class MetricSum:
 def naive_means(
     metrics: Metrics, loader: Loader, share: Share, world: World, hooks: Sequence[Hook] = (), split: str = "valid"
 ) -> dict[str, torch.Tensor]:
-    """Return the mean errors over a split of the baselines without learning; each rank computes its part."""
+    """Return the mean errors of the baselines without learning over a split; each rank computes its part."""
     sums = MetricSum()
     shares = ((share.indices(number, loader.samples),) for number in range(len(loader)))
     run_steps(lambda indices: sums.add(metrics.naive(indices, split)), shares, range(len(loader)), hooks)

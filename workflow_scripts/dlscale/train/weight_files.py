@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 def read_weights(path: str | Path) -> State:
     """Return the state dict in a file of `torch.save`, or in a checkpoint folder of dlscale; execute no code.
 
-    The state dict may be part of another program's checkpoint (`PLACES`) or of a wrapped model (`PREFIXES`).
+    The state dict may be nested in another program's checkpoint (`PLACES`), or come from a wrapped model (`PREFIXES`).
     """
     no_pipe(path, "a file of weights, or a checkpoint's folder")
     try:
@@ -37,12 +37,12 @@ def read_weights(path: str | Path) -> State:
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; expected weights: a state dict that torch.save wrote") from None
+        raise UserError(f"{path}: no such file. Expected weights: a state dict that torch.save wrote") from None
     except (Exception, CheckpointException):
         # Reading a damaged pickle may raise exceptions of any type.
         raise UserError(
-            f"{path}: not readable as weights: the file is damaged, or holds more than tensors and plain values; "
-            "expected a state dict that torch.save wrote"
+            f"{path}: not readable as weights: the file is damaged, or contains more than tensors and plain values. "
+            "Expected a state dict that torch.save wrote"
         ) from None
     for place in PLACES:
         if isinstance(content, Mapping) and isinstance(content.get(place), Mapping):
@@ -50,7 +50,7 @@ def read_weights(path: str | Path) -> State:
             break
     if not (isinstance(content, Mapping) and content and all(isinstance(v, torch.Tensor) for v in content.values())):
         raise UserError(
-            f"{path}: contains no weights; expected a state dict, which maps names of the model's tensors to tensors"
+            f"{path}: contains no weights. Expected a state dict, which maps names of the model's tensors to tensors"
         )
     state = {str(name): value for name, value in content.items()}
     for prefix in PREFIXES:
@@ -95,12 +95,15 @@ def load_weights(weights: Weights, path: str | Path) -> None:
         if names
     ]
     if wrong:
-        raise UserError(f"{path}: not the weights of this model; {'; '.join(wrong)}; compare the run's `model`")
+        raise UserError(f"{path}: not the weights of this model; {'; '.join(wrong)}. Compare the run's `model`")
     weights.load_state_dict(state)
 
 
 def _load(path: str | Path) -> Any:
-    """Return the content of a file of `torch.save`, on the host; verify its checksums (since PyTorch 1.6)."""
+    """Load a file of `torch.save` onto the host.
+
+    Files since PyTorch 1.6 are zip archives, whose checksums are verified.
+    """
     with open(path, "rb") as file:
         archive = file.read(4) == b"PK\x03\x04"  # torch.load tests the same bytes
     if archive:

@@ -19,30 +19,30 @@ class Reading(Strict):
 
     staging: Literal["none", "memory", "local"] = Field(
         "none",
-        description="Copy of the data that each node makes first, once for all processes of the node. memory: in the "
-        "node's memory; local: on the node's own disk (local_disk of the site); none: no copy.",
+        description="Copy of the data that each node makes at the start, for all its processes. none: no copy. memory: "
+        "in the node's memory. local: on the node's own disk (local_disk of the site).",
     )
 
 
 class TorchLoader(Reading):
-    """PyTorch's DataLoader with worker processes, the tutorials' loader."""
+    """PyTorch's DataLoader with worker processes, as in NERSC's tutorials."""
 
     kind: Literal["torch"]
     workers: Workers = Field(2, description="Number of loader processes; 0: the training process loads the data.")
     prefetch: Few = Field(2, description="Batches that each worker keeps ready.")
-    pin_memory: bool = Field(True, description="Page-locked host memory for copies to a GPU; no effect on a CPU.")
+    pin_memory: bool = Field(True, description="Use page-locked host memory for copies to a GPU; no effect on a CPU.")
 
 
 class DirectLoader(Reading):
     """Threads that read mapped files into reused buffers; a GPU transforms and decodes the values."""
 
     kind: Literal["direct"]
-    workers: Workers = Field(2, description="Number of threads; 0: the thread of the model loads the data.")
+    workers: Workers = Field(2, description="Number of threads; 0: the training thread loads the data.")
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
         description="Whether to keep all data on the device, so that they are read only once. auto: on a GPU, if the "
-        "data take at most 40 % of the device memory that the process does not use yet; the log shows the choice.",
+        "data take at most 40 % of the device memory not reserved by this process; the log shows the choice.",
     )
 
 

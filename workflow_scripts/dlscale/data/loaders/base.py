@@ -150,7 +150,7 @@ def open_samples(run: RunCore, manifest: Manifest, split: str) -> Samples:
     """Open the samples of a split, by the function of the study's kind of dataset."""
     study = registry.study(run.study)
     module = registry.module_of(study.dataset, "samples")
-    assert module is not None  # for kinds without `samples`, it is the module of `Rows`
+    assert module is not None  # kinds without a module `samples` use the module of `Rows`
     samples: Samples = registry.load(module).open_samples(manifest, split, run.samples, run.seed)
     samples.collate = study.collate
     return samples

@@ -31,10 +31,11 @@ LINE = 16
 
 @intrinsic
 def _stream(typing, target, source):  # type: ignore[no-untyped-def]
-    """Write `source` into `target`, float32 [n], past the cache, which would first read each line from memory.
+    """Copy `source` to `target` (both float32 [n]) with non-temporal stores.
 
-    n is a multiple of `LINE`, and `target` is aligned to a cache line (64 bytes). Other threads see the values after
-    this thread has released a lock, for example Python's global lock at the end of a task.
+    Normal stores would first read each cache line of `target` from memory. n is a multiple of `LINE`, and `target` is
+    aligned to a cache line (64 bytes). Other threads see the values after this thread has released a lock, for example
+    Python's global lock at the end of a task.
     """
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]

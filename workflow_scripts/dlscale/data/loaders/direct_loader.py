@@ -51,8 +51,8 @@ Work = tuple[list[Callable[[], None]], Callable[[], Made]]
 class Ring:
     """Reused host buffers of `slots` batches, and a separate stream that copies the buffers to the device.
 
-    A slot has the buffers of one batch, of shapes and types `kinds`. For a GPU, they are page-locked. On a CPU, they
-    are the batch itself.
+    A slot has the buffers of one batch, of shapes and types `kinds`. For a GPU, the buffers are page-locked. On a CPU,
+    the buffers are the batch itself.
     """
 
     def __init__(self, kinds: list[tuple[tuple[int, ...], torch.dtype]], slots: int, device: torch.device) -> None:
@@ -264,7 +264,7 @@ class DirectLoader(Loader):
         device, slots, batch = self._device, self._slots, len(self._share.indices(0, samples.size))
         if isinstance(samples, WritingSamples) and not isinstance(samples, TableSamples):
             if settings.resident == "always":
-                raise UserError("loader.resident: these samples are made on the host; set it to auto or never")
+                raise UserError("loader.resident: these samples are made on the host; set this key to auto or never")
             return Written(samples, batch, slots, device)
         held: TableSamples | GridSamples
         held = samples if isinstance(samples, TableSamples) else on_grids(samples, settings.kind)
@@ -274,7 +274,7 @@ class DirectLoader(Loader):
                 return ResidentTable(held, device) if isinstance(held, TableSamples) else Resident(held, device)
             except (torch.OutOfMemoryError, MemoryError):
                 raise UserError(
-                    f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; set it to never"
+                    f"loader.resident: data of {needed / 1e9:.1f} GB do not fit on the device; set this key to never"
                 ) from None
         if isinstance(held, TableSamples):
             return Written(held, batch, slots, device)

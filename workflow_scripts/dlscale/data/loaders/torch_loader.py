@@ -1,4 +1,4 @@
-"""Loader `torch`: PyTorch's DataLoader with worker processes and pinned memory, as in the tutorials."""
+"""Loader `torch`: PyTorch's DataLoader with worker processes and pinned memory, as in NERSC's tutorials."""
 
 from __future__ import annotations
 

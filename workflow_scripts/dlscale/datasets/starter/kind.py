@@ -17,7 +17,7 @@ SUFFIXES = (".npy", ".npz", *HDF5)
 
 
 class Simulated(Strict):
-    """Smooth random fields on square images, each with a target that can be learnt, or with noise that cannot."""
+    """Square images: smooth random fields with a learnable target, or pure noise."""
 
     kind: Literal["simulated"]
     train: PositiveInt = Field(128, description="Samples of the training part.")
@@ -26,8 +26,8 @@ class Simulated(Strict):
     size: Extent = Field(128, ge=2, description="Pixels along an edge.")
     target: Literal["gradient", "noise"] = Field(
         "gradient",
-        description="gradient: how steep the field is at each pixel; noise: input and target are "
-        "independent random numbers from 0 to 1, as in nersc-dl-multigpu, and nothing can be learnt.",
+        description="Target of a sample. gradient: steepness of the field at each pixel. noise: input and target are "
+        "independent random numbers from 0 to 1, as in nersc-dl-multigpu, so nothing can be learnt.",
     )
     seed: Seed = Field(0, description="Seed of all samples.")
 
@@ -36,13 +36,13 @@ class Array(Strict):
     """Description of the array of inputs or of targets."""
 
     array: str | None = Field(
-        None, min_length=1, description="The array's name in .npz and HDF5 files; `input` or `target` if absent."
+        None, min_length=1, description="Name of the array in .npz and HDF5 files. Absent: `input` or `target`."
     )
     channels: list[str] = Field([], description="Names of the channels (default: numbers).")
     channel_axis: Literal["none", "first", "last", "new"] | None = Field(
         None,
-        description="Channel axis of a sample. none: no channels; first, last: this axis of the sample; new: the "
-        "sample is one channel, and an axis is added. Required if the shape does not show the channel axis.",
+        description="Channel axis of a sample. none: no channels. first, last: position of the channel axis in a "
+        "sample. new: a sample is one channel, and an axis is added. Required if the shape does not show the axis.",
     )
     unit: str = Field("1", description="Unit of the values; `1` for a number without a unit.")
 
@@ -66,8 +66,8 @@ class Arrays(Paired[ArrayFiles]):
     """Arrays with one sample per row, as paths or http(s) URLs: files for each split, or `all` with `shares`.
 
     By default, numbers [N] and vectors [N, K] have no channels, and up to 4 channels of images [N, C, H, W] are
-    detected. Samples of other shapes need `channel_axis`, or names for the channels along their first axis. Models get
-    channels first.
+    detected. Samples of other shapes need `channel_axis`, or `channels` with a name for each channel along the first
+    axis of a sample. Models get channels first.
     """
 
     kind: Literal["arrays"]

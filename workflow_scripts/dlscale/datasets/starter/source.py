@@ -158,10 +158,11 @@ def _field(key: str, stored: tuple[int, ...], dtype: np.dtype, rows: int, info: 
     grid = stored[1:]
     axis = info.channel_axis or _evident_axis(grid, len(info.channels))
     if axis is None or (axis in ("first", "last") and not grid):
-        fact = f"no axis of channels ({axis})" if axis else "which does not show the axis of channels"
+        fact = f"a sample has no {axis} axis" if axis else "its channel axis is unknown"
         raise UserError(
-            f"{path}: '{info.array or key}' has shape {list(stored)}, {fact}; set `source.{key}.channel_axis` of the "
-            "dataset: none (no channels), first or last (the axis of a sample), or new (a sample is one channel)"
+            f"{path}: '{info.array or key}' has shape {list(stored)}, {fact}. Set `source.{key}.channel_axis` to none "
+            "(no channels), first or last (position of the channel axis in a sample), or new (adds an axis for one "
+            "channel)"
         )
     shape = {"none": grid, "first": grid, "last": (*grid[-1:], *grid[:-1]), "new": (1, *grid)}[axis]
     count = 1 if axis == "none" else shape[0]

@@ -1,1 +1,1 @@
-"""Batch of a training step, and comparison of replicas."""
+"""Batch of a training step, and check of replicas."""

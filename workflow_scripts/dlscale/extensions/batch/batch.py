@@ -1,4 +1,4 @@
-"""`dlscale batch RUN --step N`: read the batch of a training step again, and show its samples and values."""
+"""`dlscale batch RUN --step N`: read the batch of a training step again, and show its samples and tensors."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class SampleInfo(Record):
     """Sample of a batch."""
 
-    index: int  #: Number within the epoch, from 0.
-    source: str  #: File and position; empty if the samples do not tell it.
-    bad: int  #: Values that are NaN or infinite, over all tensors.
+    index: int  #: Index within the epoch, from 0.
+    source: str  #: File and position in the file; empty if unknown.
+    bad: int  #: Number of NaN and infinite values, over all tensors.
 
 
 class TensorInfo(Record):
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 def find_batch(run: Run, manifest: str | Path, step: int) -> tuple[BatchInfo, dict[str, np.ndarray]]:
     """Return the description and the tensors of the global batch of a step, which is numbered from 1."""
     if run.loader.kind == "synthetic":
-        raise UserError("loader.kind: synthetic delivers random numbers, which are not kept; choose another loader")
+        raise UserError("loader.kind: synthetic delivers random numbers, which are not kept. Name another run")
     data = Manifest.read(manifest)
     data.check_files()
     samples, share = open_samples(run, data, "train"), Share(run.batch_size)
@@ -103,7 +103,7 @@ def find_batch(run: Run, manifest: str | Path, step: int) -> tuple[BatchInfo, di
 
 
 def _bad(tensors: Any, count: int) -> list[int]:
-    """Return the number of values of each sample that are NaN or infinite, over all tensors with a row per sample."""
+    """Return each sample's number of NaN and infinite values, over the float tensors with a row per sample."""
     rows = [tensor for tensor in tensors if tensor.shape[:1] == (count,) and tensor.is_floating_point()]
     wrong = [tensor.isfinite().logical_not().reshape(count, -1).sum(dim=1) for tensor in rows]
     return [int(value) for value in sum(wrong, torch.zeros(count, dtype=torch.int64))]
@@ -128,7 +128,7 @@ def _tensor_info(name: str, tensor: torch.Tensor) -> TensorInfo:
 
 
 def sources(samples: Samples, epoch: int, indices: range, files: Sequence[str]) -> list[str]:
-    """Return file and position of each sample; empty texts if the class of the samples does not tell them."""
+    """Return file and position of each sample; empty strings if the class of the samples does not provide them."""
     boxes: Any = getattr(samples, "boxes", None)
     inner: Any = boxes if isinstance(boxes, GridSamples) else samples
     if rows := getattr(inner, "places", None) or getattr(getattr(inner, "visits", None), "rows", None):

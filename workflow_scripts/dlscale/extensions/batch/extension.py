@@ -1,11 +1,11 @@
-"""Extension: the batch of a training step, and the comparison of weights that several processes hold."""
+"""Extension: the command `batch`, and `training.check_replicas`, a check for equal weights on all ranks."""
 
 from dlscale.core.stage import Query, option, path
 
 COMMANDS = {
     "batch": Query(
         "dlscale.extensions.batch.batch",
-        "Show the batch of a training step: its samples with their files, and ranges and NaN of its tensors.",
+        "Show the batch of a training step: samples with their files, and value ranges and NaNs of the tensors.",
         (
             ("run", {"metavar": "RUN", "help": "PLAN.RUN, or the folder of a run"}),
             option("--step", "number of the step, from 1", type=int, metavar="N"),
@@ -14,8 +14,9 @@ COMMANDS = {
                 "manifest.json of the dataset (default: the manifest in the results folder)",
                 required=False,
             ),
-            path("--out", ".npz file of the batch's tensors to write", required=False),
+            path("--out", ".npz file to write, with the batch's tensors", required=False),
         ),
+        example="dlscale batch cosmo_demo.baseline --step 4",
     ),
 }
 

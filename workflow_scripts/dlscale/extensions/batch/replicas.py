@@ -1,4 +1,4 @@
-"""Comparison of the weights that several processes hold, by hashes."""
+"""Check by hashes that ranks with copies of the same weights have equal bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dlscale.train.step import Step
 
 
 def check_replicas(step: Step, world: World, epoch: int) -> None:
-    """Raise `UserError` if ranks have different bits for the same part of a parameter; all ranks call this.
+    """Raise `UserError` if ranks have different bits for the same part of a parameter; call on all ranks.
 
-    Buffers are not compared, because batch normalisation may have other statistics on each rank.
+    Buffers are not compared, because the statistics of batch normalisation may differ between ranks.
     """
     shards = {name: shard for name, shard in step.weights.shards().items() if name in step.weights.named}
     own = {(name, shard.offsets): _digest(shard) for name, shard in shards.items() if shard.tensor.numel()}

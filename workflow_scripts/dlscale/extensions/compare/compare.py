@@ -2,8 +2,8 @@
 
 The arguments of `compare BEFORE AFTER` are two plans, two runs (`PLAN.RUN`), or two folders of results, plans or runs
 (`./NAME` if a plan has the same name). With `--gate` the exit status is 1 if a run became slower by more than the
-noise. The arguments of `compare --profiles BEFORE AFTER` are two runs with profiles, or two reports of Nsight Systems,
-which may be of any program.
+noise. The arguments of `compare --profiles BEFORE AFTER` are two runs with profiles, or two reports of Nsight Systems
+(of any program).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlscale.extensions.compare.terminal import show
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, Table, cell, table
-from dlscale.report.speedup import FLOOR, SpeedUp, measured_apart, paired_ratio
+from dlscale.report.speedup import MIN_PAIRED_LOG_DIFFERENCE, SpeedUp, measured_apart, paired_ratio
 from dlscale.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         before, after = ({key.partition(".")[2]: run for key, run in each.items()} for each in (before, after))
     if not (both := [key for key in before if key in after]):
         raise UserError(
-            f"{' and '.join(args.results)}: these results have no run in common. Name plans that have runs in common"
+            f"{' and '.join(args.results)}: these results have no run in common. Name results with equal names of runs"
         )
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:
@@ -110,7 +110,7 @@ def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
             "speed-up relative to the first run",
             [cell(each["over_first"] and each["over_first"]["words"]) for each in found],
         ),
-        ("", "other devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
+        ("", "different devices", [cell(each["devices"] and f"{each['devices']}: not compared") for each in found]),
         ("", "validation loss", [_pair(each["valid_loss"], text.number) for each in found]),
         ("", "settings", [cell("; ".join(each["settings"][:4]) + " …" * bool(each["settings"][4:])) for each in found]),
         ("", "busy machine, before and after", [_pair(each["busy"], str) for each in found]),
@@ -121,10 +121,10 @@ def _print(found: list[dict[str, Any]], lone: dict[str, list[str]]) -> None:
         if each["environment"]:
             apart.setdefault(", ".join(each["environment"]), []).append(each["run"])
     for words, runs in apart.items():
-        print(f"made with other machines or software{_of(runs, found)}: {words}")
+        print(f"machines or software differ{_of(runs, found)}: {words}")
     for name, runs in lone.items():
         if runs:
-            print(f"only in {name}: {', '.join(runs)}")
+            print(f"runs only in {name}: {', '.join(runs)}")
 
 
 def _of(runs: list[str], found: list[dict[str, Any]]) -> str:
@@ -132,7 +132,7 @@ def _of(runs: list[str], found: list[dict[str, Any]]) -> str:
 
 
 def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
-    """Return the changes of a run, as JSON values."""
+    """Return the changes of a run, as JSON values; `looks` comparisons widen the intervals."""
     names = [run.device.name for run in (before, after)]
     elsewhere = all(names) and names[0] != names[1]
     speeds = {
@@ -247,14 +247,14 @@ def of_profiles(args: argparse.Namespace, configuration: Configuration | None) -
     used, now = ({row.tool for row in summary.rows} for summary in (before, after))
     if not used & now:
         said = f"{', '.join(sorted(used))} and {', '.join(sorted(now))}"
-        raise UserError(f"the profiles have no profiler in common ({said}). Profile both runs with the same tools")
+        raise UserError(f"the profiles have no profiler in common ({said}). Profile both runs with the same profilers")
     changed, per = extremes(compare(before, after)), unit(before, after)
     if args.json:
         rows = json.loads(changed.to_json(orient="records"))
         print(json.dumps({"per": per, "batches": [before.batch, after.batch], "faster and slower": rows}, indent=2))
         return 0
     if per == "sample":
-        print(f"batch of a process: {before.batch:g} before, {after.batch:g} after; so all times are per sample")
+        print(f"samples per step of a process: {before.batch:g} before, {after.batch:g} after. Times are per sample")
     show(_table(changed, per))
     return 0
 
@@ -269,7 +269,7 @@ def _profile(name: str, configuration: Configuration | None) -> Summary:
         raise UserError(f"{name}: no such file")
     reader = registry.table("PROFILERS").get("nsys")
     if not reader:
-        raise UserError(f"{name}: the extension that reads reports of Nsight Systems is not installed")
+        raise UserError(f"{name}: the extension `nsys`, which reads reports of Nsight Systems, is missing")
     tool, rows = registry.load(reader).of_report(path)
     return Summary(rows, {tool.name: tool.steps})
 
@@ -412,11 +412,11 @@ def relative_to_first(run: RunResult, other: RunResult, looks: int = 1) -> Speed
     own, its = (each.throughput.beside if each.throughput else None for each in (run, other))
     if not (own and its and own.compute == its.compute) or own.compute in (run.compute, other.compute):
         return None
-    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), FLOOR, looks)
+    return paired_ratio(own, its, pooled([own.ratios, its.ratios]), MIN_PAIRED_LOG_DIFFERENCE, looks)
 
 
 def unescape_formulas(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row before `escape_formula`."""
+    """Undo `escape_formula` in a row."""
     return {
         key: each[1:] if isinstance(each, str) and each.startswith("'") and text.FORMULA.match(each) else each
         for key, each in row.items()

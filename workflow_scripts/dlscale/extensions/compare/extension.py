@@ -1,4 +1,4 @@
-"""Extension: comparison of two results, and the history of all measurements."""
+"""Extension: the commands `compare` and `history`."""
 
 from dlscale.core.stage import Query, option, path
 
@@ -19,17 +19,19 @@ COMMANDS = {
             option("--force", "compare even if the studies differ", False, action="store_true"),
             option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
         ),
+        example="dlscale compare cosmo_demo.baseline cosmo_demo.bf16",
     ),
     "history": Query(
         "dlscale.extensions.compare.history",
-        "Show all measurements of each run in any number of results folders, in the order of time.",
+        "Show all measurements of each run in any number of results folders, in chronological order.",
         (
             (
                 "results",
-                {"nargs": "*", "metavar": "RESULTS", "help": "plans or folders (default: the current results folder)"},
+                {"nargs": "*", "metavar": "RESULTS", "help": "plans, runs or folders (default: the results folder)"},
             ),
             option("--since", "day of the oldest measurements to show", False, metavar="YYYY-MM-DD"),
-            path("--out", "PNG file to write", required=False),
+            path("--out", "PNG chart to write", required=False),
         ),
+        example="dlscale history cosmo_demo --since 2026-11-01",
     ),
 }

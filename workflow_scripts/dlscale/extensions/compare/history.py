@@ -1,6 +1,7 @@
-"""`dlscale history`: show all measurements of any number of results folders in the order of time.
+"""`dlscale history`: show all measurements of any number of results folders in chronological order.
 
-Each measurement is compared, as in `compare`, with the previous one of the same run, device and compute settings.
+Each measurement is compared, as in `compare`, with the previous measurement of the same run, device and compute
+settings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the history of `args.results`, and draw it if `args.out` names a file; return the exit status."""
+    """Print the history of `args.results`; if given, draw the file `args.out`; return the exit status 0."""
     results = results_of(configuration)
     found = history(args.results or [str(results)], configuration, _day(args.since))
     if found.empty:
@@ -49,8 +50,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
                 ("", "results", [cell(row.results) for row in rows]),
                 ("", "device", [cell(row.device) for row in rows]),
                 ("", "speed", [_speed(row) for row in rows]),
-                ("", "over the previous", [cell(row.over_before) for row in rows]),
-                ("", "differences to the previous", [cell(row.differs) for row in rows]),
+                ("", "relative to the previous", [cell(row.over_before) for row in rows]),
+                ("", "environment changes since the previous", [cell(row.differs) for row in rows]),
             ]
         )
     )
@@ -61,9 +62,9 @@ def history(names: list[str], configuration: Configuration | None, since: str = 
     """Return a table with a row for each measurement since the day `since`, sorted by run and time.
 
     Columns: run, time (ISO 8601), results, device, samples_per_second and steps_per_second (one of them is NaN),
-    interval (half-width of the 95 % interval, in the unit of the speed; NaN if unknown), over_before (comparison with
-    the previous measurement, in words), ratio (the same, as a number), differs (differences of the environment, in
-    words).
+    interval (half-width of the 95 % interval, in the unit of the speed; NaN if unknown), over_before (speed relative to
+    the previous measurement, in words), ratio (the same, as a number), differs (changes of the environment since the
+    previous measurement, in words).
     """
     import pandas as pd
 

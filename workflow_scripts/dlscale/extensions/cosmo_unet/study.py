@@ -27,13 +27,13 @@ class UNet3DSettings(Strict):
 
     kind: Literal["unet3d"]
     widths: list[Extent] = Field(
-        [64, 128, 256, 512, 512, 512], min_length=1, description="Channels after each stride-2 level, top to bottom."
+        [64, 128, 256, 512, 512, 512], min_length=1, description="Numbers of channels after each level (stride 2)."
     )
     init_std: PositiveFloat = Field(0.02, description="Standard deviation of the initial weights.")
     space_to_depth: bool = Field(
         False,
-        description="Compute the first and the last layer, which have few channels, on blocks of 2^3 cells: the same "
-        "function and parameters in shapes for tensor cores.",
+        description="Compute the first and the last layer, which have few channels, on blocks of 2^3 cells. Function "
+        "and parameters do not change, but the shapes suit tensor cores.",
     )
 
 
@@ -43,8 +43,8 @@ class UNet3DLoss(Strict):
     kind: Literal["l1"]
     density_weight: NonNegativeFloat = Field(
         0.0,
-        description="Weight (lambda_rho) of a further term of the loss, the L1 of exp(14 x) of channel 0; 0 leaves "
-        "the term out.",
+        description="Weight (lambda_rho) of a further term of the loss, the mean absolute error of exp(14 x) for "
+        "channel 0. 0: the loss lacks this term.",
     )
 
 
@@ -141,13 +141,13 @@ class CosmoUNet(Study):
         if run.activation_checkpointing == "selective":
             raise Refused(
                 "activation_checkpointing selective: a level of the U-Net is one convolution, whose output would be "
-                "kept, so this saves no memory. Use true"
+                "kept, so this saves no memory. Set activation_checkpointing to true"
             )
         levels = len(run.model.widths)
         if run.samples.crop % 2**levels:
             raise Refused(
                 f"samples.crop {run.samples.crop} is not a multiple of {2**levels}: each of the {levels} levels of "
-                "model.widths halves it"
+                "model.widths halves the crop"
             )
 
     def check_grid(self, run: Any, grid: tuple[int, ...]) -> None:
@@ -191,7 +191,7 @@ class CosmoUNet(Study):
         return CosmoMetrics(manifest, device)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the middle slice of each output next to the dark matter's density or velocity."""
+        """Draw the middle slice of each output next to the density or velocity of dark matter."""
         import numpy as np
 
         from dlscale.studies.figures import comparison

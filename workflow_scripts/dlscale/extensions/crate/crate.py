@@ -62,7 +62,7 @@ COPIED = 10_000_000
 #: the software.
 MACHINE = ("host", "slurm", "device", "cores", "memory_bytes")
 
-#: Begin of the HTML head of the preview; the security policy forbids scripts, and loading of other files.
+#: Start of the HTML head of the preview; the security policy forbids scripts, and loading of other files.
 PREVIEW = (
     '<head><meta charset="utf-8">'
     """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
@@ -111,14 +111,13 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         raise UserError(f"crates cannot be written ({error}); pip install 'dlscale[crate]'") from None
     if not args.citation:
         raise UserError(
-            "--citation: missing. The records do not contain the authors and the licence of the results. Write a "
-            "CITATION.cff with your `authors` and `license` (docs/crate.md has an example), and name the file with "
-            "--citation"
+            "--citation: missing. The records lack the authors and the licence of the results. Write a CITATION.cff "
+            "with your `authors` and `license` (example: docs/crate.md), and name the file with --citation"
         )
     (name,), results = check_plans([args.plan], configuration), results_of(configuration)
     record = Path(Results(results).plan(name))
     if not record.exists():
-        raise UserError(f"{name} has no results yet. Run snakemake plan_{name}")
+        raise UserError(f"{name} has no results yet. Run dlscale run {name}")
     made = Crate(results, read_plan(record), Path(args.citation))
     made.fill()
     if args.zip:
@@ -136,7 +135,7 @@ class Crate:
     """Crate of a plan: the plan's results, in the same folders as in the results folder, and the workflow's files."""
 
     def __init__(self, results: Path, plan: PlanResult, citation: Path) -> None:
-        """Begin a crate; `citation` is the path of the CITATION.cff with the authors and the licence of the results."""
+        """Start a crate; `citation` is the path of the CITATION.cff with the authors and the licence of the results."""
         from rocrate.rocrate import ROCrate
 
         self.results, self.plan = results, plan
@@ -145,7 +144,7 @@ class Crate:
         self.software = _read_citation(WORKFLOW / "CITATION.cff")
         self.citation = _read_citation(citation)
         self.authors = self._authors(self.citation)
-        self.times = list[tuple[str, str]]()  #: Begin and end of each stage for which both times are known.
+        self.times = list[tuple[str, str]]()  #: Start and end of each stage for which both times are known.
         self.actions, self.controls = list[Any](), list[Any]()
         self.tools, self.steps = dict[str, Any](), dict[str, Any]()
 
@@ -280,14 +279,17 @@ class Crate:
         if not image:
             return None
         known, digest = image["name"], image["identity"].removeprefix("sha256:")
-        file, (host, _, rest) = image["engine"] == "apptainer", known.partition("/")
+        file, (host, _, rest) = image["engine"] in ("apptainer", "enroot"), known.partition("/")
         # As in Docker, the first part of an image's name is a registry if the part can be the name of a host.
         registry = host if rest and not file and (host == "localhost" or set(host) & set(".:")) else ""
         name, _, tag = (known, "", "") if file else known.removeprefix(f"{registry}/").partition("@")[0].partition(":")
         return self.add(
             f"#image-{digest[:12]}",
             "ContainerImage",
-            additionalType={"@id": f"{TERMS}#{'SIFImage' if file else 'DockerImage'}"},
+            # The vocabulary has no term for enroot's files.
+            additionalType={"@id": f"{TERMS}#{'SIFImage' if file else 'DockerImage'}"}
+            if image["engine"] != "enroot"
+            else None,
             name=name,
             registry=registry,
             tag=tag,
@@ -449,7 +451,7 @@ def _environment(told: Raw, met: Environment | None) -> Raw:
 
 
 def _times(run: RunResult, stage: str) -> tuple[str, str] | None:
-    """Return the begin and the end of a run's stage; None if unknown.
+    """Return the start and the end of a run's stage; None if unknown.
 
     The times are from the provenance of the training, or from the stage's telemetry.
     """

@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale crate`."""
+"""Extension: the command `crate`."""
 
 from dlscale.core.stage import Query, option
 
@@ -10,11 +10,12 @@ COMMANDS = {
             ("plan", {"metavar": "PLAN", "help": "finished plan"}),
             option(
                 "--citation",
-                "CITATION.cff with the authors and the licence of the results (required)",
+                "CITATION.cff with the authors and the licence of the results (required; example: docs/crate.md)",
                 False,
                 metavar="FILE",
             ),
             option("--zip", "ZIP archive to write (default: folder crates/PLAN in the results)", False, metavar="FILE"),
         ),
+        example="dlscale crate cosmo_demo --citation mine.cff --zip cosmo.zip",
     ),
 }

@@ -1,1 +1,1 @@
-"""Loader `dali`, which reads with NVIDIA DALI."""
+"""Loader `dali` (NVIDIA DALI)."""

@@ -97,9 +97,9 @@ class NativeField:
 
 
 def turned(fn: Any, x: Any, number: Any, choices: list[tuple[int, list[int]]]) -> Any:
-    """Transpose each box with the permutation that has the box's number in `choices`.
+    """Transpose each box with the permutation of its `number`; `choices` are pairs (number, permutation).
 
-    DALI's `transpose` applies one permutation to all boxes, so conditionals choose it.
+    DALI's `transpose` applies a single permutation to all boxes, so conditionals choose it.
     """
     (first, perm), others = choices[0], choices[1:]
     if not others:

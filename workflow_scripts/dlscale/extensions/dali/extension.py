@@ -1,4 +1,4 @@
-"""The loader `dali` of this extension."""
+"""Extension: the loader `dali` (NVIDIA DALI)."""
 
 from dlscale.core.registry import LoaderPlace
 

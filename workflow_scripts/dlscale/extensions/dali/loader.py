@@ -1,7 +1,7 @@
 """Loader `dali`: NVIDIA DALI's executor, threads, prefetching and operators around dlscale's sample stream.
 
-DALI decodes, resizes and flips the windows of images that the sample stream names, on the GPU if the device is a GPU,
-and delivers 8-bit pixels, which differ from Pillow's by rounding (docs/ladder.md). For boxes on grids see `boxes`.
+DALI decodes, resizes and flips the windows of images that the sample stream names, on the GPU if the device is a GPU.
+The 8-bit pixels differ from Pillow's by rounding (docs/ladder.md). For boxes on grids see `boxes`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Images:
         for epoch, indices, _ in self._kept:
             for index in indices:
                 self._samples.read(epoch, index)
-        return f"loader.kind: dali cannot decode an image that Pillow can decode. Set it to torch or direct ({error})"
+        return f"loader.kind: dali failed on images that Pillow decodes ({error}). Set loader.kind to torch or direct"
 
     def close(self) -> None:
         """Do nothing, because this pipeline has no resources to free."""
@@ -121,7 +121,8 @@ def on_volumes(samples: Samples) -> GridSamples:
     if isinstance(samples, GridSamples) and samples.input.channel_axis == samples.target.channel_axis == 0:
         return samples
     raise UserError(
-        f"loader.reader: numpy reads only boxes of volumes, but samples are {type(samples).__name__}. Set it to h5py"
+        f"loader.reader: numpy reads only boxes of volumes, but samples are {type(samples).__name__}. "
+        "Set loader.reader to h5py"
     )
 
 

@@ -19,7 +19,7 @@ from dlscale.extensions.dali import mirrors
 
 
 def make_mirrors(manifest: str | Path) -> None:
-    """Make the missing mirrors of all volumes of a dataset; parallel processes wait for the process that makes them."""
+    """Make the missing mirrors of a dataset's volumes; only one process makes mirrors, and parallel processes wait."""
     found = Manifest.read(manifest)
     for split in (split for split, files in found.splits.items() if files):
         for name, info in found.fields.items():

@@ -11,7 +11,7 @@ from dlscale.data.loaders import Reading
 
 
 class DaliLoader(Reading):
-    """NVIDIA DALI, with its own operators (`pip install dlscale[dali]`)."""
+    """NVIDIA DALI (`pip install dlscale[dali]`)."""
 
     kind: Literal["dali"]
     reader: Literal["h5py", "numpy"] = Field(
@@ -20,6 +20,6 @@ class DaliLoader(Reading):
         "`.npy` mirrors of volumes, which are made once if they are missing (docs/ladder.md).",
     )
     workers: Annotated[Workers, Field(ge=1)] = Field(
-        2, description="Threads of the pipeline; with `reader: h5py` also the number of processes that read."
+        2, description="Number of threads of the pipeline, and with `reader: h5py` also of processes that read."
     )
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")

@@ -54,6 +54,7 @@ def of(name):
 
 facts = {"python": platform.python_version(), "torch": of("torch"), "h5py": of("h5py"), "numba": of("numba")}
 facts["nsys"] = shutil.which(os.environ.get("NSYS") or "nsys")
+facts["plugin"] = os.environ.get("NCCL_NET_PLUGIN", "")
 try:
     import nvidia.dali
     facts["dali"] = nvidia.dali.__version__
@@ -119,17 +120,18 @@ def probe_image(site: Site) -> Finding:
     if site.engine == "none":
         return Finding("image", "skip", "no container engine: commands run directly")
     if not shutil.which(site.engine):
-        return failed(f"{site.engine}: no such command here", "install it, or set site.engine to an installed engine")
+        return failed(
+            f"{site.engine}: no such command here", f"install {site.engine}, or set site.engine to an installed engine"
+        )
     if not site.image:
-        return failed("site.image is not set", "set it to the name of an image (for apptainer: its file)")
-    if site.engine == "apptainer":  # computing the identity, which is the SHA-256 of the file, takes too long
+        return failed("site.image is not set", "set site.image to an image's name (for apptainer and enroot: its file)")
+    if site.engine in launcher.FILE_SUFFIXES:  # the identity is the SHA-256 of the file, which takes too long
         if not Path(site.image).is_file():
-            return failed(f"{site.image}: no such file", f"apptainer pull {site.image} docker://NAME")
+            return failed(f"{site.image}: no such file", images.file_remedy(site.engine, site.image))
         return Finding("image", "ok", site.image)
     if (identity := images.identity(site.engine, site.image)) is None:
-        return failed(f"{site.image}: {site.engine} has no such image")
-    if site.engine == "podman-hpc" and not images.migrated(site.image):
-        return failed(f"{site.image}: not migrated, so compute nodes do not see it")
+        migrated = ", or has not migrated it, so compute nodes do not see it" * (site.engine == "podman-hpc")
+        return failed(f"{site.image}: {site.engine} has no such image{migrated}")
     return Finding("image", "ok", f"{site.image} ({identity.removeprefix('sha256:')[:12]})")
 
 
@@ -142,8 +144,15 @@ def probe_python(
         # slow, hence the long timeout.
         printed = command_output([*python, "-P", "-c", FACTS], probe.PROBE_LIMIT)
     except (AbsentError, FailedError) as error:
-        remedy = "activate the environment of dlscale, or correct site.engine and site.image"
-        return [Finding("python", "FAIL", f"cannot be started where the stages run: {error}", remedy)]
+        text = "not found" if isinstance(error, AbsentError) else "the check of its versions failed"
+        return [
+            Finding(
+                "python",
+                "FAIL",
+                f"{text} where the stages run: {error}",
+                "activate the environment of dlscale (Python 3.11 or later), or correct site.engine and site.image",
+            )
+        ]
     # The entry point of an image may print a greeting first.
     return environment(json.loads(printed.strip().splitlines()[-1]), runs, profilers, on_gpus)
 
@@ -220,6 +229,11 @@ def _cuda(facts: Facts, on_gpus: bool) -> Finding:
     if driver and not seen and (old := too_old(driver, cuda)):
         remedy = "install a newer driver, or use an image with an older CUDA or CUDA's compat libraries (docs/sites.md)"
         return Finding("CUDA", "FAIL" if on_gpus else "warn", old, remedy)
+    plugin = re.search(r"(?<![a-z])cu(?:da)?-?(\d\d)", facts.get("plugin", ""))
+    if plugin and plugin[1] != cuda.partition(".")[0]:
+        text = f"PyTorch is built for CUDA {cuda}, but NCCL_NET_PLUGIN for CUDA {plugin[1]}: {facts['plugin']}"
+        remedy = "name the plug-in for PyTorch's CUDA version in site.environment"
+        return Finding("CUDA", "FAIL" if on_gpus else "warn", text, remedy)
     return Finding("CUDA", "ok", f"{cuda}{f' on driver {driver}' if driver else ''}, {seen} GPUs seen by torch")
 
 
@@ -275,7 +289,7 @@ def probe_queue() -> Finding:
 
 
 def _used_queues(scheduler: Scheduler) -> list[tuple[str, Queue]]:
-    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # empty without a queue
+    names = [scheduler.data_queue or "", *(scheduler.run_queues or [""])]  # an empty name means no queue
     return [(name, scheduler.queues.get(name, Queue())) for name in names]
 
 
@@ -328,7 +342,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 
 def probe_job_limits(scheduler: Scheduler) -> Finding:
-    """Check that the site's settings know how many jobs a user may submit to each used QOS."""
+    """Check that the site's settings limit the jobs of each used QOS to the number that a user may submit."""
     try:
         listed = command_output(["sacctmgr", "-nP", "show", "qos", "format=name,maxsubmitpu"])
     except FailedError as error:
@@ -337,7 +351,9 @@ def probe_job_limits(scheduler: Scheduler) -> Finding:
         return Finding("job limits", "skip", "this Slurm has no accounting database")
     limits = {name: int(most) for name, _, most in (line.partition("|") for line in listed.split()) if most}
     for name, queue in _used_queues(scheduler):
-        if (queue.max_jobs or math.inf) > (most := limits.get(queue.qos or "", math.inf)):
+        # A site's submit filter may rename a QOS: debug to gpu_debug.
+        most = min((n for qos, n in limits.items() if queue.qos in (qos, *qos.split("_"))), default=math.inf)
+        if (queue.max_jobs or math.inf) > most:
             text = f"QOS {queue.qos} accepts {many(int(most), 'submitted job')} per user, and refuses further jobs"
             remedy = f"set site.scheduler.queues.{name}.max_jobs: {most}, so that further jobs wait in Snakemake"
             return Finding("job limits", "warn", text, remedy)

@@ -1,4 +1,4 @@
-"""Command that checks a site; each dry run ends with the same checks."""
+"""Extension: the command `doctor`; each dry run ends with the same checks."""
 
 from dlscale.core.stage import PLANS, Query
 
@@ -7,6 +7,7 @@ COMMANDS = {
         "dlscale.extensions.doctor.doctor",
         "Check the requirements of the workflow before you submit jobs; exit with 1 if a check fails.",
         (PLANS,),
+        example="dlscale doctor --profile perlmutter cosmo_strong",
     ),
 }
 

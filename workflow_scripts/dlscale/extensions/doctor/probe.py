@@ -1,4 +1,4 @@
-"""Checks of datasets and quotas, with timeouts."""
+"""Run checks with timeouts; check datasets and quotas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBE_LIMIT = 3 * LIMIT
 
 
 class AbsentError(Exception):
-    """A command is not installed, so its check is skipped."""
+    """A command is not installed."""
 
 
 class FailedError(UserError):

@@ -26,20 +26,20 @@ class ViTSettings(Strict):
     """The vision transformer; its image size and channels come from the data."""
 
     kind: Literal["vit"]
-    patch: Extent | tuple[Extent, Extent] = Field(8, description="Edge of a patch, or rows and columns, points.")
+    patch: Extent | tuple[Extent, Extent] = Field(8, description="Edge of a patch, or its rows and columns, cells.")
     embed_dim: Extent = Field(384, description="Dimension of a token.")
     depth: Few = Field(12, description="Number of transformer blocks.")
     heads: Few = Field(8, description="Number of attention heads.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Drop-out rate of projections and MLPs.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Drop-out probability of tokens, projections and MLPs.")
     residual: bool | Literal["linear"] = Field(
         False,
-        description="Predict the change from the input state instead of the state itself; linear: the change from a "
-        "learnt linear combination of all inputs, which equals the input state at first.",
+        description="true: predict the change from the input state instead of the state itself. linear: predict the "
+        "change from a learnt linear combination of all inputs, which initially equals the input state.",
     )
     static: list[Literal["latitude", "longitude", "mean"]] = Field(
         [],
-        description="Constant inputs, each standardised: latitude and longitude in degrees; mean: the mean state over "
-        "the training times, which distinguishes land from sea.",
+        description="Constant inputs, each standardised. latitude, longitude: coordinates in degrees. mean: the mean "
+        "state over the training times, which distinguishes land from sea.",
     )
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class Era5Metrics(Metrics):
     def described(self) -> list[Metric]:
         answer = "the best baseline without learning"
         kinds = {
-            "rmse": ("RMSE", "root-mean-square error over all validation samples and points, in physical units"),
+            "rmse": ("RMSE", "latitude-weighted root-mean-square error over all validation samples, in physical units"),
             "rmse_normalised": (
                 "RMSE, normalised",
                 "RMSE of standardised fields, averaged over samples, as published",
@@ -232,8 +232,9 @@ class Era5ViT(Study):
     def flops(self, run: Any, manifest: Manifest) -> float:
         """Return the forward FLOPs of a sample.
 
-        For N tokens of width E, each attention takes 4 N^2 E FLOPs, and each output of a linear layer takes 2 N E
-        FLOPs. The sum is a third of the training FLOPs in Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+        For N tokens of width E, each attention takes 4 N^2 E FLOPs, and each output of a linear layer with E inputs
+        takes 2 N E FLOPs. The sum is a third of the training FLOPs in Chowdhery et al. 2022 (arXiv:2204.02311),
+        appendix B.
         """
         m, info = run.model, manifest.fields["fields"]
         rows, columns = m.patch_size
@@ -274,7 +275,7 @@ class Era5ViT(Study):
         return figure
 
     def picture(self, run: Any, manifest: Manifest, y: Any, prediction: Any) -> tuple[str, np.ndarray]:
-        """Return a picture of t2m, as NERSC's tutorials draw; of the first channel if t2m is missing."""
+        """Return a picture of t2m, as in NERSC's tutorials, or of the first channel if t2m is missing."""
         from dlscale.studies.figures import side_by_side
 
         names = manifest.fields["fields"].channels

@@ -107,7 +107,7 @@ def evaluate(
 
 
 def single_device_run(run: RunCore) -> RunCore:
-    """Return the settings of the run on a single device, with the batch of a single device.
+    """Return the settings of the run on a single device, with its batch size per device.
 
     Compilation and CUDA graphs are off, because in an evaluation they take more time than they save. FSDP with
     `param_dtype` bf16 becomes precision bf16_pure, since both cast weights and inputs.

@@ -1,4 +1,4 @@
-"""Extension: scores of trained weights."""
+"""Extension: the command `evaluate`."""
 
 from dlscale.core.stage import RUNS, Query, option, path
 
@@ -19,5 +19,6 @@ COMMANDS = {
             ),
             path("--out", "JSON file to write", required=False),
         ),
+        example="dlscale evaluate cosmo_demo.baseline --weights best",
     ),
 }

@@ -29,7 +29,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             continue
         if not (run.throughput or run.profile):
             raise UserError(
-                f"{run.folder}: this run has neither throughput nor a profile yet. Add `throughput` or `profile` to "
+                f"{run.folder}: this run has neither a throughput nor a profile yet. Add `throughput` or `profile` to "
                 "its plan's `measure`, and run the plan"
             )
         found[name] = judge_run(run)

@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale explain`."""
+"""Extension: the command `explain`."""
 
 from dlscale.core.stage import RUNS, Query
 
@@ -7,5 +7,6 @@ COMMANDS = {
         "dlscale.extensions.explain.explain",
         "Show what limits runs, how far they are from their device's limit, and what to try next.",
         (RUNS,),
+        example="dlscale explain cosmo_demo.baseline",
     ),
 }

@@ -1,3 +1,3 @@
-"""Precisions `fp8` and `fp8_rowwise`: linear layers whose matrix products are in 8 bits, by torchao."""
+"""Extension: the precisions `fp8` and `fp8_rowwise` (linear layers with 8-bit matrix products, by torchao)."""
 
 PROVIDES = {"float8": "dlscale.extensions.fp8.float8.convert"}

@@ -1,1 +1,1 @@
-"""Extension: names of the lines and collective operations in which processes wait."""
+"""Extension: find the lines and collective operations at which processes hang."""

@@ -22,7 +22,7 @@ from dlscale.core.files import make_folder, read_text, remove, write_json, write
 from dlscale.extensions.hangs.finding import ENDED, GONE, RUNNING, SILENT, STOPPED, Process, line_of, waiting
 from dlscale.extensions.hangs.inside import ASK, REPORT, STACKS, TICK, catches_quit, process_scope
 
-#: Longest waits, seconds: for reports; for the stacks of a process that wrote no report; for py-spy.
+#: Longest waits, seconds: for reports; for the stacks of processes without a report; for py-spy.
 ANSWER, SIGNALLED, SPYING = 10.0, 2.0, 10.0
 
 #: Maximum number of processes whose stacks py-spy reads.
@@ -35,10 +35,10 @@ class Collected:
 
     reports: dict[int, dict[str, Any]]  #: Reports of `inside.Reporter` by process id.
     stacks: dict[int, str]  #: Stacks of all threads by process id.
-    processes: list[Process]  #: The ranks; without ranks, all processes with stacks.
+    processes: list[Process]  #: Ranks of the program; if it has none, all processes with stacks.
 
     def keep(self, folder: Path) -> None:
-        """Write reports and stacks into a new folder."""
+        """Replace `folder` by a new folder with the reports and stacks."""
         remove(folder)
         make_folder(folder)
         for pid, report in self.reports.items():
@@ -55,9 +55,9 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     steps
         Folder into which the processes write statuses, reports and stacks.
     statuses
-        Last statuses of the processes that note steps, by process id.
+        Last statuses of the processes that record steps, by process id.
     ends
-        Whether dlscale ends the program afterwards. If so, stopped processes are continued to write their stacks.
+        Whether dlscale ends the program afterwards. If so, stopped processes are resumed, so that they write stacks.
     """
     family = family_of(program)
     stopped = {pid for pid in family if _is_stopped(pid)}
@@ -86,7 +86,7 @@ def family_of(program: int) -> set[int]:
 
 
 def is_gone(status: Mapping[str, Any]) -> bool:
-    """Return whether the process of a status is gone; False if the process is on another node."""
+    """Return whether the process of a status has ended; False if it runs on another node or in another container."""
     if status["place"] != process_scope():
         return False
     try:
@@ -119,9 +119,9 @@ def request_reports(steps: Path, expected: Collection[int]) -> dict[int, dict[st
 
 
 def _dump(pid: int) -> None:
-    """Let a process write its stacks, even if it is stopped.
+    """Make a process write its stacks, even if the process is stopped.
 
-    The signal is for the main thread, which then writes the stacks before it continues.
+    `tgkill` sends SIGQUIT to the main thread, which writes the stacks before it continues.
     """
     with contextlib.suppress(OSError):
         tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # missing before glibc 2.30
@@ -131,14 +131,14 @@ def _dump(pid: int) -> None:
 
 
 class _Dumps:
-    """Files to which processes now append their stacks, in pieces."""
+    """Files to which processes are appending their stacks, in pieces."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files, self._begin = files, [file.stat().st_size for file in files]
         self._last = self._begin
 
     def are_complete(self) -> bool:
-        """Return whether all files have grown, and none has grown since the last call."""
+        """Return whether all files have grown, but not since the last call."""
         before, self._last = self._last, [file.stat().st_size for file in self._files]
         return before == self._last and all(now > begin for now, begin in zip(self._last, self._begin, strict=True))
 
@@ -156,7 +156,7 @@ def _processes(
     own: Collection[int],
     stopped: Collection[int],
 ) -> list[Process]:
-    """Return the ranks of a program; without ranks, all processes with stacks."""
+    """Return the ranks of a program; if it has none, all processes with stacks."""
     known = {**{pid: _seen(pid) for pid in own}, **statuses, **reports}
     ranks = {pid for pid, each in known.items() if each["trains"] or each["launched"]}
     found = dict[int, Process]()
@@ -172,14 +172,14 @@ def _processes(
         found[pid].workers = {child: line_of(text) for child, text in forked.items()}
         found[pid].workers |= {child: other["line"] for child, other in reports.items() if other["parent"] == pid}
         found[pid].workers |= {child: STOPPED for child in stopped if _parent(child) == pid}
-    # torchrun may have restarted a rank.
+    # If torchrun has restarted a rank, leave out the process that ended.
     present = {each.rank for each in found.values() if each.state not in (GONE, ENDED)}
     shown = [each for each in found.values() if each.state not in (GONE, ENDED) or each.rank not in present]
     return shown or [Process(pid, line=line_of(text)) for pid, text in stacks.items()]
 
 
 def _seen(pid: int) -> dict[str, Any]:
-    """Return a status for a process that wrote none, with its rank from the launcher's variable `RANK`."""
+    """Return a status for a process that wrote no status; its rank is from the launcher's variable `RANK`."""
     rank = ""
     with contextlib.suppress(psutil.Error):
         rank = psutil.Process(pid).environ().get("RANK", "")
@@ -211,7 +211,7 @@ def py_spy() -> str:
 
 
 def _spied(processes: Collection[int]) -> dict[int, str]:
-    """Return the stacks of processes that py-spy may read; empty without py-spy."""
+    """Return the stacks of the processes that py-spy can read; empty without py-spy."""
     found = dict[int, str]()
     for pid in processes if py_spy() else ():
         with contextlib.suppress(OSError, subprocess.SubprocessError):

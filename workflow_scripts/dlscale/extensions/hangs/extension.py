@@ -1,4 +1,4 @@
-"""Lines and operations of processes without progress, for the watchdog, `dlscale measure` and `dlscale explain`."""
+"""Extension: find where processes hang, for the watchdog, `dlscale measure` and `dlscale explain`."""
 
 HOOKS = {"dlscale.extensions.hangs.inside": "DLSCALE_HANG_AFTER"}
 

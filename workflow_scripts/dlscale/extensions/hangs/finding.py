@@ -1,4 +1,4 @@
-"""Find the rank and the operation for which other ranks wait, in the reports of a program's processes."""
+"""Find, in the reports of a program's processes, the rank and the operation for which other ranks wait."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PLURALS = {"is": "are", "has": "have", "does": "do"}
 #: Maximum number of a rank's child processes that a finding names.
 MAX_CHILDREN = 4
 
-#: A thread in a text of `faulthandler`, and its frames.
+#: A thread in a dump of `faulthandler`, and its frames.
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x\w+).*\n((?:  .*\n)*)", re.MULTILINE)
 
-#: A frame in a text of `faulthandler`, innermost first.
+#: A frame of a thread; the innermost frame comes first.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -34,13 +34,13 @@ class Waiting:
     called: str  #: Name, number and line, such as `all_gather #412 at train.py:88`.
     group: str  #: Name of the process group.
     order: int  #: Number of the operation in its group.
-    name: str  #: Name alone, such as `all_gather`.
-    seconds: float  #: Time since the operation began.
+    name: str  #: Name of the operation, such as `all_gather`.
+    seconds: float  #: Time since the operation began, seconds.
 
 
 @dataclass
 class Process:
-    """A process of a program, as its status and its report show."""
+    """State of a program's process, from its status and its report."""
 
     pid: int
     rank: int | None = None  #: None if the program has no ranks.
@@ -67,9 +67,9 @@ def waiting(report: dict[str, Any]) -> list[Waiting]:
 
 
 def line_of(stacks: str) -> str:
-    """Return the line of the main thread in a text of `faulthandler`, as `at FILE:LINE`; empty if unknown.
+    """Return the line of the main thread in dumps of `faulthandler`, as `at FILE:LINE`; empty if unknown.
 
-    The main thread is the last thread in a dump. If the text has several dumps, the first one counts.
+    The main thread is the last thread of a dump. Only the first dump counts.
     """
     threads = _THREAD.findall(stacks)
     main = next((frames for name, frames in threads if name == threads[-1][0]), "")
@@ -82,7 +82,10 @@ def line_of(stacks: str) -> str:
 
 
 def describe(processes: Sequence[Process]) -> str:
-    """Return where each rank hangs; ranks outside of an operation, for which other ranks may wait, come first."""
+    """Return the state, and the line or operation, of each rank; if the program has no ranks, of each process.
+
+    Ranks that do not wait in a collective operation come first, because other ranks may wait for them.
+    """
     ranks = sorted((each for each in processes if each.rank is not None), key=lambda each: each.rank or 0)
     shown = ranks or list(processes)
     behind, stuck = _sides(shown)
@@ -104,7 +107,7 @@ def describe(processes: Sequence[Process]) -> str:
 
 
 def _sides(shown: Sequence[Process]) -> tuple[list[Process], list[Process]]:
-    """Return the processes that do not wait in an operation, lost processes first, and the processes that wait."""
+    """Return the processes that do not wait in an operation (running processes last), and the processes that wait."""
     stuck = [each for each in shown if each.state == RUNNING and each.waiting]
     behind = sorted((each for each in shown if each not in stuck), key=lambda each: each.state == RUNNING)
     return behind, stuck
@@ -125,7 +128,7 @@ def _doing(process: Process) -> str:
 
 
 def _plural(text: str) -> str:
-    """Return a text of `_doing` for several processes."""
+    """Return a text of `_doing` with its verb in the plural."""
     verb, _, rest = text.partition(" ")
     return f"{_PLURALS[verb]} {rest}"
 

@@ -1,7 +1,7 @@
 """Line of this process's main thread, its unfinished collective operations, and all stacks.
 
-PyTorch's Flight Recorder notes each collective operation with its Python stack (`torch.distributed.flight_recorder`).
-Tested with gloo only, because the function that reads the recorder is private.
+PyTorch's Flight Recorder records each collective operation with its Python stack (`torch.distributed.flight_recorder`).
+The function that reads the recorder is private to PyTorch, and was tested with gloo only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import traceback
 
 from dlscale.extensions.hangs.inside import main_line, operation, unfinished
 
-#: Seconds for loader processes to write their stacks into the log.
+#: Wait for the stacks that child processes write into the log, seconds.
 CHILDREN = 1.0
 
 
@@ -31,15 +31,18 @@ def waiting_place() -> str:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads, and the unfinished operations; loader processes write theirs into the log."""
+    """Return the unfinished collective operations, and the stacks of all other threads.
+
+    Child processes, such as loader processes, write their own stacks into the log.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [f"unfinished: {operation(entry)}\n" for entry in unfinished()]
     for number, frame in sys._current_frames().items():
-        if number != threading.get_ident():  # this thread only makes this text
+        if number != threading.get_ident():  # the calling thread only collects the stacks
             parts.append(f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}")
     children = [child.pid for child in multiprocessing.active_children() if child.pid]
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGQUIT)  # `faulthandler` writes their stacks (`dlscale.cli`)
+            os.kill(child, signal.SIGQUIT)  # the child's `faulthandler` writes its stacks (registered in `dlscale.cli`)
     time.sleep(CHILDREN if children else 0.0)
     return f"Stacks of process {os.getpid()}:\n{''.join(parts).rstrip()}"

@@ -2,7 +2,7 @@
 
 dlscale's own processes import this file. In programs of `dlscale measure --hang-after`, dlscale's hook loads the file
 by its path, so the file is for Python 3.8 and later, and has no dependencies. In each process that imports PyTorch or
-notes a step, a thread (`Reporter`) writes the time since the last step, and a report on request.
+records a step, a thread (`Reporter`) writes the time since the last step or batch, and a report on request.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-#: Environment variable: seconds without a step after which `dlscale measure` ends the program.
+#: Environment variable: seconds without a step or batch after which `dlscale measure` ends the program.
 AFTER = "DLSCALE_HANG_AFTER"
 
-#: Names of the files in the folder of steps. The first names end with `.HOST.PID`.
+#: Names of files in the folder of steps. `.HOST.PID` follows all names except ASK, the request for reports.
 STATUS, REPORT, STACKS, ASK = "hang.status", "hang.report", "hang.stacks", "hang.ask"
 
-#: Seconds between two reads of the notes of steps, and fraction of the limit between two writes of the status.
+#: Seconds between two checks for new steps; time between two writes of the status, as a fraction of AFTER.
 TICK, WRITES = 1.0, 0.1
 
 #: Longest wait for the stacks of a child, such as a loader process, seconds.
 CHILD = 1.0
 
-#: Number of the last collective operations in a report.
+#: Maximum number of collective operations in a report, which contains the last operations.
 MAX_ENTRIES = 500
 
 #: Keys of the Flight Recorder's entries that a report contains; PyTorch's analysis needs them.
@@ -46,11 +46,11 @@ KEYS = (
 )
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
-#: Folder of code that runs within programs, whose lines are not the program's.
+#: Folder of dlscale's code that runs within programs; its lines do not count as lines of the program.
 _HOOK = f"{_PACKAGE}/extensions/programs/"
 _LIBRARY = sysconfig.get_path("stdlib")
 
-# The original functions, since a program may replace the functions in the modules.
+# Keep the original functions, because a program may replace them in their modules.
 _sleep, _frames = time.sleep, sys._current_frames
 
 
@@ -65,7 +65,7 @@ def process_scope() -> str:
 def recorded(active: bool = True) -> dict[str, Any]:
     """Return the state of PyTorch's Flight Recorder; empty without a recorder.
 
-    With `active`, only operations that have not ended are included.
+    If `active` is true, the state contains only the unfinished operations.
     """
     module: Any = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     dump = getattr(module, "_dump_fr_trace", None)  # private, so it may change; tested with gloo in PyTorch 2.13
@@ -74,7 +74,7 @@ def recorded(active: bool = True) -> dict[str, Any]:
 
 
 def unfinished() -> Iterator[dict[str, Any]]:
-    """Yield the entries of collective operations that have begun but not ended, the first operation first."""
+    """Yield the entries of collective operations that have begun but not ended, oldest first."""
     return (entry for entry in recorded().get("entries", []) if not entry["retired"])
 
 
@@ -94,17 +94,20 @@ def frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
 
 
 def is_start(file: str, function: str) -> bool:
-    """Return whether a function starts the work of a child process; a forked child also has its parent's frames."""
+    """Return whether a function is the first of a child process of `multiprocessing`.
+
+    Outer frames belong to the parent that forked the child.
+    """
     return function == "_bootstrap" and file.endswith("multiprocessing/process.py")
 
 
 def line(places: Iterable[tuple[str, int]]) -> str:
-    """Return the innermost place that is not in a library, as `at FILE:LINE`; empty without such a place."""
+    """Return the innermost line that is not in a library, as `at FILE:LINE`; empty without such a line."""
     return next((f"at {Path(file).name}:{number}" for file, number in places if is_own(file)), "")
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file is a program's or dlscale's, and not in a library or in dlscale's hook."""
+    """Return whether a file belongs to the program or to dlscale, but not to a library or to dlscale's hook."""
     installed = "site-packages" in file and not file.startswith(f"{_PACKAGE}/")
     return not (installed or file == __file__ or file.startswith(("<", _LIBRARY, _HOOK)))
 
@@ -115,7 +118,7 @@ def main_line() -> str:
 
 
 class Reporter:
-    """Thread that writes the time since the last step of a program's process, and a report on request.
+    """Thread that writes the time since the last step or batch of a process, and a report on request.
 
     After SIGQUIT, the process also writes the stacks of all threads, even if its code holds Python's lock (GIL).
     """
@@ -130,7 +133,7 @@ class Reporter:
         self._logs, self._thread = [], None  # a forked process has neither its parent's steps nor the thread
 
     def begin(self, log: Any = None) -> None:
-        """Start the thread, once in each process; `log` is a log in which the process notes its steps."""
+        """Start the thread, once in each process; `log` is a log in which the process records its steps."""
         if log is not None:
             self._logs.append(log)
         if self._thread is None:
@@ -143,16 +146,16 @@ class Reporter:
             self._thread.start()
 
     def _end(self) -> None:
-        """Note that this process ends as usual, so that it was not killed."""
+        """Record that this process ends normally, and was not killed."""
         if self._logs and not self._ended:
             self._ended = True
             with contextlib.suppress(Exception):
                 self._write(STATUS, {**self._status(0.0), "ended": True})
 
     def _open(self) -> None:
-        """Let SIGQUIT write stacks; a forked child shares its parent's file until it notes a step itself."""
+        """Make SIGQUIT write stacks; a forked child uses its parent's file until it records a step itself."""
         low = os.open(self._file(STACKS), os.O_CREAT | os.O_APPEND | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        # A high number, because after a program closes all its files, its next files get the lowest numbers.
+        # Use a high descriptor: if a program closes all descriptors, its next files get the lowest ones.
         self._stacks = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 500)
         os.close(low)
         faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
@@ -164,12 +167,12 @@ class Reporter:
         noted, idle, written, asked = 0.0, 0.0, float("inf"), self._asked()
         while not self._ended:
             _sleep(TICK)
-            with contextlib.suppress(Exception):  # the folder is gone, or the disk is full
+            with contextlib.suppress(Exception):  # such as a missing folder, or a full disk
                 last = max((max(log.fetched, log.stepped) for log in self._logs), default=0.0)
-                # Ticks are counted, because time while the process is stopped must not count.
+                # Count ticks, because the time in which the process is stopped must not count.
                 before, idle = idle, 0.0 if last != noted else idle + TICK
                 noted, written = last, written + TICK
-                if idle == 2 * TICK:  # logs only write at the next note, so the last notes are missing
+                if idle == 2 * TICK:  # a log writes its last steps only when it records the next step
                     for log in self._logs:
                         log.write()
                 every = max(TICK, WRITES * self._seconds)
@@ -207,7 +210,7 @@ class Reporter:
         }
 
     def _report(self, idle: float) -> None:
-        """Write stacks, then a report, then the report again with the operations, because reading them may block."""
+        """Write stacks, a report, and the report again with operations, because reading the operations may block."""
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         report = self._status(idle)
         self._write(REPORT, report)
@@ -231,7 +234,7 @@ class Reporter:
         self._write(REPORT, {**report, "complete": True})
 
     def _children(self) -> dict[str, str]:
-        """Return the stacks of this process's children by process id, such as of forked loader processes."""
+        """Return the stacks of this process's children, such as forked loader processes, by process id."""
         found = {}
         for child in children(os.getpid()):
             if catches_quit(child):
@@ -271,13 +274,16 @@ _reporter: Any = None
 
 
 def start(log: Any) -> dict[str, Callable[[Any], None]]:
-    """Prepare reports of this process, which begin after the import of PyTorch; called by dlscale's hook."""
+    """Prepare the reporter of this process, which starts after the import of PyTorch.
+
+    Return the functions that dlscale's hook calls after the imports of modules.
+    """
     global _reporter
     _reporter = Reporter(log)
     return {"torch.optim.optimizer": lambda module: begin()}
 
 
 def begin(log: Any = None) -> None:
-    """Start the reporter of this process; `log` is a log of `timed.py`. An error has no effect."""
+    """Start the reporter of this process; `log` is a log of `timed.py`. Errors are ignored."""
     with contextlib.suppress(Exception):
         _reporter.begin(log)

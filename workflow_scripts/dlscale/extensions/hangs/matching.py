@@ -1,7 +1,7 @@
 """Compare the collective operations of all ranks by PyTorch's own analysis (`torch.distributed.flight_recorder`).
 
-`watch.py` runs this module in a process of its own, because the analysis is private to PyTorch: it may fail, print or
-not end.
+`supervisor.py` runs this module in a process of its own, because the analysis is private to PyTorch: it may fail, print
+text, or never end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dlscale.extensions.hangs.inside import operation
 def mismatches(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first operation of each process group in which the ranks of the group differ.
 
-    `called` is the operation, `missing` lists ranks that did not begin it, `others` maps ranks to other operations.
+    `called` is the operation, `missing` lists the ranks that did not begin the operation, and `others` maps ranks to
+    the operations that they began instead.
 
     Parameters
     ----------

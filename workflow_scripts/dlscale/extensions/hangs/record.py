@@ -11,14 +11,14 @@ from dlscale.core.paths import Results
 #: File with the finding, in the folder of a run.
 FINDING = Path("hang/finding.txt")
 
-#: Last message of a process that the watchdog ended (`parallel/watchdog.py`).
+#: Last message of a process that ended because another process hung or was lost (`watchdog.py`, `rendezvous.py`).
 _ENDED = re.compile(r"^dlscale (\S+): (.*)\. This process also ends$", re.MULTILINE)
 
 
 def hang_of(folder: Path) -> str:
     """Return the hang or the lost process that ended a run; empty without one.
 
-    `folder` is the run's folder. A job's log describes its last try only.
+    `folder` is the run's folder. The log of a job only describes the job's last try.
     """
     if (folder / FINDING).is_file():
         return f"{read_text(folder / FINDING).strip()}. Stacks of all processes: {folder / FINDING.parent}"

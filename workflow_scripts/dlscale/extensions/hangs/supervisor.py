@@ -1,6 +1,6 @@
-"""Watch the steps of a program; if no process makes a step, report where all processes are, and end the program.
+"""Watch the steps of a program; if all processes hang, report where, and end the program.
 
-The processes write the time since their last step, and reports on request (`inside.py`).
+The processes write the time since their last step or batch, and reports on request (`inside.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dlscale.extensions.hangs.record import FINDING
 #: Exit status of `dlscale measure` after a hang, equal to that of coreutils' `timeout`.
 HUNG = 124
 
-#: Accepted values of `--hang-after`, seconds.
+#: Limits of `--hang-after`, seconds.
 MIN_SECONDS, MAX_SECONDS = 3.0, 1e6
 
 #: Limit before the first step, as a multiple of `--hang-after`.
@@ -36,35 +36,35 @@ BEFORE_FIRST_STEP = 10
 #: Longest waits, seconds: for PyTorch's analysis; for the end of processes after SIGTERM.
 ANALYSIS, GRACE = 60.0, 10.0
 
-#: Time after which a warning is printed if processes note steps but write no status, seconds.
+#: Seconds after which a warning is printed if processes record steps but write no status.
 UNSEEN = 10 * TICK
 
 
 class HangSupervisor:
-    """Watch over one run of a program."""
+    """Thread that watches one run of a program."""
 
     def __init__(
         self, steps: Path, folder: Path, seconds: float, say: Callable[[str], None], before_first_step: bool = True
     ) -> None:
-        """Prepare the watch.
+        """Prepare the thread.
 
         Parameters
         ----------
         steps
             Folder into which the program writes its steps.
         folder
-            Folder of the run; reports and stacks are kept in its folder `hang`.
+            Folder of the run; reports and stacks are written into its subfolder `hang`.
         seconds
-            Time without a step after which the program is ended.
+            Time without a step or batch after which the program is ended.
         say
             Function that prints a line for the user.
         before_first_step
-            Whether the program is also ended if no process notes a batch or step for `BEFORE_FIRST_STEP` times as long.
+            Whether the program is also ended if its first batch or step takes `BEFORE_FIRST_STEP` times `seconds`.
         """
         self._steps, self._limit, self._say = steps, seconds, say
         self.folder, self._finding = folder / FINDING.parent, folder / FINDING
         self._before = before_first_step
-        self.environment = {AFTER: f"{seconds:g}"}  #: Variables of the program.
+        self.environment = {AFTER: f"{seconds:g}"}  #: Environment variables to set for the program.
         self.finding = ""  #: The hang that ended the program; empty without one.
         self._statuses: dict[Path, dict[str, Any]] = {}
         self._ages: dict[Path, float] = {}
@@ -89,7 +89,7 @@ class HangSupervisor:
     def _run(self, program: int) -> None:
         try:
             while not (self._closed.wait(TICK) or self.finding):
-                self._ticks += TICK  # counted, because time while this process is stopped must not count
+                self._ticks += TICK  # counted, because the time in which this process is stopped must not count
                 self._look()
                 idle, limit = self._idle()
                 if idle >= limit or self._asked.is_set():
@@ -99,7 +99,7 @@ class HangSupervisor:
             self._say(f"dlscale measure: --hang-after no longer watches the program: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
-        """Read the statuses of all processes that note steps."""
+        """Read the statuses of all processes that record steps."""
         for file in self._steps.glob(f"{STATUS}.*[0-9]"):
             status = read(file)
             if status and status != self._statuses.get(file):
@@ -108,29 +108,29 @@ class HangSupervisor:
                 self._ages[file] += TICK
 
     def _idle(self) -> tuple[float, float]:
-        """Return for how many seconds no process has made a step, and the limit."""
+        """Return the seconds since the last step or batch of any process, and their limit."""
         live = {file: each for file, each in self._statuses.items() if not (each.get("ended") or is_gone(each))}
         if live:
             idle = min(each["idle"] + self._ages[file] for file, each in live.items())
             stepped = any(each["stepped"] for each in live.values())
             return idle, self._limit * (1 if stepped else BEFORE_FIRST_STEP)
-        # After the training, or if this process cannot see the steps, there is no limit.
+        # Time does not count after the training, if steps cannot be seen, or without `before_first_step`.
         idle = 0.0 if self._statuses or self._is_blind() or not self._before else self._ticks
         return idle, self._limit * BEFORE_FIRST_STEP
 
     def _is_blind(self) -> bool:
-        """Return whether processes note steps, but write no status; warn once if this lasts."""
+        """Return whether processes record steps but write no status; warn once if this lasts."""
         blind = any(each for way in ("seen", "timed") for each in self._steps.glob(f"{way}.*"))
         self._unseen += TICK if blind else 0.0
         if self._unseen == UNSEEN:
             self._say(
-                "dlscale measure: --hang-after cannot watch this program: its processes note steps, but write no "
+                "dlscale measure: --hang-after cannot watch this program: its processes record steps, but write no "
                 "status. Replace old copies of timed.py, or free disk space"
             )
         return blind
 
     def _find(self, program: int, idle: float, ends: bool) -> None:
-        """Print where all processes are, and end the program if `ends`."""
+        """Print where all processes hang; if `ends` is true, also end the program."""
         found = collect(self._steps, program, {each["pid"]: each for each in self._statuses.values()}, ends)
         if self._closed.is_set() or (ends and any(map(self._has_moved, found.reports.values()))):
             return
@@ -158,9 +158,9 @@ class HangSupervisor:
 
 
 def _mismatches(folder: Path, found: Collected, known: Collection[str]) -> list[str]:
-    """Return the operations that differ between ranks by PyTorch's analysis, a sentence per process group.
+    """Return a sentence per process group about the first operation that differs between ranks, by PyTorch's analysis.
 
-    Operations in `known` are omitted, because the finding already names them.
+    A group is omitted if the finding already names its operations (`known`).
     """
     files = [str(folder / f"report.{pid}.json") for pid, each in found.reports.items() if each.get("entries")]
     if len(files) < 2:
@@ -171,7 +171,7 @@ def _mismatches(folder: Path, found: Collected, known: Collection[str]) -> list[
     except (OSError, subprocess.SubprocessError):  # the analysis is private to PyTorch, and may fail
         return []
     return [
-        f"Before, according to PyTorch's Flight Recorder, some ranks began {each['called']}, but "
+        f"Before the hang, according to PyTorch's Flight Recorder, some ranks began {each['called']}, but "
         + " and ".join(f"rank {rank} {called}" for rank, called in each["others"].items())
         for each in json.loads(done.stdout)
         if each["others"] and not {each["called"], *each["others"].values()} <= {*known}

@@ -1,4 +1,4 @@
-"""Stage and option that measure a program with a loader that costs nothing."""
+"""Extension: stage `headroom` and option `--replay`, which measure a program with a loader that costs nothing."""
 
 from dlscale.core.stage import START, Stage, path
 
@@ -7,7 +7,7 @@ USES = ("programs",)
 STAGES = {
     "headroom": Stage(
         "dlscale.extensions.headroom.headroom",
-        "Measure how much faster an external program would be with a loader that costs nothing.",
+        "Measure how much faster an external program would be with a loader that takes no time.",
         "run",
         (path("--out", "JSON file to write"), START),
         record="dlscale.extensions.headroom.records.Headroom",

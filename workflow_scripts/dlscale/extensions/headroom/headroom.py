@@ -43,15 +43,14 @@ TURN, MIN_BATCHES = 0.5, 4
 #: Number of batches before the first turn.
 WARM_UP = 10
 
-#: Minimum number of pairs of turns. After these pairs, the timing ends if the half-width of the interval of the
-#: logarithmic speed-up is at most ERROR, or after SECONDS.
+#: The timing ends after at least MIN_PAIRS pairs of turns, if the half-width of the 95 % interval of the logarithmic
+#: speed-up is at most ERROR. After SECONDS, FEWEST_PAIRS are enough.
 MIN_PAIRS, ERROR, SECONDS = 8, 0.02, 60.0
 
-#: Minimum number of pairs if the program ends early.
+#: Minimum number of pairs of turns if the program ends early, or if SECONDS have passed.
 FEWEST_PAIRS = 4
 
-#: Seconds after which the timing fails; longest time without progress, s; and longest time with steps whose batches do
-#: not come from a loader that can be replayed.
+#: Maximum seconds: of the timing; without a new batch; of steps without a batch from a loader that can be replayed.
 LATEST, PATIENCE, STEPS_ONLY = 600.0, 600.0, 20.0
 
 #: Loaders whose batches can be replayed.
@@ -60,10 +59,10 @@ REPLAYED = "PyTorch's DataLoader or dlscale.timed; other loaders cannot be repla
 #: Time between two reads of the turns, s.
 LOOK = 0.1
 
-#: Commands that start processes outside of the scratch copy, where the program could overwrite its results.
+#: Commands that start processes outside of the scratch copy; these processes could overwrite the program's results.
 ELSEWHERE = ("srun", "sbatch", "salloc", "ssh", "flux", "jsrun", "aprun", "docker")
 
-#: Variables that switch off experiment trackers, from their documentation.
+#: Environment variables that switch off experiment trackers, from the trackers' documentation.
 TRACKERS_OFF = {
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
@@ -181,7 +180,7 @@ class ProgramCopy:
 
 
 def time_turns(copy: KeptProgram, steps: Path) -> Headroom:
-    """Time turns of the copy until the interval of the speed-up is narrow, or the time is over."""
+    """Time turns of the copy until the interval of the speed-up is narrow, or the maximum time has passed."""
     schedule = steps / "schedule"
     first, plain = measure_pace(copy, steps)
     # The speed with replayed batches is unknown, so the first two turns have the same number of batches.
@@ -228,7 +227,7 @@ def _plan(schedule: Path, first: int, plain: int, replayed: int) -> None:
 
 
 def measure_pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
-    """Wait for the warm-up; return the number of a batch that no process has reached yet, and the batches/s."""
+    """Return the number of a batch that no process has reached yet, and the batches/s after the warm-up."""
     _wait(copy, steps, lambda: _number(steps) >= WARM_UP)
     begin, since = _number(steps), time.monotonic()
     _wait(copy, steps, lambda: _number(steps) >= begin + MIN_BATCHES and time.monotonic() - since >= TURN)
@@ -237,12 +236,12 @@ def measure_pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
 
 
 def _number(steps: Path) -> int:
-    """Return the largest number of batches that a process has used."""
+    """Return the maximum over the processes of the number of used batches."""
     return max((int(words[0]) for file in steps.glob("turns.*.now") if (words := file.read_text().split())), default=0)
 
 
 def _rows(steps: Path) -> list[list[str]]:
-    """Return the turns of all processes: the words of `replay.py`'s lines."""
+    """Return the turns of all processes: the words of each line that `Replay._leave` has written."""
     found = list[list[str]]()
     for file in steps.glob("turns.*"):
         if file.suffix not in (".now", ".new"):
@@ -252,7 +251,10 @@ def _rows(steps: Path) -> list[list[str]]:
 
 
 def _pairs(steps: Path, first: int) -> list[tuple[float, float]]:
-    """Return the batches/s of each pair of turns of a schedule, means over the processes."""
+    """Return the batches/s of the pairs of turns (plain, replayed) of the schedule that begins at batch `first`.
+
+    The batches/s are means over the processes.
+    """
     rates = defaultdict[int, list[float]](list)
     for row in _rows(steps):
         if int(row[0]) == first and float(row[3]) > 0:
@@ -262,7 +264,7 @@ def _pairs(steps: Path, first: int) -> list[tuple[float, float]]:
 
 
 def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
-    """Wait until `done` returns True; raise `NoHeadroom` if the copy ends before, or makes no progress."""
+    """Wait until `done` returns True; raise `NoHeadroom` if the copy ends early, fails, or makes no progress."""
     before, since = -1, time.monotonic()
     while not done():
         status = copy.poll()
@@ -274,7 +276,7 @@ def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
         if (now := _number(steps)) != before:
             before, since = now, time.monotonic()
         if before == 0 and _stepping(steps) > STEPS_ONLY:
-            raise NoHeadroom(f"steps, but no batch of {REPLAYED} in {duration(STEPS_ONLY)}")
+            raise NoHeadroom(f"in {duration(STEPS_ONLY)} of steps, no batch came from {REPLAYED}")
         if time.monotonic() - since > PATIENCE:
             raise NoHeadroom(f"the program used no batch of its training loader for {duration(PATIENCE)}")
         time.sleep(LOOK)
@@ -283,7 +285,7 @@ def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
 def _ended(status: int, steps: Path) -> str:
     if not any(steps.glob("turns.*.now")):
         return f"the program ended with status {status} before a training step whose batch came from {REPLAYED}"
-    return f"the program ended with status {status} before enough turns; let it make more steps"
+    return f"the program ended with status {status} before enough turns. Let it make more steps"
 
 
 def _stepping(steps: Path) -> float:
@@ -293,7 +295,7 @@ def _stepping(steps: Path) -> float:
 
 
 def _reason(log: Path) -> str:
-    """Return the probable reason why a copy failed, from its output."""
+    """Return the probable reason why a copy failed, or its last line of output; empty without output."""
     text = log.read_text(errors="replace")[-4000:]
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     if "Read-only file system" in text:

@@ -15,7 +15,7 @@ MIN_GAIN = 1.05
 class Headroom(Record):
     """Speed of a program with its loader and with a loader that costs nothing, timed in turns."""
 
-    turns: list[tuple[Positive, Positive]]  #: Batches/s of a plain turn and of the replayed turn after it.
+    turns: list[tuple[Positive, Positive]]  #: Batches/s of each plain turn and of the replayed turn after it.
     batches: int  #: Minimum number of kept batches, over all processes and turns.
     bytes: int  #: Maximum size of the kept batches of a process.
     processes: int
@@ -41,5 +41,5 @@ class Headroom(Record):
         ratio = f"{number(gain)}× (95 % interval {number(low)} to {number(high)})"
         rest = "; other loaders kept loading, so more may be possible" if self.others else ""
         if not self.significant:
-            return f"a faster loader brings no significant gain: if it costs nothing, the speed is {ratio}{rest}"
+            return f"no significant gain by a faster loader: if loading costs nothing, the speed is {ratio}{rest}"
         return f"a faster loader gains {'about' if self.others else 'at most'} {ratio}{rest}"

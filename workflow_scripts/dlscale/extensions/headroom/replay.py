@@ -23,7 +23,7 @@ clock = time.perf_counter
 #: scratch copy.
 REPLAY, SCRATCH = "DLSCALE_REPLAY", "DLSCALE_SCRATCH"
 
-#: Files in the folder of steps: why no copy protects the program, and why its batches cannot be replayed.
+#: Files in the folder of steps: reason why the program has no scratch copy; reason why batches cannot be replayed.
 REASON, UNSUPPORTED = "refused", "unsupported"
 
 #: Time between two reads of the schedule, s.
@@ -85,7 +85,7 @@ def _version(tensor: Any) -> int:
 
 
 class Replay:
-    """Turns of one process."""
+    """Turns of one process: `next` returns the loader's own batches or kept batches."""
 
     def __init__(self, folder: str) -> None:
         count, size = os.environ[REPLAY].split()
@@ -99,12 +99,12 @@ class Replay:
         self._number = 0  # batches of the training's loader so far
         self._schedule: list[tuple[int, int, int]] = []  # first batch, batches of a plain turn and of a replayed turn
         self._looked, self._read = 0.0, 0
-        self._turn: tuple[int, int, int] | None = None  # first batch of the schedule, turn, batch of the turn
+        self._turn: tuple[int, int, int] | None = None  # schedule's first batch, turn number, batch number in the turn
         self._begin = self._copying = 0.0
         self._timed = 0
 
     def step(self) -> None:
-        """Note that the optimiser made a step: the last loader is the training's."""
+        """Record a step of the optimiser: the loader used last before the first step is the training's."""
         if self._training is None:
             self._training = self._last
 
@@ -116,7 +116,8 @@ class Replay:
         key
             Identity of the loader.
         fetch
-            Function that returns the loader's next batch. In the training, a new epoch follows the last batch.
+            Function that returns the loader's next batch. For the training's loader, it starts a new epoch after the
+            last batch.
         ahead, workers
             Number of batches that the workers load in advance, and number of workers.
         """
@@ -144,7 +145,7 @@ class Replay:
         if plan is None or not self._kept:
             return False
         first, *lengths = plan
-        # The first batches of a turn are not timed, because workers still load batches of the last turn.
+        # The first batches of a turn are not timed, because workers still load batches of the previous turn.
         settling = workers + 1
         plain, whole = settling + lengths[0], 2 * settling + sum(lengths)
         cycle, place = divmod(self._number - first, whole)
@@ -153,7 +154,7 @@ class Replay:
         if self._turn is None or self._turn[:2] != turn[:2]:
             self._leave()
             self._turn = turn
-            # Workers have filled their queue during the replayed turn. These batches cost nothing, so drop them.
+            # Drop the batches that workers have queued during the replayed turn, because these batches cost nothing.
             for _ in range(0 if replayed else ahead):
                 fetch()
         if turn[2] == settling:
@@ -162,7 +163,7 @@ class Replay:
         return bool(replayed)
 
     def _leave(self) -> None:
-        """Write the turn that ends now."""
+        """Append the turn that ends now to the file of this process."""
         if self._turn is None or not self._timed:
             return
         _synchronize()
@@ -176,7 +177,7 @@ class Replay:
             )
 
     def _look(self) -> None:
-        """Read new lines of the schedule."""
+        """Read the schedule, and write this process's number of batches."""
         now = clock()
         if now - self._looked < LOOK:
             return
@@ -189,7 +190,7 @@ class Replay:
             if text.endswith("\n"):
                 self._read = len(text)
                 self._schedule = [tuple(map(int, line.split())) for line in text.splitlines()]  # type: ignore[misc]
-        with contextlib.suppress(OSError):  # `measure` reads the file at any time, so it is never empty
+        with contextlib.suppress(OSError):  # replaced atomically, because dlscale reads the file at any time
             Path(f"{self._file}.new").write_text(f"{self._number} {len(self._kept)}\n")
             os.replace(f"{self._file}.new", f"{self._file}.now")
 
@@ -208,21 +209,21 @@ class Replay:
 
 
 def _synchronize() -> None:
-    """Wait for the GPU, if the program uses one: a turn ends when its work ends."""
+    """Wait for the GPU, if the program uses one: a turn ends when its work on the GPU ends."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def _note(file: str, reason: str) -> None:
-    """Write a reason into a file, which then is complete."""
+    """Write a reason into a file atomically."""
     with contextlib.suppress(OSError):
         Path(f"{file}.part").write_text(reason)
         os.replace(f"{file}.part", file)
 
 
 def optimizers(module: Any) -> None:
-    """Note the steps of PyTorch's optimisers; `module` is `torch.optim.optimizer`."""
+    """Record the steps of PyTorch's optimisers; `module` is `torch.optim.optimizer`."""
     if CURRENT is not None:
         step = CURRENT.step
         module.register_optimizer_step_post_hook(lambda *arguments: step())
@@ -260,7 +261,7 @@ def watch(module: Any) -> None:
 
 
 def loop(loader: Any) -> Iterator[Any]:
-    """Iterate over a loader of `dlscale.timed`, with replayed turns; PyTorch's loaders are watched by `watch`."""
+    """Iterate over a loader of `dlscale.timed`, with replayed turns; `watch` replays PyTorch's loaders."""
     data = sys.modules.get("torch.utils.data")
     if CURRENT is None or (data is not None and isinstance(loader, data.DataLoader)):
         yield from loader
@@ -273,7 +274,7 @@ def loop(loader: Any) -> Iterator[Any]:
         try:
             return next(batches)
         except StopIteration:
-            if replay._training is None or iter(loader) is loader:  # a generator cannot begin anew
+            if replay._training is None or iter(loader) is loader:  # a generator cannot start again
                 raise
         batches = iter(loader)
         return next(batches)

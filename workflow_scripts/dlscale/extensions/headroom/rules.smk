@@ -1,4 +1,4 @@
-# Measure external programs with a loader that costs nothing.
+# Rule `headroom`: measure external programs with a loader that costs nothing.
 
 
 rule headroom:

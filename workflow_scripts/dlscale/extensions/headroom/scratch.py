@@ -1,4 +1,4 @@
-"""Run a program in a scratch copy: all files that it writes are in a temporary folder, and are removed with it.
+"""Run a program in a scratch copy: all files that it writes are in a temporary folder, and are removed with the folder.
 
 `python -I scratch.py SCRATCH STEPS FOLDER... -- COMMAND` gives the process a mount namespace of its own (Linux 5.12 or
 later; without root, the machine must allow user namespaces). In this namespace, the program sees and changes a copy of
@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Environment variable with the mount namespace of the scratch copy.
+#: Environment variable with the inode of the scratch copy's mount namespace.
 SCRATCH = "DLSCALE_SCRATCH"
 
-#: Exit status if no scratch copy can be made, and file in STEPS with the reason.
+#: Exit status if no scratch copy can be made; name of the file in STEPS with the reason.
 REFUSED, REASON = 125, "refused"
 
 #: Exit statuses of a shell for a missing command, and for a file that cannot be executed.
@@ -33,7 +33,7 @@ MOUNT_SETATTR, MOUNT_ATTR_RDONLY, AT_RECURSIVE, AT_FDCWD = 442, 1, 0x8000, -100
 #: Folders of devices, processes and the kernel, which stay writable.
 DEVICES = ("/dev", "/proc", "/sys")
 
-#: Folder of shared memory, which programs use between their processes, and for fast files.
+#: Folder of shared memory, which programs use between processes, and for temporary files.
 SHARED = "/dev/shm"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,7 +72,10 @@ def _own_namespace() -> None:
 
 
 def outermost(folders: Sequence[str]) -> list[str]:
-    """Return the folders to copy: existing folders, without subfolders on the same file system, `/` and `DEVICES`."""
+    """Return the folders to copy.
+
+    Missing folders, `/`, folders in `DEVICES`, and subfolders on the same file system as their parent are left out.
+    """
     found = list[Path]()
     for folder in sorted({Path(each).resolve() for each in folders if os.path.isdir(each)}):  # noqa: PTH112
         if str(folder) == "/" or any(folder.is_relative_to(each) for each in DEVICES):
@@ -84,17 +87,17 @@ def outermost(folders: Sequence[str]) -> list[str]:
 
 
 def mounts_below(folders: Sequence[str]) -> list[str]:
-    """Return the places below folders at which other file systems are mounted, outer places first."""
+    """Return the mount points below folders, outer mount points first."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
     places = {row[4].encode().decode("unicode_escape").encode("latin-1").decode() for row in rows}
     return sorted(place for place in places if any(place.startswith(f"{folder}/") for folder in folders))
 
 
 def enter(scratch: str, steps: str, folders: Sequence[str]) -> None:
-    """Enter a namespace with writable copies of `folders` and the original `steps`; all else is read-only."""
+    """Enter a mount namespace with writable copies of `folders` and the original `steps`; all else is read-only."""
     here = os.getcwd()  # noqa: PTH109
     _own_namespace()
-    # An overlay does not show the file systems that are mounted in its lower folder. Each gets an overlay of its own.
+    # An overlay hides the file systems that are mounted in its lower folder, so each mount gets its own overlay.
     within = mounts_below(folders)
     places = sorted({*folders, *within, SHARED})
     opened = {place: os.open(place, os.O_PATH) for place in places}
@@ -114,13 +117,13 @@ def enter(scratch: str, steps: str, folders: Sequence[str]) -> None:
         except OSError:
             if place not in within:
                 raise
-            _mount(lower, place, "none", MS_BIND)  # such as a single file, or a file system that has no overlay
+            _mount(lower, place, "none", MS_BIND)  # such as a single file, or a file system without support of overlays
         else:
             copies.append(place)
     _mount(f"/proc/self/fd/{written}", steps, "none", MS_BIND)
     _set_read_only("/", True)
     for each in filter(os.path.isdir, DEVICES):
-        with contextlib.suppress(OSError):  # without root, a part that was read-only before stays so
+        with contextlib.suppress(OSError):  # without root, read-only mounts stay read-only
             _set_read_only(each, False)
     for each in (*copies, steps):
         _set_read_only(each, False)

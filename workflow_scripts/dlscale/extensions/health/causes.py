@@ -1,6 +1,6 @@
-"""Causes: memory that grows or peaks outside of training, recompilations, graph breaks.
+"""Find memory that grows steadily, peaks of memory outside of training, recompilations and graph breaks.
 
-Memory that grows steadily is distinguished from noise, and from caches that fill.
+Steady growth is distinguished from noise, and from caches that have become full.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_STEPS, MIN_AGAIN = 2, 4
 #: Beginning of the name of a function that continues after a graph break.
 RESUMED = "torch_dynamo_resume_in_"
 
-#: Parts of the paths of libraries, in which a user cannot change a function.
+#: Parts of the paths of libraries, whose functions a user cannot change.
 PACKAGES = ("/site-packages/", "/dist-packages/", "/torch/")
 
 DEVICES = {"cpu": "main memory", "cuda": "GPU memory"}
@@ -75,7 +75,7 @@ def leak(evidence: Evidence) -> Finding | None:
 
 
 def _end(process: ProcessHealth, memory: Memory, found: Growth) -> str:
-    """Return a sentence on when memory is full if it continues to grow; empty if unknown."""
+    """Return a sentence with the time until memory is full at this growth; empty if unknown."""
     left = (memory.limit or 0) - found.after
     if left <= 0:
         return ""
@@ -175,7 +175,7 @@ def _line(compilation: Compilation) -> str:
 
 
 def _function(compilation: Compilation) -> str:
-    """Return the name of the function in the program; a part after a graph break belongs to its function."""
+    """Return the name of a compiled function; for its part after a graph break, the name of the full function."""
     return compilation.function.removeprefix(RESUMED).rpartition("_at_")[0] or compilation.function
 
 
@@ -228,8 +228,8 @@ class Growth:
     per_step: float  #: Bytes per step.
     before: int  #: Median of the first block, bytes.
     after: int  #: Median of the last block, bytes.
-    first: int  #: Step of the first block.
-    last: int  #: Step of the last block.
+    first: int  #: Median step of the first block.
+    last: int  #: Median step of the last block.
     phase: str  #: Phase in which memory grew most.
 
 
@@ -266,7 +266,7 @@ def growth(memory: Memory) -> Growth | None:
 
 
 def _growing_phase(phases: Sequence[str], used: Sequence[int]) -> str:
-    """Return the phase in which memory grew most; a point has the phase that ended there."""
+    """Return the phase in which memory grew most; the phase of a point is the phase that ended there."""
     grown = Counter[str]({START: 0})
     for phase, (before, after) in zip(phases[1:], itertools.pairwise(used), strict=True):
         grown[phase] += after - before

@@ -1,4 +1,4 @@
-"""Memory and compilations of a process while it trains: leaks, peaks outside of training, recompilations."""
+"""Extension: leaks, peaks of memory outside of training, and recompilations of a process that trains."""
 
 HOOKS = {"dlscale.extensions.health.noted": "DLSCALE_STEPS"}
 

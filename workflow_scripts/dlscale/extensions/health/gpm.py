@@ -25,7 +25,7 @@ class Activity:
                 self._before = nvml.nvmlGpmSampleGet(handle, before)
 
     def __call__(self) -> dict[str, float]:
-        """Return fractions by the names in `COUNTERS`, without unknown ones."""
+        """Return the known fractions of active time or bandwidth, by the names in `COUNTERS`."""
         if self._before is None:
             return {}
         nvml = self._nvml

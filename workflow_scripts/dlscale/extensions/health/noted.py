@@ -1,4 +1,4 @@
-"""Read the memory and the compilations of this process, and note them next to the steps of an external program.
+"""Read the memory and the compilations of this process, and record them next to the steps of an external program.
 
 dlscale's hook loads this file into external programs: Python 3.8 and later, no dependencies. Modules that the program
 has not imported are not imported here. All numbers of this file are read on the host, without waiting for a GPU.
@@ -13,11 +13,11 @@ import sys
 import time
 from typing import Any
 
-# The original functions, since a program may replace the functions in the modules.
+# Keep the original functions, because a program may replace them in their modules.
 clock, thread_clock, now_utc, getpid = time.perf_counter, time.thread_time, time.time, os.getpid
 open_file, read_file, close_file = os.open, os.read, os.close
 
-#: Name of the file HOST.PID with the notes of a process, in the folder of its steps.
+#: Beginning of the name of the file `health.HOST.PID` with the notes of a process, in the folder of steps.
 NAME = "health"
 
 #: Lines of `/proc/self/status`: peak resident memory; own memory, which is anonymous, shared or swapped out.
@@ -33,7 +33,7 @@ STANDARD, INSTALLED = ("<", os.path.dirname(os.__file__) + os.sep), ("/site-pack
 #: Maximum number of functions of libraries whose callers are kept.
 MAX_CALLERS = 64
 
-#: Longest noted text of a reason, characters.
+#: Maximum length of a reason, characters.
 MAX_REASON = 400
 
 
@@ -79,7 +79,7 @@ class Compilations:
     def new(self) -> list[dict[str, Any]]:
         """Return the compilations since the last call, the oldest first.
 
-        PyTorch keeps the last 64 compilations. Fields that an older PyTorch lacks are None.
+        PyTorch keeps the last 64 compilations. Fields that an older PyTorch lacks are empty or zero.
         """
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if handler is not None and not self._listening:
@@ -95,7 +95,7 @@ class Compilations:
         return [{**each, "caller": self._callers.get(each["frame"], "")} for each in found]
 
     def _begin(self, *arguments: Any) -> None:
-        """Note the line of the program from which a function is compiled; called by PyTorch before it compiles."""
+        """Record the line of the program that calls a function, just before PyTorch compiles the function."""
         try:
             frame = str(arguments[0].compile_id).rpartition("/")[0]
             if frame not in self._callers and len(self._callers) < MAX_CALLERS:
@@ -104,7 +104,7 @@ class Compilations:
             return
 
     def breaks(self) -> dict[str, int] | None:
-        """Return the number of graph breaks by reason; None if it has not changed since the last call."""
+        """Return the graph breaks since this object was created, by reason; None if unchanged since the last call."""
         found = _graph_breaks()
         if found == self._known:
             return None
@@ -139,7 +139,7 @@ def _described(entry: Any) -> dict[str, Any]:
 
 
 def line_of_program(frame: Any) -> str:
-    """Return the line `FILE:LINE` of the first frame, from the innermost one, in the program's own files."""
+    """Return the innermost line in the program's own files, as `FILE:LINE`; empty without such a line."""
     torch = os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep  # noqa: PTH120
     libraries = (*INSTALLED, torch)
     while frame:
@@ -168,7 +168,7 @@ class Notes:
         self._compilations = Compilations()
 
     def look(self) -> None:
-        """Note the memory and new compilations, unless notes already took too much time."""
+        """Record the memory and new compilations, unless notes have already taken too much time."""
         if self._spent > FREE_SECONDS + MAX_FRACTION * (clock() - self._begin):
             return
         begin = thread_clock()

@@ -1,4 +1,4 @@
-"""Read the memory and the compilations that processes of an external program noted, and write `health.json`."""
+"""Read the memory and the compilations that processes of an external program recorded, and write `health.json`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from dlscale.extensions.health.records import (
     thin,
 )
 
-#: A pause lies between two steps that are further apart than PAUSE times the median, and than PAUSE_SECONDS.
+#: The time between two steps, minus waits for batches, is a pause if it exceeds PAUSE median steps and PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 5.0, 0.2
 
-#: Minimum number of steps whose peak bounds the training: the first step allocates the optimiser's state at its end.
+#: Number of steps after which a peak in the phase `start` counts as the training's: the first step allocates the
+#: optimiser's state at its end.
 MIN_STEPS = 2
 
 #: Minimum ratio of a new peak to the peak so far, because memory in use varies a little.
@@ -53,7 +54,7 @@ class Process(Protocol):
 
 
 def write_health(folder: Path, processes: Sequence[Process], training: Sequence[Collection[str]]) -> None:
-    """Write the record of a program's processes next to the folder of its steps, if the processes noted anything.
+    """Write the record of a program's processes next to the folder of steps, if the processes wrote notes.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ class Phases:
         self._pause = max(PAUSE * self._usual, PAUSE_SECONDS)
 
     def count(self, time: float) -> int:
-        """Return the number of steps that ended until a time; steps in gaps are estimated from the usual step."""
+        """Return the number of steps that ended until a time; steps in gaps are estimated from the median step."""
         unseen = sum(max(0.0, min(time, end) - begin) for begin, end in self._gaps) / (self._usual or 1.0)
         return bisect.bisect_right(self._steps, time) + round(unseen)
 
@@ -159,9 +160,10 @@ def _memory(
 ) -> Memory:
     """Return the memory of a process on a device from points (in use, peak so far, reserved, inactive).
 
-    The phase of a point is the phase since the point before. The peak of a phase is known if the peak so far rose in
-    the phase (or fell, because the program reset it). The peak so far is also an upper bound of the training, until
-    another phase exceeds it. If the first epoch ends before the first point in the training, this point has the bound.
+    The phase of a point is the phase since the previous point. The peak of a phase is known if the peak so far rose in
+    the phase (or fell, because the program reset it). Until it rises in a phase other than `start` and `training`, the
+    peak so far is also an upper bound of the training's memory. This also holds for a point of the phase `start` after
+    `MIN_STEPS` steps, because a short training may have no other point.
     """
     named, counts, peaks, high, bounds = list[str](), [phases.count(time) for time in times], dict[str, Peak](), 0, True
     for place, (time, (_, peak, *_)) in enumerate(zip(times, points, strict=True)):

@@ -17,7 +17,7 @@ FILE = "health.json"
 MAX_POINTS = 512
 
 #: Phases of a run. `start`: until the first step has ended. `between`: pauses between steps, such as for checkpoints,
-#: without validations with a loader.
+#: except validations with a loader.
 START, TRAINING, VALIDATION, BETWEEN = "start", "training", "validation", "between"
 
 #: Phase of a time for which steps and batches are unknown.
@@ -28,14 +28,14 @@ class Peak(Record):
     """Largest memory in a phase."""
 
     bytes: int = Field(ge=0)
-    first: int = Field(ge=0)  #: The peak was reached after this step …
-    last: int = Field(ge=0)  #: … and at the latest in this step.
+    first: int = Field(ge=0)  #: Step after which the peak was reached.
+    last: int = Field(ge=0)  #: Last step in which the peak may have been reached.
 
 
 class Memory(Record):
     """Memory of one process on one device, in bytes.
 
-    Main memory is the process's own memory: anonymous, shared and swapped-out pages. Its peaks include pages of files.
+    Main memory is the process's own memory: anonymous, shared and swapped-out pages. Peaks include pages of files.
     Memory of a GPU is the memory that PyTorch's allocator has allocated.
     """
 
@@ -60,7 +60,7 @@ class Compilation(Record):
     function: str = ""
     file: str = ""
     line: int = 0
-    caller: str = ""  #: Line of the program from which the function was first compiled; empty if unknown.
+    caller: str = ""  #: Line of the program that called the function at its first compilation; empty if unknown.
     reason: str = ""  #: Guard that failed; empty for the first compilation.
     refused: bool = False  #: Whether PyTorch refused to compile the function again (`recompile_limit`).
 

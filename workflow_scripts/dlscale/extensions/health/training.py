@@ -54,7 +54,7 @@ _current: HealthRecorder | None = None
 def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list[Hook], Callable[[Then], Then]]]:
     """Yield hooks for the training's steps, and a wrapper of a function that the trainer calls after a validation.
 
-    At the end, write `health.json` into the run's `folder`, unless this is None.
+    At the end, write `health.json` into the run's `folder`, unless `folder` is None.
     """
     global _current
     watch = _current = HealthRecorder(trainer.world, folder, len(trainer.train_loader), trainer.last_step)
@@ -83,14 +83,14 @@ def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list
 
 
 class HealthRecorder:
-    """Points of memory, which take at most MAX_FRACTION of the time, and compilations of this process."""
+    """Recorder of this process's memory and compilations; reading takes at most MAX_FRACTION of the time."""
 
     def __init__(self, world: World, folder: Path | None, epoch: int, last: int) -> None:
         self._world, self._folder, self._epoch, self._last = world, folder, epoch, last
         self.step = 0  #: Number of steps of the training so far.
         self.next = 0  #: Number of steps after which the next point is due.
         self.phase = ""  #: Phase of the last point.
-        self._before, self._gap = 0, 0.0  # step of the last point; minimum seconds between points
+        self._before, self._gap = 0, 0.0  # step of the previous point; minimum seconds between points
         self._compilations, self._breaks = noted.Compilations(), dict[str, int]()
         self._compiled, self._warned = list[Compilation](), False
         self._start = self._end = self._time = time.perf_counter()
@@ -100,7 +100,7 @@ class HealthRecorder:
             (folder / FILE).unlink(missing_ok=True)
 
     def __call__(self, phase: str, step: int) -> None:
-        """Note that a phase has ended after a number of steps.
+        """Record the memory and the new compilations of a phase that has ended after `step` steps.
 
         Before the first step of an epoch, the phase `between` is the time since the last validation or since the start.
         """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: Mean and standard deviation of red, green and blue in ImageNet's training images, in units of 255.
+#: Mean and standard deviation of red, green and blue in ImageNet's training images, as fractions of 255.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 #: Number of layers → number of blocks in each of the four stages, and whether the blocks are bottlenecks.
 DEPTHS = {
@@ -81,8 +81,8 @@ def _shortcut(inner: int, outer: int, stride: int) -> nn.Sequential | None:
 class ResNet(nn.Module):
     """Residual network with `depth` 18, 34, 50 or 101; the four stages have 1, 2, 4 and 8 times `width` channels.
 
-    `mean` and `std`, in units of 255, normalise images with values 0 to 255; they are None if images are already
-    normalised. With bottlenecks the outputs of the stages have four times as many channels.
+    `mean` and `std`, as fractions of 255 (such as 0.485), normalise images with values 0 to 255; None if images
+    are already normalised. With bottlenecks the outputs of the stages have four times as many channels.
     """
 
     mean: torch.Tensor

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dlscale.data.manifest import Manifest
 
-#: Torchvision's classifiers (0.15 to 0.29), known here so that a wrong name is refused where torchvision is missing.
+#: Classifiers of torchvision 0.15 to 0.29, listed here so that a wrong name is refused even without torchvision.
 _NAMES = (
     "alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169 densenet201 "
     "efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4 efficientnet_b5 efficientnet_b6 "
@@ -44,7 +44,7 @@ def _number(value: Any) -> Any:
 
 
 class ResNetSettings(Strict):
-    """The residual network; its classes come from the data."""
+    """The residual network; the data determine the number of classes."""
 
     kind: Literal["resnet"]
     depth: Annotated[Literal[18, 34, 50, 101], BeforeValidator(_number)] = Field(50, description="Number of layers.")
@@ -52,7 +52,7 @@ class ResNetSettings(Strict):
 
 
 class TorchvisionSettings(Strict):
-    """Another network of torchvision, which must be installed; its classes come from the data."""
+    """Another network; the package torchvision must be installed. The data determine the number of classes."""
 
     kind: Literal["torchvision"]
     name: str = Field(description="Name of a classifier in torchvision, such as alexnet, vgg16 or vit_b_16.")
@@ -72,10 +72,7 @@ class CrossEntropy(Strict):
 
 
 class ImagenetMetrics(Metrics):
-    """Top-1 and top-5 accuracy of the model, and of a baseline that always answers the most frequent classes.
-
-    The most frequent classes are counted in the training data.
-    """
+    """Top-1 and top-5 accuracy of the model, and of always answering the training data's most frequent classes."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         import numpy as np

@@ -1,4 +1,4 @@
-"""Torchvision's image classifiers by name, with torchvision's parameter names, for torchvision's published weights.
+"""Torchvision's image classifiers, with torchvision's parameter names, so that its published weights fit.
 
 Shape suffixes: B batch, C channels, H W the image, K classes.
 """
@@ -63,7 +63,7 @@ def auxiliary_cross_entropy(logits: Any, label_B: torch.Tensor, weight: float) -
 def _torchvision() -> ModuleType:
     try:
         import torchvision
-    except (ImportError, RuntimeError, OSError) as error:  # versions that do not fit raise errors of all three types
+    except (ImportError, RuntimeError, OSError) as error:  # mismatched versions raise errors of all three types
         version, _, local = torch.__version__.partition("+")
         minor = int(version.split(".")[1]) + 15  # torchvision 0.15 fits torch 2.0, and so on
         index = f" --index-url https://download.pytorch.org/whl/{local}" if local else ""

@@ -1,6 +1,6 @@
-"""Details of loaders: `dlscale measure --loader`, and the layout of datasets for `dlscale doctor`."""
+"""Extension: details of loaders for `dlscale measure --loader`, and layout of datasets for `dlscale doctor`."""
 
-#: Environment variable of programs whose loaders are watched.
+#: Environment variable: if set, the program's processes watch their loaders.
 VARIABLE = "DLSCALE_LOADER"
 
 HOOKS = {"dlscale.extensions.loading.inside": VARIABLE}

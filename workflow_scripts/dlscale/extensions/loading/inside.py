@@ -21,20 +21,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# The original functions, since a program may replace the functions in the modules.
+# Keep the original functions, because a program may replace them in their modules.
 clock, computed, open_file, read_file, write_file = time.perf_counter, time.process_time, os.open, os.read, os.write
 
-#: Folder into which processes write.
+#: Folder of steps, into which the processes write.
 FOLDER = os.environ.get("DLSCALE_STEPS", "")
 
-#: Seconds between two writes.
+#: Seconds between two writes of a process.
 SECONDS = 1.0
 
 #: Maximum numbers of entries in a process's file: loaders, arrays, regions of an array, names of transforms, times
 #: between batches, iterators of a loader, and files of an array.
 MAX_LOADERS, MAX_ARRAYS, MAX_REGIONS, MAX_NAMES, MAX_TIMES, MAX_SEEDS, MAX_FILES = 16, 32, 8, 4, 256, 1000, 1000
 
-#: Number of files in the folder of steps above which new processes do not write, since each epoch may start workers.
+#: Maximum number of files in the folder of steps, since each epoch may start workers. Further processes do not write.
 MAX_PROCESSES = 1000
 
 #: Measured reads and batches: the first ALWAYS, then every EVERY-th.
@@ -81,13 +81,13 @@ class ProcessSums:
     # ---- writing
 
     def stop(self, error: BaseException) -> None:
-        """Stop after an error; the program continues."""
+        """Stop the watch after an error; the program continues."""
         self._stopped = repr(error)[:200]
         self.write()
         self.on = False
 
     def guarded(self, wrap: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a function that wraps a module's functions; an error stops this watch only."""
+        """Return a function that wraps a module's functions; an error stops the watch, but not the program."""
 
         def after(module: Any) -> None:
             try:
@@ -107,7 +107,7 @@ class ProcessSums:
             self.write()
 
     def write(self) -> None:
-        """Replace the process's file."""
+        """Write the sums into the process's file."""
         if not (self._loaders or self._worker or self._arrays or self._stopped) or not self._lock.acquire(False):
             return
         try:
@@ -223,7 +223,7 @@ class ProcessSums:
     def _swap(self, fetcher: Any, swapped: list[Any], names: list[str]) -> None:
         """Replace the collating function and the dataset's transforms by timed ones, for the duration of a fetch.
 
-        `swapped` receives what to restore: a namespace, a name, and the value (None: remove the name).
+        `swapped` receives the values to restore: namespace, name, and value (None: remove the name).
         """
         if not hasattr(fetcher.collate_fn, "_dlscale"):
             swapped.append((vars(fetcher), "collate_fn", fetcher.collate_fn))
@@ -249,7 +249,7 @@ class ProcessSums:
 
     def _time_transform(self, own: dict[str, Any], name: str, value: Any, swapped: list[Any]) -> None:
         if isinstance(value, FUNCTIONS):
-            if not hasattr(value, "_dlscale"):  # otherwise another thread fetches at the same time
+            if not hasattr(value, "_dlscale"):  # otherwise another thread has wrapped the function
                 swapped.append((own, name, value))
                 own[name] = self.wrapped("transform", value)
         elif "_modules" in getattr(value, "__dict__", {}) and hasattr(value, "forward"):  # torch.nn.Module
@@ -286,7 +286,7 @@ class ProcessSums:
     # ---- batches in the training process
 
     def loaders(self, module: Any) -> None:
-        """Wrap the functions that begin an epoch, and deliver its next batch."""
+        """Wrap the functions that create a loader, begin an epoch, and deliver a batch."""
         kind, loader = module._BaseDataLoaderIter, module.DataLoader
         reset, original, make, begin_epochs = kind._reset, kind.__next__, loader.__init__, kind.__init__
 
@@ -340,7 +340,7 @@ class ProcessSums:
         dataset, workers = iterator._dataset, iterator._num_workers
         known = {
             "dataset": type(dataset).__name__,
-            # PyTorch's samplers call the length of a map-style dataset, too.
+            # `len` is safe for a map-style dataset, because PyTorch's samplers also call it.
             "length": len(dataset) if iterator._dataset_kind == mapped and hasattr(dataset, "__len__") else None,
             "workers": workers,
             "batch_size": getattr(iterator._index_sampler, "batch_size", None),
@@ -363,10 +363,10 @@ class ProcessSums:
         return record
 
     def _order(self, key: Any, dataset: Any) -> int:
-        """Return the number of a dataset among those datasets whose loaders have the same settings."""
+        """Return the number of a dataset among the datasets whose loaders have the same settings."""
         try:
             reference = weakref.ref(dataset)
-        except TypeError:  # such as a list
+        except TypeError:  # a list, for example, has no weak references
             return 0
         known = self._datasets.setdefault(key, [])
         found = [each() for each in known]
@@ -403,7 +403,7 @@ class ProcessSums:
                     record["pinned"] += size if each.is_pinned() else 0
 
     def optimizers(self, module: Any) -> None:
-        """Note the device of the weights that the first optimiser updates."""
+        """Record the device of the weights that the first optimiser updates."""
         torch = sys.modules["torch"]
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -414,7 +414,7 @@ class ProcessSums:
             except Exception as error:
                 self.stop(error)
 
-        if hasattr(module, "register_optimizer_step_post_hook"):  # not in PyTorch 1
+        if hasattr(module, "register_optimizer_step_post_hook"):  # missing in PyTorch 1
             module.register_optimizer_step_post_hook(stepped)
 
     # ---- reads of HDF5 and Zarr
@@ -433,7 +433,10 @@ class ProcessSums:
     def _reading(
         self, original: Callable[..., Any], kind: str, describe: Any, place: int = 0, keyword: str = "selection"
     ) -> Callable[..., Any]:
-        """Wrap a function that reads a selection, which is its argument number `place`, or the argument `keyword`."""
+        """Wrap a function that reads a selection of an array.
+
+        After the array, the selection is the positional argument number `place`, or the argument `keyword`.
+        """
 
         @functools.wraps(original)
         def read(array: Any, *args: Any, **kwargs: Any) -> Any:
@@ -536,9 +539,10 @@ def _has_axes(part: Any) -> bool:
 
 
 def place_of_caller(made: Any = None) -> str:
-    """Return the line `FILE:LINE` of the program that called this function, as far as possible not of a package.
+    """Return the innermost calling line outside of packages, as `FILE:LINE`; empty if unknown.
 
-    Lines in methods of the object `made` do not count, such as in `__init__` of a program's own class of loaders.
+    Without such a line, return the innermost line outside of torch. Lines in methods of the object `made` do not count,
+    such as in `__init__` of a program's own class of loaders.
     """
     torch = os.path.dirname(str(sys.modules["torch"].__file__))  # noqa: PTH120
     frame: Any = sys._getframe(1)
@@ -549,7 +553,7 @@ def place_of_caller(made: Any = None) -> str:
         if not own and file != __file__ and (not file.startswith(STANDARD) or any(part in file for part in INSTALLED)):
             places.append((file, frame.f_lineno))
         frame = frame.f_back
-    # A package with its own command, in `bin`, is the program.
+    # If a command in `bin` starts the program, the program is a package, so leave out the command's line.
     apart = (*INSTALLED, f"{torch}{os.sep}", f"{os.path.dirname(sys.executable)}{os.sep}")  # noqa: PTH120
     outside = [each for each in places if not any(part in each[0] for part in apart)]
     file, line = next(iter(outside or [each for each in places if not each[0].startswith(torch)]), ("", 0))
@@ -575,10 +579,10 @@ def _tensors(batch: Any, depth: int = 3) -> list[Any]:
 
 
 def _bytes_read() -> int | None:
-    """Return the bytes that read calls of this thread returned, also from the page cache; None if unknown."""
+    """Return the bytes that read calls of this thread have returned, also from the page cache; None if unknown."""
     try:
         place = open_file("/proc/thread-self/io", os.O_RDONLY)
-    except OSError:  # not allowed here
+    except OSError:  # the system may forbid access
         return None
     try:
         return int(read_file(place, 64).split()[1])
@@ -597,7 +601,7 @@ def _hdf5(dataset: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 def _zarr(array: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return the name, the folder or URL, and the layout of a Zarr array; chunks of shards count alone."""
+    """Return the name, the folder or URL, and the layout of a Zarr array; of shards, the chunks inside count."""
     if hasattr(array, "compressors"):
         compression = ", ".join(type(each).__name__ for each in array.compressors)
     else:  # Zarr 2

@@ -42,13 +42,14 @@ def chunk_ratio(shape: Sequence[int], chunks: Sequence[int], region: Sequence[in
 
 
 def page_ratio(shape: Sequence[int], region: Sequence[int], itemsize: int) -> float:
-    """Return the expected bytes of touched pages per byte of a region at a random position in contiguous values."""
+    """Return the expected bytes of touched pages per byte of a region at a random position in a contiguous array."""
     piece, pieces = itemsize, math.prod(region)
     for length, extent in zip(reversed(shape), reversed(region), strict=True):
         piece, pieces = piece * extent, pieces // extent
         if extent < length:
             break
-    # Pages between neighbouring pieces count once, so at most the bytes from the first to the last value are read.
+    # Pages shared by contiguous pieces of the region count once, so at most the bytes from its first to its last value
+    # are read.
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     span = itemsize * (1 + sum((extent - 1) * stride for extent, stride in zip(region, strides, strict=True)))
     touched = pieces * (piece + PAGE - 1)
@@ -77,12 +78,12 @@ def probe_layouts(configuration: Configuration, plans: Collection[str] | None = 
     thread.join(PROBE_SECONDS)
     if thread.is_alive():
         text = f"no answer within {PROBE_SECONDS:.0f} s; a file system may hang"
-        return [Finding("layout", "warn", text, "check the datasets' files by hand")]
+        return [Finding("layout", "warn", text, "check that the datasets' files can be read")]
     return list(found.values())
 
 
 def _probe(run: Run, file: Path) -> list[Finding]:
-    """Return a finding for each field that a run's samples read; none if their regions are unknown."""
+    """Return a finding for each field that a run's samples read; empty if the regions are unknown."""
     try:
         manifest = Manifest.read(file)
         fits = sum(each.bytes for files in manifest.splits.values() for each in files) < machine.free_memory()
@@ -129,11 +130,11 @@ def _judge(name: str, reader: Reader, region: tuple[int, ...], fits: bool) -> Fi
         ratio = page_ratio(whole, [min(each) for each in zip(whole, part, strict=True)], dataset.dtype.itemsize)
     shapes = [" × ".join(map(str, each)) for each in (chunks or (), region)]
     text = f"{f'chunks {shapes[0]}' if chunks else 'contiguous'} {dataset.dtype}, a sample reads {shapes[1]}, "
-    # A page may already be in memory, and neighbouring samples use the same page.
+    # Pages give an upper bound: a page may already be in memory, and neighbouring samples use the same page.
     text += (
         f"{number(ratio)} bytes read per byte used"
         if filtered
-        else f"at most {number(ratio)} times its size, because disks read whole pages"
+        else f"at most {number(ratio)} times its size, because disks read complete pages"
     )
     text += f", {dataset.compression or ('filters' if filtered else 'not compressed')}{stripes and f', {stripes}'}"
     remedy = "store chunks of the shape of a sample" + (", without compression" if filtered else " (storage.chunk)")

@@ -26,7 +26,7 @@ class Loader(Record):
 
     dataset: str
     made: str = ""  #: Line of the program that made the loader, as `FILE:LINE`; empty if unknown.
-    order: int = 0  #: Number of the loader among loaders with the same settings from the same line.
+    order: int = 0  #: Number of the dataset among datasets of loaders with these settings and line.
     length: int | None = None
     workers: int
     batch_size: int | None = None
@@ -45,7 +45,7 @@ class Loader(Record):
     sized: int = 0  #: Number of batches whose bytes are known.
     bytes: int = 0  #: Bytes of these batches' tensors in main memory, if the model is on another device.
     pinned: int = 0  #: Part of `bytes` in pinned memory.
-    fetch: Fetch = Fetch()  #: Batches fetched in the training process or, after `read_loading`, in all workers.
+    fetch: Fetch = Fetch()  #: Batches fetched in the training process; `read_loading` adds the workers' batches.
 
 
 class Array(Record):
@@ -53,7 +53,7 @@ class Array(Record):
 
     kind: str
     name: str
-    file: str  #: First of the files.
+    file: str  #: Path of the first file.
     files: int = 1
     dtype: str
     itemsize: int
@@ -99,13 +99,13 @@ class ProcessFile(Record):
 
 
 class Advice(Record):
-    """The most expensive cause of a loader's cost."""
+    """Most expensive problem of a loader, and its remedy."""
 
     cause: str  #: Key of the cause.
     what: str  #: Name of the cause.
     why: str
     todo: str
-    share: float = Field(ge=0, le=1)  #: Fraction of the training's time.
+    share: float = Field(ge=0, le=1)  #: Fraction of the training's time that the problem costs.
 
     @property
     def sentence(self) -> str:

@@ -26,7 +26,7 @@ NAME = "loading.json"
 #: Minimum number of batches of a loader, without the first batch of each epoch, for advice.
 MIN_BATCHES = 10
 
-#: Minimum bytes read per byte used, and minimum fraction of a batch's time in reads, with which chunks are reported.
+#: Minimum bytes read per byte used, and minimum fraction of a batch's time in reads, of reported chunks.
 MIN_RATIO, MIN_READS = 2.0, 0.3
 
 #: Copies from pageable memory: assumed rate, bytes/s, and minimum fraction of a step that is reported.
@@ -35,10 +35,10 @@ PAGEABLE, MIN_COPIES = 6e9, 0.01
 #: Minimum fraction of the requests without a ready batch at which a larger prefetch helps.
 MIN_EMPTY = 0.05
 
-#: Fraction of a step's time per batch below which workers are fast enough.
+#: Workers are fast enough if their time per batch is below this fraction of a step's time.
 FAST_WORKERS = 0.8
 
-#: Parts of the time of a batch, as in the table.
+#: Part of a batch's time → its name in the table.
 PARTS = {
     "read": "reads",
     "decode": "decoding images (PIL)",
@@ -199,7 +199,7 @@ def _total(loader: Loader) -> float:
 
 
 def advise(loading: Loading) -> Advice | None:
-    """Return the most expensive cause of a loader's cost; None if no loader costs a significant part of the time."""
+    """Return advice on the most expensive problem of a loader; None if all problems cost little time."""
     total = sum(map(_total, loading.loaders))
     found = list[Advice]()
     for loader in loading.loaders:
@@ -220,8 +220,8 @@ def _starts(loader: Loader) -> Advice | None:
     return Advice(
         cause="starts",
         what="Workers start anew in each epoch",
-        why=f"The first batch of an epoch arrives after {_time(mean)}, the others after {_time(wait_of(loader))} on "
-        "average.",
+        why=f"The first batch of an epoch arrives after {_time(mean)}, other batches after {_time(wait_of(loader))} "
+        "on average.",
         todo="Set persistent_workers=True in the DataLoader.",
         share=max(0.0, loader.first_waited - loader.firsts * wait_of(loader)) / _total(loader),
     )
@@ -265,7 +265,7 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
     name = named.get(largest, f"The {PARTS.get(largest)}")
     mostly = f"{name} takes {percent(fraction)} of a batch's {_time(fetch)}." if fraction >= 0.5 else ""
     who = many(workers, "worker") if workers else "The training process"
-    rates = f"{who} delivered {_rate(arrives)}, and the program takes {_rate(step)}"
+    rates = f"{who} delivered {_rate(arrives)}; the program could process {_rate(step)}"
     rates += f": {many(needed, 'worker')} suffice{'s' * (needed == 1)}." if fits else "."
 
     def advice(cause: str, what: str, why: Iterable[str], todo: str) -> Advice:
@@ -279,7 +279,7 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
         if loader.empty >= loader.requests / 2:
             send = "Send less: smaller types (uint8, float16), fewer and larger tensors, or decoding on the device."
             return advice("transfer", "Slow transfer from workers", why, send)
-        if loader.empty < MIN_EMPTY * loader.requests:  # a batch was ready, so another program took the time
+        if loader.empty < MIN_EMPTY * loader.requests:  # batches were ready, so another program probably took the time
             return None
         prefetch = 2 * (loader.prefetch or 2)
         return advice("uneven", "Uneven batches", why, f"Set prefetch_factor={prefetch} in the DataLoader.")
@@ -289,8 +289,8 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
     slow["decode"] = "Slow decoding"
     todo = {
         "decode": "Store smaller or decoded images, or decode on the device.",
-        "transform": "Make it faster, transform batches on the device, or store transformed data.",
-        "collate": "Make it faster, or let the dataset return tensors of one size.",
+        "transform": "Make the transform faster, transform batches on the device, or store transformed data.",
+        "collate": "Make collate_fn faster, or let the dataset return tensors of one size.",
         "read": "Store the data uncompressed, in chunks of one sample, on a faster disk.",
     }.get(largest, "Store the data in the form that the model takes, so that there is less to decode.")
     why = [mostly or f"A batch takes {_time(fetch)} ({_shown_parts(loader)}).", rates]
@@ -309,13 +309,13 @@ def _wasted(array: Array, share: float, reads: float) -> Advice:
         what="Wasted reads",
         why=f"{layout}, requests are {array.region or 'of unknown shape'}, so {percent(1 - 1 / ratio)} of "
         f"the bytes read are unused, and reads take {percent(reads)} of a batch's time.",
-        todo=f"{keep or 'Store'} the data in chunks of the shape that is requested.",
+        todo=f"{keep or 'Store'} the data in chunks of the requested shape.",
         share=share,
     )
 
 
 def cause(evidence: Evidence) -> Finding | None:
-    """Find the loader's most expensive cost, from the record of `dlscale measure --loader`."""
+    """Find the loader's most expensive problem, from the record of `dlscale measure --loader`."""
     file = evidence.folder / NAME if evidence.folder else None
     if file is None or not file.is_file() or not (advice := Loading.read(file).advice):
         return None

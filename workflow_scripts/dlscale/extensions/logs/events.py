@@ -36,11 +36,11 @@ def events(path: Path) -> Iterator[Event]:
             read += 1
             if not whole and read == 1:
                 raise UserError(
-                    f"{path}: not an event file of TensorBoard (it begins with {head!r}); {expected}; write the curves "
-                    "of a CSV or JSON file with PyTorch's SummaryWriter.add_scalar(tag, value, step)"
+                    f"{path}: not an event file of TensorBoard (it begins with {head!r}); {expected}. Convert a "
+                    "CSV or JSON file with PyTorch's SummaryWriter.add_scalar(tag, value, step)"
                 )
             if not whole or masked_crc32c(data) != struct.unpack("<I", checksum)[0]:
-                raise UserError(f"{path}: record {read} is damaged; copy the file again; {expected}")
+                raise UserError(f"{path}: record {read} is damaged; {expected}. Copy the file again")
             try:
                 event = Event.FromString(data)
             except DecodeError:
@@ -55,16 +55,13 @@ def events(path: Path) -> Iterator[Event]:
 def is_restart(event: Event) -> bool:
     """Return whether an event marks a restart.
 
-    At a restart, TensorBoard discards the earlier points of the folder that have the event's step or a later one.
+    At a restart, TensorBoard discards the folder's earlier points whose step is the event's step or later.
     """
     return event.HasField("session_log") and event.session_log.status == event.session_log.START
 
 
 def scalar(value: Summary.Value) -> float | None:
-    """Return the number in a summary's value, from `simple_value` or a scalar tensor.
-
-    Return None for other values.
-    """
+    """Return the number in a summary's value (`simple_value` or a scalar tensor); None if the value is not a number."""
     from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT, DT_HALF, DT_INT32, DT_INT64
     from tensorboard.util.tensor_util import make_ndarray
 

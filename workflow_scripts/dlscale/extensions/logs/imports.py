@@ -25,14 +25,13 @@ from dlscale.extensions.logs.reference import Reference
 if TYPE_CHECKING:
     from dlscale.config.resolve import Configuration
 
-#: Half of the maximum number of points of an imported curve. A longer curve is thinned, but keeps at least POINTS
-#: points.
+#: An imported curve with more than 2 * POINTS points is thinned, but keeps at least POINTS points.
 POINTS = 2000
 
 #: Maximum number of points of a log, since all points are kept in memory.
 MAX_LOG_POINTS = 1_000_000
 
-#: Maximum distance of an event's time from 1970, seconds; other events are left out.
+#: Maximum distance of an event's time from 1970, seconds; points of other events are left out.
 FARTHEST = 1e15
 
 #: Names that `dlscale.train.logs` uses for the quantities of every run; the name of a metric is `valid/NAME`.
@@ -50,10 +49,10 @@ THINNED = f"evenly, since the curve has more than {2 * POINTS} points"
 #: Number of points left out, by curve and reason.
 Dropped = dict[str, Counter[str]]
 
-#: Prefixes of the quantities that a program may also log before its training.
+#: Prefixes of validation quantities, which a program may also log before its training.
 VALIDATION = ("loss/valid", "valid/")
 
-#: A point: step, seconds since the begin of training, value.
+#: A point: step, seconds since the start of the training, value.
 Point = tuple[int, float, float]
 
 
@@ -111,21 +110,21 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     for name in _too_short(curves):
         print(
             f"{name}: the last step is {curves[name][-1][0]}, but in the same time the training has many more steps. "
-            "If this curve counts epochs, import it separately: --counts epoch --tag"
+            f"If this curve counts epochs, import it separately: --counts epoch --tag 'TAG={name}'"
         )
     missing = [over for over in ("step", "samples") if reference.scale(over) is None]
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
-        print(f"not drawn over {' and '.join(missing)}: give {needed}")
+        print(f"the log cannot be drawn over {' and '.join(missing)}. Give {needed}")
     print("the next `snakemake` adds the log to the page")
     return 0
 
 
 @dataclass
 class _Try:
-    """Points of a curve in the order of their steps, from one file."""
+    """Points of a curve from one file, with increasing steps."""
 
-    begin: float  #: Earliest known time of the training, seconds since 1970-01-01 UTC.
+    begin: float  #: Earliest known time of the try, seconds since 1970-01-01 UTC.
     points: dict[int, tuple[float, float]] = field(default_factory=dict)  #: Time and value, by step.
 
     def drop(self, step: int) -> int:
@@ -137,11 +136,11 @@ class _Try:
 
 
 def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tuple[float, float]], float]:
-    """Join the tries of a curve; return the points that count, and the begin of their training.
+    """Join the tries of a curve; return the points that count, and the start of their training.
 
-    A try with several points is a new training if it begins at the curve's first step or earlier. Otherwise it
-    resumed earlier tries if their points from its first step on are older; if not, two processes wrote the curve
-    together.
+    A try with several points starts a new training if its first step is at or before the curve's first step. Otherwise,
+    if all earlier points from this step on are older, the try resumed the training; if not, two processes wrote the
+    curve at the same time.
     """
     joined = _Try(tries[0].begin, dict(tries[0].points))
     for each in tries[1:]:
@@ -162,10 +161,10 @@ def read(
 ) -> tuple[dict[str, list[Point]], Dropped, bool]:
     """Return curves by dlscale's names, the number of dropped points, and whether the log counts epochs from 0.
 
-    `tags` maps the log's tags to dlscale's names. The time of a point is in seconds since the begin of training, which
-    is the time of step 0, or the begin of the first file with a point. Values of tags in `percent` become fractions. If
-    a step is repeated, the later value counts. A curve begins a new try in each file, and where its steps go back. A
-    new training replaces the earlier points; a resumed try replaces them from its first step on. A restart event of
+    `tags` maps the log's tags to dlscale's names. The time of a point is in seconds since the start of the training
+    (step 0 or, if missing, the first event). Values of tags in `percent` become fractions. If a step is repeated, the
+    later value counts. A new try of a curve begins in each file, and when the step decreases. A new
+    training replaces all earlier points; a resumed try replaces the points from its first step on. A restart event of
     TensorBoard (`purge_step`) drops earlier points from the event's step on. If `epochs` is true, epochs counted from 0
     become epochs counted from 1, unless only validation has a point 0.
     """
@@ -201,7 +200,8 @@ def read(
                 count += 1
             if count > MAX_LOG_POINTS:
                 raise UserError(
-                    f"{files[0]}: the log has more than {MAX_LOG_POINTS} points. Name fewer tags: --tag 'THEIRS=OURS'"
+                    f"{files[0]}: the log has more than {MAX_LOG_POINTS} points. Name fewer tags, such as "
+                    "--tag 'Val Loss=loss/valid'"
                 )
     found, begins = dict[str, dict[int, tuple[float, float]]](), dict[str, float]()
     for tag, its in tries.items():
@@ -209,7 +209,7 @@ def read(
     if found and not any(found.values()):
         raise UserError(f"{files[-1]}: all points are {ABANDONED}, and did not log any point afterwards")
     if not found:
-        there = f"it has {', '.join(others)}. Name its tags: --tag 'THEIRS=OURS'" if others else "it has no scalars"
+        there = f"it has {', '.join(others)}. Name its tags: --tag 'TAG=loss/valid'" if others else "it has no scalars"
         below = "" if others else _below(files[0].parent)
         raise UserError(f"{files[0]}: the log does not have the tags {', '.join(tags)}; {there}{below}")
     found = {tag: points for tag, points in found.items() if points}
@@ -262,7 +262,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> str:
-    """Return a remedy that names the subfolders with event files; an empty text without such subfolders."""
+    """Return a remedy that names the subfolders with event files; empty without such subfolders."""
     found = sorted({str(file.parent) for file in itertools.islice(folder.glob("*/**/*.tfevents.*"), 1000)})
     more = f" and {len(found) - 10} more" if len(found) > 10 else ""
     return f"; event files are in {', '.join(found[:10])}{more}: import each folder separately" if found else ""
@@ -273,10 +273,10 @@ def _given(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         theirs, _, ours = text.rpartition("=")
         if not theirs:
-            raise UserError(f"--tag: {text}: expected THEIRS=OURS")
+            raise UserError(f"--tag: {text}: expected THEIRS=OURS, such as 'Val Loss=loss/valid'")
         if ours not in QUANTITIES and not (ours.startswith("valid/") and len(ours) > len("valid/")):
             raise UserError(f"--tag: {unknown('quantity', ours, (*QUANTITIES, 'valid/METRIC'))}")
         if theirs in tags or ours in tags.values():
-            raise UserError(f"--tag: {text}: one of the two names is also in another --tag. Give each name once")
+            raise UserError(f"--tag: {text}: another --tag has the same tag or quantity. Give each once")
         tags[theirs] = ours
     return tags

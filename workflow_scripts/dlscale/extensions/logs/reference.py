@@ -47,7 +47,7 @@ class Reference(Record):
 
 
 def section(plan: PlanResult, page: Page) -> Section | None:
-    """Return curves of the loss and of the followed metric, with a plan's imported logs; None without logs."""
+    """Return a section with curves of a plan's runs and its imported logs; None without runs or logs."""
     runs, metric, study = drawn(plan), followed(plan), plan.record.study
     references = map(Reference.read, page.references)
     mine = [each for each in references if each.study == study and (not each.plans or plan.name in each.plans)]
@@ -71,7 +71,7 @@ def section(plan: PlanResult, page: Page) -> Section | None:
             charts += charts_of(plan, name, about, rows, shared[0], label, ["dlscale", "other program"])
     files = "; ".join(f"{each.label}: {', '.join(each.files)}" for each in mine)
     note = (
-        "Dashed lines are logs of other programs from dlscale import. Their data, hardware and settings may "
+        "Dashed lines are logs of other programs, imported by dlscale import. Their data, hardware and settings may "
         f"differ from dlscale's. The time of a log is clock time since training began. {files}"
     )
     return Section("Compared with other programs", charts=charts, notes=[note]) if charts else None

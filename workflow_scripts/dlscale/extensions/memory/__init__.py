@@ -1,1 +1,1 @@
-"""Extension: prediction of the memory of a step."""
+"""Extension: prediction of a step's memory."""

@@ -1,4 +1,4 @@
-"""Prediction of a step's memory, and settings that need less memory."""
+"""Extension: prediction of a step's memory, and of settings that need less."""
 
 PROVIDES = {
     "predict_memory": "dlscale.extensions.memory.prediction.predict",

@@ -44,7 +44,7 @@ def predict(
 
 
 def fake_batch(run: RunCore, manifest: Manifest) -> Batch:
-    """Return one rank's batch on `meta`: the shapes of the samples' specs, or of the study's first collated batch."""
+    """Return one rank's batch on `meta`, with the shapes of the samples' specs or of the first collated batch."""
     samples, size = open_samples(run, manifest, "train"), run.local_batch_size
     if samples.collate:
         return tree_map(lambda values: values.to("meta"), read_batch(samples, 0, range(min(size, samples.size))))

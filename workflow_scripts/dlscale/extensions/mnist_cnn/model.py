@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: Mean and standard deviation of the training images, in units of 255.
+#: Mean and standard deviation of the training images, as fractions of 255.
 MEAN, STD = 0.1307, 0.3081
 
 

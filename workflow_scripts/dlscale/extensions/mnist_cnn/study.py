@@ -101,7 +101,7 @@ class MnistCNNStudy(Study):
         return MnistMetrics(manifest, run.samples.target)
 
     def figure(self, run: Any, manifest: Manifest, x: Any, y: Any, prediction: Any) -> Figure:
-        """Draw the image next to the probabilities of the digits."""
+        """Draw the image next to the digits' probabilities."""
         import numpy as np
 
         from dlscale.studies.figures import beside_bars

@@ -1,1 +1,1 @@
-"""Profiler `nsys` (NVIDIA Nsight Systems), and its reports."""
+"""Profiler `nsys` (NVIDIA Nsight Systems)."""

@@ -1,4 +1,4 @@
-"""The profiler `nsys` of this extension."""
+"""Extension: the profiler `nsys` (NVIDIA Nsight Systems)."""
 
 USES = ("profile",)
 PROFILERS = {"nsys": "dlscale.extensions.nsys.nsys"}

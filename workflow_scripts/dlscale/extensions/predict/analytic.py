@@ -42,7 +42,7 @@ class Device(Strict):
     flops: dict[str, PositiveFloat] = Field(description="FLOP/s by number format, such as bf16.")
     bandwidth: PositiveFloat = Field(description="Bytes/s of the device's memory.")
     reached: float | None = Field(
-        None, gt=0, le=1, description="Fraction of `flops` that trainings reach; absent: as in the machine's file."
+        None, gt=0, le=1, description="Fraction of `flops` that trainings reach. Absent: `reached` of the machine."
     )
 
 
@@ -55,15 +55,17 @@ class Model(Strict):
     parameters: int = Field(ge=1, le=10**13)
     flops: dict[str, PositiveFloat] = Field(
         min_length=1,
-        description="FLOPs of a sample's forward and backward pass, by number format, with repeated forward passes.",
+        description="FLOPs of a sample's forward and backward pass, by number format, including recomputation.",
     )
     tokens: tuple[PositiveInt, PositiveInt, Few] = Field(
         description="Tokens of a sample, width of a token, number of blocks."
     )
     vocabulary: NonNegativeInt = Field(0, description="Entries of the vocabulary; 0: the model returns no logits.")
-    batch: PositiveFloat = Field(description="Samples per micro-batch of each device or group that shares a model.")
+    batch: PositiveFloat = Field(
+        description="Samples per micro-batch of each device, or group of devices that shares a model."
+    )
     recomputed: float = Field(0.0, ge=0, le=1, description="Fraction of the blocks' forward pass that is repeated.")
-    fused: float = Field(1.0, gt=0, le=1, description="Fraction of the bytes that remains after compilation.")
+    fused: float = Field(1.0, gt=0, le=1, description="Fraction of the memory traffic that remains after compilation.")
     gradient_bytes: float = Field(4, gt=0, le=1_000, description="Bytes per parameter of averaged gradients.")
     gathered_bytes: tuple[Bytes, Bytes] | None = Field(
         None, description="FSDP: bytes per parameter that are gathered before forward and backward pass; absent: DDP."
@@ -101,7 +103,7 @@ def read(path: str | Path) -> Model:
 
 
 def fitted(model: Model) -> Fit:
-    """Return the scaling model with the costs of a model that was never measured.
+    """Return the scaling model for a network that was never measured.
 
     The intervals come from the priors, and from `FACTOR` for the time of a sample.
     """

@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale predict`."""
+"""Extension: the command `predict`."""
 
 from dlscale.core.stage import Query, option
 
@@ -7,7 +7,7 @@ USES = ("memory",)
 COMMANDS = {
     "predict": Query(
         "dlscale.extensions.predict.predict",
-        "Predict speed, memory, time and cost of measured runs on other devices; name the fastest and the cheapest.",
+        "Predict speed, memory, time and cost of runs on other devices; name the fastest and the cheapest choice.",
         (
             ("runs", {"nargs": "*", "metavar": "RUN", "help": "measured run: PLAN.RUN, or its folder"}),
             option(
@@ -39,13 +39,13 @@ COMMANDS = {
             ),
             option(
                 "--batch-size",
-                "samples per step over all devices (default: each device gets as many as in the measurement)",
+                "samples per step over all devices (default: as many samples per device as in the measurement)",
                 False,
                 type=int,
             ),
             option(
                 "--machine",
-                "name of a machine, or YAML file with its levels of links (default: machine of the measured device)",
+                "name of a machine, or YAML file that describes its links (default: machine of the measured device)",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),
@@ -59,7 +59,7 @@ COMMANDS = {
                 type=float,
                 metavar="GB",
             ),
-            option("--price", "price of a node-hour", False, type=float, metavar="PRICE"),
+            option("--price", "price of a node-hour, in any currency", False, type=float, metavar="PRICE"),
             option("--epochs", "epochs of the training (default: the run's)", False, type=int, metavar="N"),
             option(
                 "--target-samples", "samples that the training needs, in place of epochs", False, type=int, metavar="N"
@@ -67,5 +67,6 @@ COMMANDS = {
             option("--model", "YAML file of a model that was not measured", False, metavar="FILE"),
             option("--validate", "compare predictions with published figures", False, action="store_true"),
         ),
+        example="dlscale predict cosmo_demo.baseline --devices 4 8 16",
     ),
 }

@@ -69,7 +69,7 @@ PRIORS = {
     "slowdown": Prior(0.19, 1.8, "Lee et al. 2025 (arXiv:2507.03114): collectives slow computing by 18.9 % on average"),
     "split": Prior(0.083, 2.7, "Shoeybi et al. 2019 (arXiv:1909.08053), figure 5: efficiency 77 % on 8 devices"),
 }
-#: Other priors, by cost, for devices that are processes on a node's processors.
+#: Priors, by cost, that replace priors of `PRIORS` if the devices are processes on a node's processors.
 PROCESSES = {
     "host": Prior(0.3, 3, "judgement: processes share the memory, and the cores if there are fewer cores than threads"),
     "near": Prior(1.0, 4, "judgement: processes copy messages with the cores that compute"),
@@ -243,7 +243,7 @@ def _measure(series: Series, figure: Published) -> Measure:
 
 
 def _rate(figure: Published) -> float:
-    """Return a figure as samples/s; a figure in seconds is the time of an epoch or of a training."""
+    """Return a figure as samples/s; a figure in seconds is the time of an epoch, a validation or a training."""
     value = figure.samples_per_second or figure.value or math.nan
     return (figure.samples or 0) * (figure.epochs or 1) / value if figure.unit == "s" else value
 

@@ -96,16 +96,16 @@ class Machine:
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices sum `size` bytes.
 
-        Among n units, a ring takes 2 (n - 1) (alpha + beta size / n). On the highest level a double binary tree
-        (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001) replaces the ring if the tree is faster; a
-        tree takes 2 ceil(log2 n) alpha + 2 beta size.
+        Among the n units of a level (`Level` defines alpha and beta), a ring takes 2 (n - 1) (alpha + beta size / n).
+        On the highest level a double binary tree (Sanders, Speck and Traeff 2009, doi:10.1016/j.parco.2009.09.001)
+        replaces the ring if the tree is faster; a tree takes 2 ceil(log2 n) alpha + 2 beta size.
         """
         return self._time(size, ranks, stride, sweeps=2)
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds in which `ranks` devices gather `size` bytes; a reduce-scatter takes the same time.
 
-        Among n units, a ring takes (n - 1) (alpha + beta size / n).
+        Among the n units of a level, a ring takes (n - 1) (alpha + beta size / n).
         """
         return self._time(size, ranks, stride, sweeps=1)
 
@@ -135,11 +135,11 @@ class LevelSettings(Strict):
 
     name: str
     size: PositiveInt = Field(
-        ANY, description="Number of units of the preceding level that this level joins (default: any number)."
+        ANY, description="Number of devices, or of groups of the previous level, that this level joins (default: any)."
     )
-    latency: NonNegativeFloat = Field(description="Seconds per message.")
+    latency: NonNegativeFloat = Field(description="Latency, seconds per message.")
     bandwidth: PositiveFloat = Field(
-        description="Bytes/s that a device sends while all devices send (bus bandwidth of nccl-tests)."
+        description="Bandwidth, bytes/s that a device sends while all devices send (bus bandwidth of nccl-tests)."
     )
     efficiency: float = Field(
         1.0, gt=0, le=1, description="Fraction of the bandwidth that is reached; 1 for a measured bandwidth."
@@ -151,7 +151,7 @@ class MachineSettings(Strict):
 
     source: str = Field(description="Source of the figures.")
     devices: list[str] = Field(
-        [], description="Parts of device names; devices with such names are assumed to be in this machine."
+        [], description="Parts of device names; a device whose name has such a part is assumed to be in this machine."
     )
     reached: float = Field(
         0.79, gt=0, le=1, description="Fraction of the data sheet's FLOP/s that trainings of large models reach."
@@ -159,7 +159,7 @@ class MachineSettings(Strict):
     levels: list[LevelSettings] = Field(min_length=1, description="Levels, beginning with the nearest level.")
 
     def has(self, device: str) -> bool:
-        """Return whether a device with the name `device` is assumed to be in this machine."""
+        """Return whether a device with this name is assumed to be in this machine."""
         return any(part in device for part in self.devices)
 
     @property
@@ -200,9 +200,10 @@ def for_device(device: str) -> str | None:
 #: Fraction of a step's computing time that the forward pass takes. The backward pass takes twice as long as the forward
 #: pass (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
 FORWARD = 1 / 3
-#: Measured quantity. IO, SYNTHETIC and FULL are the modes of `dlscale.measure.records.MODES`. ALONE is SYNTHETIC
-#: without averaging gradients over the copies of the model. EPOCH is an epoch of training, including the wait for the
-#: first batch. VALIDATION is a validation. BOTH is an epoch, followed by a validation.
+#: Measured quantity. IO (loading), SYNTHETIC (computing) and FULL (training) are the modes of
+#: `dlscale.measure.records.MODES`. ALONE is SYNTHETIC without averaging gradients over the copies of the model. EPOCH
+#: is an epoch of training, including the wait for the first batch. VALIDATION is a validation. BOTH is an epoch,
+#: followed by a validation.
 Mode = Literal["IO", "SYNTHETIC", "ALONE", "FULL", "EPOCH", "VALIDATION", "BOTH"]
 
 
@@ -353,7 +354,7 @@ def expected_maximum(count: int) -> float:
     return float(np.trapezoid(np.heaviside(x, 0.5) - np.exp(count * log_ndtr(x)), x))
 
 
-def finish(ready: Iterable[float], costs: Iterable[float]) -> float:
+def last_sent(ready: Iterable[float], costs: Iterable[float]) -> float:
     """Return the time at which the last bucket has been sent.
 
     Sending a bucket begins when the bucket is ready and the previous bucket has been sent.
@@ -378,19 +379,19 @@ def step(machine: Machine, work: Workload, costs: Costs, job: Job) -> StepTimes:
 
 def _compute(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
     own = costs.fixed + job.batch * costs.sample * (1 + costs.split) ** math.log2(job.shared) / job.shared
-    return own * (_crowd(machine, costs, job) if work.processes else 1.0)
+    return own * (_slowdown_in_node(machine, costs, job) if work.processes else 1.0)
 
 
-def _crowd(machine: Machine, costs: Costs, job: Job) -> float:
+def _slowdown_in_node(machine: Machine, costs: Costs, job: Job) -> float:
     return 1 + costs.host * (min(job.devices, job.per_node or machine.per_node) - 1)
 
 
 def _load(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    return max(job.batch * costs.load * _crowd(machine, costs, job), job.samples / work.storage)
+    return max(job.batch * costs.load * _slowdown_in_node(machine, costs, job), job.samples / work.storage)
 
 
 def _start(machine: Machine, work: Workload, costs: Costs, job: Job) -> float:
-    """Return the seconds until the first batch: all workers start, and a single worker makes the batch."""
+    """Return the seconds until the first batch: workers start one by one, and one worker makes the batch."""
     return work.workers * (costs.start + _load(machine, work, costs, job))
 
 
@@ -429,7 +430,7 @@ def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tu
 
 
 def _exposed(seconds: float, ends: np.ndarray, sent: Sequence[float]) -> float:
-    return finish((seconds * end for end in ends), sent) - seconds
+    return last_sent((seconds * end for end in ends), sent) - seconds
 
 
 def _model(machine: Machine, work: Workload, job: Job) -> float:

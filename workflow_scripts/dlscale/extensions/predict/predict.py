@@ -96,19 +96,18 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
     for path in folders:
         here = load_run(path / "config.yaml", "train")
         if not getattr(here.parallel, "sync", True):
-            raise UserError(
-                f"{path}: parallel.sync is false, so the run does not average gradients. Name a run that does"
-            )
+            raise UserError(f"{path}: parallel.sync is false, so the run does not average gradients. Name another run")
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
         measured, raw = read_measured(path), read_yaml(path / "config.yaml")
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
-                f"{path}: no measured throughput and no training. Add `throughput` to the plan's key `measure`"
+                f"{path}: no measured throughput and no training. Add `throughput` to the plan's key `measure`, and "
+                "run the plan"
             )
         if measured and measured.unit != SAMPLE_RATE:
             raise UserError(
-                f"{path}: the batch size is unknown, so the rate is in steps/s. Put {{batch_size}} into "
+                f"{path}: the batch size is unknown, so the speed is in steps/s. Put {{batch_size}} into "
                 "program.command, or measure with --batch-size"
             )
         settings[path] = flat({key: each for key, each in compute_settings(raw).items() if key not in FREE})
@@ -124,14 +123,14 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
             _check_alike(own)
         if measured and measured.compute != compute_digest(raw):
             raise UserError(
-                f"{path / 'throughput.json'}: measured with other settings than those in config.yaml next to this "
+                f"{path / 'throughput.json'}: measured with other settings than in the config.yaml next to this "
                 "file. Run the throughput stage again"
             )
         points += _points(here, path, measured, results)
     if all(point.of.mode in ("IO", "VALIDATION") for point in points):
         raise UserError(
-            f"{', '.join(map(str, folders))}: no throughput to start from. Expected SYNTHETIC or FULL in "
-            "throughput.json, or a second epoch in metrics.jsonl. Run the throughput stage, or train longer"
+            f"{', '.join(map(str, folders))}: no measured speed of training or computing. Run the throughput stage, or "
+            "train for at least two epochs"
         )
     device_name = next((each.device.name for each in records if each.device.kind == "cuda"), "")
     on_device = device_name or "CPU"
@@ -154,7 +153,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
 
 
 def unmeasured(model: analytic.Model) -> MeasuredRuns:
-    """Return the scaling model of a model that was never measured."""
+    """Return a scaling model without measurements, from FLOPs, shapes and data sheets."""
     kind, device = "fsdp" if model.gathered_bytes else "ddp", model.device.source
     run = SimpleNamespace(study=model.name, parallel=SimpleNamespace(kind=kind), training=SimpleNamespace(epochs=None))
     return MeasuredRuns(run, analytic.fitted(model), device, model.machine, model.batch, (None, None), None)
@@ -173,9 +172,8 @@ def _check_alike(settings: dict[Path, dict[str, Any]]) -> None:
     for key in sorted([*expected, *found], key=lambda key: not key.endswith(".kind")):
         if found.get(key) != expected.get(key):
             raise UserError(
-                f"{last}: {key} differs from that of {first}: {found.get(key)}, not {expected.get(key)} "
-                "(None: not set). Runs that are fitted together may differ only in geometry and batch "
-                "size. Predict the runs one by one"
+                f"{last}: {key} is {found.get(key)}, but {expected.get(key)} in {first} (None: not set). "
+                "Runs that are fitted together may differ only in geometry and batch size. Predict the runs one by one"
             )
 
 
@@ -215,7 +213,8 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
         outside = measured.outside if isinstance(measured, Throughput) else None
         if not (outside and outside.gradient_bytes):
             raise UserError(
-                "the program cannot be predicted: its optimiser was not seen, so the size of the gradients is unknown"
+                "the program cannot be predicted: no optimiser step was recorded, so the size of the gradients is "
+                "unknown"
             )
         return Workload(float(outside.gradient_bytes), buckets(evenly(float(outside.gradient_bytes))))
     import torch
@@ -278,14 +277,14 @@ class Row:
     rate: Prediction  #: Samples/s over all devices.
     efficiency: float  #: Rate, divided by the number of devices and by the rate of one device.
     memory: float | None  #: Bytes per device; None if unknown.
-    seconds: float | None  #: Duration of the training, seconds; None if the number of samples is unknown.
+    seconds: float | None  #: Duration of the training, seconds; None if the number of samples or epochs is unknown.
     node_hours: float | None  #: Node-hours of the training; None if `seconds` is None.
     parts: StepTimes
-    measured: float | None  #: Measured samples/s of this job, or None.
+    measured: float | None  #: Measured samples/s of this job; None if it was not measured.
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print predictions of the runs `args.runs` on other devices; return the exit status 0.
+    """Print predictions of the runs `args.runs` on other devices.
 
     With `args.validate` print predictions of published figures instead.
     """
@@ -294,7 +293,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
         return 0
     if bool(args.runs) == bool(args.model):
         raise UserError(
-            "RUN: expected measured runs (PLAN.RUN, or the folder of a run), or --model FILE, or --validate"
+            "RUN: expected either measured runs (PLAN.RUN, or the folder of a run), or --model FILE, or --validate"
         )
     for flag in NUMBERS:
         given = getattr(args, flag)
@@ -318,7 +317,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def validated() -> list[str]:
-    """Return the table of published figures and their predictions in Markdown, and a summary of the table."""
+    """Return a Markdown table of published figures and their predictions, and its summary."""
     checks = [
         check
         for file in study_files().values()
@@ -376,9 +375,10 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
 
 
 def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: float) -> float | None:
-    """Return the duration of the training in seconds; None if the numbers of samples or epochs are unknown.
+    """Return the duration of the training in seconds; None if the number of samples or epochs is unknown.
 
-    With `target_samples` the training has this many samples, without validations; otherwise each epoch ends with one.
+    With `target_samples`, the training has this many samples and no validation. Otherwise each epoch ends with a
+    validation.
     """
     if args.target_samples:
         return float(args.target_samples / rate)
@@ -394,7 +394,7 @@ def _seconds(measured: MeasuredRuns, args: argparse.Namespace, job: Job, rate: f
 
 
 def head(measured: MeasuredRuns) -> list[str]:
-    """Return lines that describe the measurements on which the predictions are based."""
+    """Return lines that describe the measurements behind the predictions."""
     most = max((point.job.devices for point in measured.fit.points), default=0)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
@@ -449,7 +449,7 @@ def words(measured: MeasuredRuns, rows: Sequence[Row], args: argparse.Namespace)
         )
     if any(row.job.shared > 1 for row in rows):
         text.append(
-            "The memory of devices that share a model is a rough estimate; the page of such a run has a better "
+            "The memory of devices that share a model is a rough estimate; the report page of such a run has a better "
             "estimate."
         )
     return text

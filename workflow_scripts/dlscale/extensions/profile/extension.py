@@ -1,4 +1,4 @@
-"""Stage that profiles some steps of a run, its profilers, and sections on the use of devices and machine."""
+"""Extension: the stage `profile`, its profilers, and page sections on profiles, job efficiency and telemetry."""
 
 from typing import Any
 

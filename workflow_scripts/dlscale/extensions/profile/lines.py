@@ -29,7 +29,7 @@ from dlscale.measure.profilers import Found, ProfiledTool, TopEntry
 from dlscale.train import step as step_module
 from dlscale.train.build import Session
 
-ELSEWHERE = "read by this process after the steps, because during the steps the loader's processes read"
+ELSEWHERE = "read by this process after the steps; during the steps, worker processes read the data"
 #: Top-level modules that do not belong to a study.
 LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 
@@ -68,7 +68,7 @@ class LineProfiler:
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:
-            print("In milliseconds.\n", file=file)
+            print("Times in milliseconds.\n", file=file)
             self._steps.print_stats(file, output_unit=1e-3, stripzeros=True)
             if self._reads is not self._steps:
                 with self._reads:
@@ -111,9 +111,7 @@ def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> Non
     """Time all functions of a module, and of the modules that define `things` or their classes."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # a warning says that only the decorator of a decorated function is timed
+    with warnings.catch_warnings(action="ignore"):  # a warning: only the decorator of a decorated function is timed
         for each in {module, *(sys.modules[name] for name in names)}:
             profiler.add_module(each, scoping_policy="children")
 

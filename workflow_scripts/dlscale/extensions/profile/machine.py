@@ -37,7 +37,7 @@ class StepTime:
 
     label: str  #: Name of the profiler or stage that measured the step.
     parts: dict[str, float]  #: Seconds by part (of `PARTS`).
-    full: float | None  #: Seconds of a step of FULL; None if it was not measured.
+    full: float | None  #: Seconds of a training step without a profiler; None if it was not measured.
     samples: int | None  #: Samples per step over all processes.
 
 

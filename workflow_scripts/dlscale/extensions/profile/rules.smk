@@ -2,7 +2,7 @@
 
 
 rule profile:
-    """Profile some steps of a run. Traces are files in the folder of `profile.json` that are not declared outputs."""
+    """Profile some steps of a run. The traces, next to `profile.json`, are not declared outputs."""
     input:
         manifest=RUNS.manifest,
         data=RUNS.data_files,

@@ -146,14 +146,14 @@ def _least(run: RunResult) -> str:
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
     measured = ", measured while the profiler runs" * any("unexplained" not in each.parts for each in steps)
-    full = "The vertical line and the number show the time of a training step without a profiler (FULL)."
+    full = "The vertical line and the number show the time of a training step without a profiler."
     said = f"Time of each part of a step{', divided by its samples' * sample}{measured}. " + (
         full
         if any(each.full for each in steps)
         else "The number is the sum of the parts. Without a profiler, a step may be shorter."
     )
     unexplained = (
-        " For a run without a profile, the parts follow from the run's rates: computing takes as long as computing "
+        " For a run without a profile, the parts follow from the run's speeds: computing takes as long as computing "
         "alone, and waiting for data at most as long as loading alone. The remaining time is unexplained."
     )
     return said + unexplained * any("unexplained" in each.parts for each in steps)

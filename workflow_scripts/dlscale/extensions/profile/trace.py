@@ -35,7 +35,7 @@ OUTSIDE = "outside of ranges"
 UNKNOWN = -1
 SECOND = 1e9
 
-#: Begin and end of intervals, float64 [n, 2], unordered. The intervals may overlap.
+#: Start and end of intervals, float64 [n, 2], unordered. The intervals may overlap.
 Intervals = np.ndarray
 
 
@@ -64,7 +64,7 @@ def overlap(a: Intervals, b: Intervals) -> float | None:
 def index_at(x: Intervals, times: np.ndarray) -> np.ndarray:
     """Return the index of the interval that contains each time [m], int64 [m]; -1 outside.
 
-    The intervals must be disjoint and ordered. Begin and end of an interval belong to the interval.
+    The intervals must be disjoint and ordered. Start and end of an interval belong to the interval.
     """
     if not len(x):
         return np.full(len(times), -1)
@@ -107,7 +107,7 @@ class Trace:
         #: Ranges that nest on their thread. Ranges of communication are left out, because they overlap other ranges.
         self.pushed = self.ranges[self.ranges.name != "comm"]
         self.engine = self._engine()
-        #: Begin of the first step; end of the last step or of the steps' device work, whichever is later; ns.
+        #: Start of the first step; end of the last step or of the steps' device work, whichever is later; ns.
         self.window = int(self.starts[0]), max([self.end, *self.work.end])
         #: Mean seconds per step in the window.
         self.step_seconds = (self.window[1] - self.window[0]) / self.count / SECOND

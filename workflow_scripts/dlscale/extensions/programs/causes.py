@@ -72,7 +72,7 @@ def waiting(evidence: Evidence) -> Finding | None:
     ranks = evidence.throughput.nranks if evidence.throughput else 1
     free = usage.cores - ranks if usage else 1
     most = f", at most {free} in all" if usage else ""
-    more = f"Use more workers (num_workers of its DataLoader){most}" if free > 0 else ""
+    more = f"Use more workers (num_workers of the DataLoader){most}" if free > 0 else ""
     if usage and busy < 0.5 * min(ranks, usage.cores):
         return Finding(
             "storage",
@@ -155,12 +155,12 @@ def besides(evidence: Evidence) -> Finding | None:
     why = [
         f"From the first counted step to the last, {percent(share)} of the time is spent outside the steps. The rate "
         "does not count this time.",
-        f"For {duration(other)}, another loader than the training's was read, as in a validation." * (other >= PAUSE),
+        f"For {duration(other)}, a loader other than the training's was read, as in a validation." * (other >= PAUSE),
         f"The longest time without a batch or a step is {duration(longest)}." * (longest >= PAUSE),
     ]
     todo = [
         "If this is validation, validate less often, on fewer samples, or in larger batches." * (other >= longest),
-        "If the program saves checkpoints then, save less often, or in a thread." * (longest >= min(other, PAUSE)),
+        "If the program saves checkpoints meanwhile, save less often, or in a thread." * (longest >= min(other, PAUSE)),
         "A log does not show the wait for data, but `dlscale.timed` does." * (program.way == "log"),
     ]
     return Finding(

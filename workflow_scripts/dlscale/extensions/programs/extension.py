@@ -1,4 +1,4 @@
-"""Command, stages and modules that measure external programs, alone or in plans."""
+"""Extension: `dlscale measure`, and stages, checks and causes for external programs in plans."""
 
 from dlscale.core.stage import START, Query, Stage, option, path, training_work
 
@@ -29,7 +29,7 @@ COMMANDS = {
             ),
             option(
                 "--rate",
-                "pattern of the printed rate: a regular expression with one group, or nersc (NERSC's tutorial)",
+                "pattern of the printed speed: a regular expression with one group, or nersc (NERSC's tutorial)",
                 False,
                 metavar="PATTERN",
             ),
@@ -42,7 +42,7 @@ COMMANDS = {
             ),
             option(
                 "--hang-after",
-                "end the program after this time without a step, and report what all its processes do",
+                "end the program after this time without a step or batch, and report where its processes hang",
                 False,
                 type=float,
                 metavar="SECONDS",
@@ -52,6 +52,7 @@ COMMANDS = {
             option("--loader", "also time PyTorch's loaders, and reads of HDF5 and Zarr", False, action="store_true"),
         ),
         configured=False,
+        example="dlscale measure --name small -- python train.py --epochs 1",
     ),
 }
 
@@ -86,13 +87,12 @@ STAGES = {
         nodes="geometry",
         work=training_work,
         minutes=720,
-        warned=True,
         program="dlscale.extensions.programs.program",
         after="train",
     ),
 }
 
-#: Stage → module that implements it if an external program replaces dlscale's training.
+#: Stage → module that implements the stage if an external program replaces dlscale's training.
 PROGRAM_STAGES = {
     "throughput": "dlscale.extensions.programs.throughput",
     "tune": "dlscale.extensions.programs.tune",

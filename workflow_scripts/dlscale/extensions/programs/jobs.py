@@ -98,13 +98,13 @@ class ProgramJobs(Programs):
         return self.named_files(run)
 
     def out_folder(self, wildcards: Wildcards) -> str:
-        """Return the folder `{out}` of a run's program; its files are kept between attempts."""
+        """Return the folder `{out}` of a run's program, whose files are kept between tries."""
         return self.context.paths.run(OUT, wildcards.plan, wildcards.run)
 
     def sources(self, wildcards: Wildcards, input: Any) -> str:
         """Return a digest of all parameters that a program's results depend on.
 
-        An attempt continues from the results of an earlier attempt with the same digest.
+        A try may resume from the files of an earlier try with the same digest.
         """
         stage = json.dumps(self.params("program", self.context.run(wildcards)), sort_keys=True)
         return hashlib.sha256(stage.encode()).hexdigest()
@@ -164,7 +164,7 @@ class ProgramJobs(Programs):
 
 
 def probe_script(run: str, key: str, program: Any, contained: bool) -> Finding | None:
-    """Check that the script of a run's external program exists; `key` is the configuration key of its command."""
+    """Return a finding if the script of a run's external program is missing; `key` is the key of its command."""
     script = program.missing_script(contained)
     remedy = f"correct {key}, or get the program's files"
     return Finding(f"run {run}", "FAIL", f"{script}: no such file", remedy) if script else None

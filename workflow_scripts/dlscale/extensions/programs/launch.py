@@ -6,6 +6,7 @@ import sys
 
 from dlscale.config.run import Run
 from dlscale.config.site import Site
+from dlscale.core import registry
 from dlscale.core.fingerprint import ROOT
 from dlscale.core.machine import STEPS
 from dlscale.core.process import VARIABLES
@@ -44,6 +45,9 @@ TORCHRUN_VARIABLES = (
 #: Environment variable with the files of extensions that dlscale's hook loads.
 HOOKS = "DLSCALE_HOOKS"
 
+#: Variables for dlscale's hook, except those of other extensions. A program's own container gets these variables.
+HOOK_VARIABLES = (STEPS, HOOKS, "DLSCALE_READ", "DLSCALE_PROFILE", "DLSCALE_STEPS_EVERY", "PYTHONUNBUFFERED")
+
 #: Placeholder for the program's working folder, in the arguments that precede the program's command.
 FOLDER = "{folder}"
 
@@ -66,7 +70,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
     assert program is not None
     several = geometry.world_size > 1 and program.start == "site" and site.starter != "direct"
     site = with_stage_environment(site, geometry, ordered=False)
-    # External programs may write into their own folder, so the container mounts it.
+    # External programs may write into their own folder, so the container mounts this folder.
     if site.engine not in ("none", "shifter"):
         own = outside([program.folder], place.folder, *filter(None, [place.results]))
         site = site.model_copy(update={"mounts": {**dict(zip(own, own, strict=True)), **site.mounts}})
@@ -76,7 +80,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         if site.engine != "none":
             told = site.model_copy(update={"image": program.image or site.image})
             prefix = ("sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook")
-            guest = Guest(FOLDER, prefix, (*program.secret_variables(), STEPS, HOOKS))
+            guest = Guest(FOLDER, prefix, (*program.secret_variables(), *HOOK_VARIABLES, *registry.hooks().values()))
             container = container_command(told, place, gpu=True, guest=guest)
     else:
         outer = [*container_command(site, place, gpu=True), *python_command(site)]
@@ -87,10 +91,7 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
         container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
     elif several:
-        start = (
-            [sys.executable, *RANKS, *srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(geometry)]
-            if site.starter == "srun"
-            else mpirun_command(site, geometry)
-        )
+        srun = [*srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(site, geometry)]
+        start = [sys.executable, *RANKS, *srun] if site.starter == "srun" else mpirun_command(site, geometry)
         start += ["sh", "-c", TORCHRUN_VARIABLES, "sh"]
     return outer, [*start, *container]

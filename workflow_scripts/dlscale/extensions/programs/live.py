@@ -30,7 +30,7 @@ EVERY = "DLSCALE_LIVE_EVERY"
 #: this time.
 SECONDS = 10.0
 
-#: Minimum number of steps in a line, because slow steps may take longer than `SECONDS`.
+#: Minimum number of steps that a line's speed includes, because slow steps may take longer than `SECONDS`.
 MIN_STEPS = 8
 
 #: Time without a step that is reported, in multiples of the time between two lines.
@@ -39,7 +39,7 @@ STALLED = 1.5
 
 @contextlib.contextmanager
 def showing(steps: Path, rows: Path) -> Iterator[None]:
-    """Print lines on standard error in this context, from the folder of steps and the file of telemetry."""
+    """Print the program's speed on standard error during this context, from its steps and its telemetry `rows`."""
     view = View(steps, rows, float(os.environ.get(EVERY) or SECONDS))
     view.start()
     try:
@@ -72,7 +72,7 @@ class View(threading.Thread):
         self.join(GRACE)
 
     def line(self, now: float) -> str:
-        """Return a line on the last seconds before `now`, from the notes and the telemetry written since the last call.
+        """Return a line about the last seconds before `now`, from notes and telemetry written since the last call.
 
         The line has the time since the program's start, the speed, the wait for batches, the use of devices and memory,
         and the first finding if it was also the first finding of the preceding line.
@@ -125,7 +125,7 @@ class Rows:
         self._samples = list[telemetry.Sample]()
 
     def read(self, since: float) -> list[telemetry.Sample]:
-        """Read the new rows; return the rows since a time (seconds since 1970-01-01 UTC), at least the last one."""
+        """Read the new rows; return the rows since a time (seconds since 1970-01-01 UTC), at least the last row."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb", opener=open_regular) as file:
             file.seek(self._place)
             text = file.read()

@@ -157,7 +157,8 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
     if path.is_dir() or ".tfevents." in path.name:
         found = defaultdict[Path, list[Row]](list)
         for folder, event in _events(files):
-            # A restart repeats steps: values (`tags`) keep the last try; `logged` keeps the first, for the speed.
+            # A restart repeats steps. `values` (with `tags`) keeps the last try's points; `logged`, for the speed,
+            # keeps the first try's points.
             if tags is not None and is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             for value in event.summary.value:
@@ -215,7 +216,7 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
                     rows.append((tag, when, step, value))
     if wrong and not known:
         raise UserError(f"log of steps {path}: {wrong}")
-    # A null may also mean that nothing was measured at this step: then numbers follow.
+    # If numbers follow a null of a tag, nulls of this tag mean that nothing was measured: skip them.
     sparse = {rows[place][0] for place in empty if place < last.get(rows[place][0], 0)}
     gaps = {place: line for place, line in empty.items() if rows[place][0] in sparse}
     unread += [(rows[place][0], line, None) for place, line in gaps.items()]
@@ -256,7 +257,7 @@ def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
 
 
 def _check_folders(path: Path, tag: str, found: Mapping[Path, Sequence[Row]], start: Start) -> None:
-    """Refuse a tag of which several folders have points of this run, unless each folder resumes the previous one."""
+    """Refuse a tag with points of this run in several folders, unless each folder resumes the previous one."""
     parts = list[tuple[float, float, int, Path]]()
     for folder, rows in found.items():
         own = [(row[1], row[2]) for row in rows if row[0] == tag and isinstance(row[1], float)]

@@ -64,12 +64,12 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
         )
     if args.hang_after is not None and not MIN_SECONDS <= args.hang_after <= MAX_SECONDS:
         raise UserError(f"--hang-after: {args.hang_after}: expected {MIN_SECONDS:.0f} to {MAX_SECONDS:,.0f} seconds")
-    remove_left(Path(tempfile.gettempdir()), f"dlscale-replay.{HOST}")  # of a call that was killed with its keeper
+    remove_left(Path(tempfile.gettempdir()), f"dlscale-replay.{HOST}")  # left by a call that was killed with its keeper
     plan = Path(Results(results_of(None)).plan(PLAN)).parent
     log = Path(args.steps) if args.steps else None
     reading = Reading(args.batch_size, False, args.rate, log, logs.start_of(log) if log else None, log_first=True)
     watch = registry.provided("LoaderWatch", refuse_loader_option)() if args.loader else None
-    # The program may need to make the results folder itself, so a missing one is made after the program's end.
+    # A missing results folder is made only after the program's end, because the program may make the folder itself.
     first = plan if os.path.lexists(results_of(None)) else Path(f".dlscale-{uuid.uuid4().hex[:8]}")
     folder, profilers, hang = _reserved(args.name or _called(args.command), first), None, None
     steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
@@ -270,9 +270,9 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     first = f"  first step after {duration(outside.first_step_seconds)}; total {duration(outside.seconds)}{ended}"
     text.append(first)
     if not outside.samples:
-        text.append("  the number of samples per step is uncertain; --batch-size N states it")
+        text.append("  the number of samples per step is uncertain; state it with --batch-size N")
     if outside.trainings > 1:
-        text.append(f"  {outside.trainings} trainings ran one after the other; the rate is measured in the longest")
+        text.append(f"  {outside.trainings} trainings ran one after the other; the rate is the longest training's")
     if outside.profiled:
         text.append(
             "  the run is too short: the rate includes steps that profilers slowed down. Measure again without "

@@ -123,7 +123,7 @@ def number_in(text: str) -> float | None:
 def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
     """Return the number in a pattern's group, the rest of the group, and the rest of the line.
 
-    A suffix such as `k` multiplies the number, and is not part of the rests. Return None if the group has no number.
+    A suffix such as `k` multiplies the number, and is not part of either rest. Return None if the group has no number.
     """
     found = NUMBER.match((match[1] or "").lstrip(START))
     number = number_in(found["number"]) if found else None

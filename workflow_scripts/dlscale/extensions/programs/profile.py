@@ -95,7 +95,7 @@ class Profilers:
             looking.join()
 
     def _look(self, program: int) -> None:
-        """Sample the program once after its first step; if it starts slowly, also once before."""
+        """Sample the program once after its first step; if it starts slowly, also once before this step."""
         start, stepped = time.monotonic(), False
         while not self._ended.wait(0.2):
             if not stepped and any(each for way in WAYS for each in files(self._steps, way)):
@@ -106,7 +106,7 @@ class Profilers:
                     return
 
     def _sample(self, program: int) -> None:
-        self._stacks.unlink(missing_ok=True)  # stacks of the program's start
+        self._stacks.unlink(missing_ok=True)  # drop the stacks of the program's start
         words = ["record", f"--pid={program}", "--subprocesses", "--threads", "--idle", f"--rate={RATE}"]
         words += [f"--duration={SECONDS}", "--format=raw", f"--output={self._stacks}"]
         begin = time.time()

@@ -74,15 +74,15 @@ def main(args: argparse.Namespace) -> None:
     keep_log(kept, resumed)
     program = RunProgram(run, args.start, keep, steps, resumed)
     ended = program.go()
-    # Slurm may send a signal to the program only, so its status counts as well. A program that saves its state after a
-    # signal may end with status 0.
+    # Slurm may send a signal to the program only, so the program's status counts as well. A program that saves its
+    # state after a signal may end with status 0.
     asked = signal.SIGTERM in ended.signals or (ended.status and (ended.signals or ended.status - 128 in FORWARDED))
     if ended.status or asked:
         what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
         what += ", as a signal requested" * bool(asked)
         if asked and resumes(run.program, keep):
             raise Stopped(f"{what}. Run the stage again: the program resumes from {keep}")
-        raise UserError(f"{what}. Its last lines are in the log")
+        raise UserError(f"{what}. The program's last lines are in the log")
     try:
         found = program.record(ended, args.telemetry)
     except UserError as error:
@@ -224,7 +224,7 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
     found
         The program's speed.
     begin
-        Begin of the last try, seconds since 1970-01-01 UTC; points before this time are from earlier tries.
+        Start of the last try, seconds since 1970-01-01 UTC; points before this time are from earlier tries.
     """
     assert found.full and found.outside
     size, speed = found.batch_size, found.full.mean if found.outside.samples else None
@@ -291,7 +291,7 @@ def _step_rate(found: Throughput, ends: list[float]) -> float | None:
 def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
     """Return a metric's values by the step numbers of the validations.
 
-    If none of the metric's step numbers is the step number of a validation, the n-th value is paired with the n-th
+    If the metric and the validations do not have a step number in common, the n-th value is paired with the n-th
     validation.
     """
     values = {step: value for _, step, value in curve}

@@ -54,9 +54,10 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 
 
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check out a commit of the repository that contains `folder` into `checkout`; return this folder in `checkout`.
+    """Check out a commit of the repository that contains `folder` into the folder `checkout`; return the new `folder`.
 
-    `fetched`: whether the stage `checkout` made the repository; without git, such a repository is copied.
+    `fetched`: whether the workflow's stage `checkout` cloned the repository (`program.repository`). Only such a
+    repository can be copied on a machine without git.
     """
     if checkout.is_symlink():
         checkout.unlink()
@@ -121,7 +122,7 @@ def _check_complete(folder: Path, where: str, revision: str) -> None:
         if names:
             raise UserError(
                 f"{where}: commit {revision} has {what}, which are not fetched: {cut(', '.join(names), 300)}. Name a "
-                "commit without them, or omit program.revision and prepare program.folder yourself"
+                f"commit without {what}, or omit program.revision and prepare program.folder yourself"
             )
 
 

@@ -73,7 +73,7 @@ class RunProgram:
             own = [f"{name}={value}" for name, value in environment.items() if name not in secret]
             inside = ["env", *own] if own else []
             own_words = [*inside, *words.command]
-            if "podman-hpc" in before:  # it would take options such as --gpu and `--`, even after the image's name
+            if "podman-hpc" in before:  # podman-hpc takes options such as --gpu and `--` even after the image's name
                 own_words = ["sh", "-c", f"exec {shlex.join(own_words)}"]
             self.command = [*(word.replace(FOLDER, here) for word in before), *own_words]
             self.environment = {name: environment[name] for name in secret}
@@ -113,7 +113,7 @@ class RunProgram:
         return ended
 
     def _hang_supervisor(self) -> HangSupervisor | None:
-        """Return a watch with the site's limits; None without limits, and for programs in an image of their own."""
+        """Return a supervisor with the site's limits; None without limits, or if the program has its own image."""
         remove(self.steps.with_name(FINDING.parts[0]))
         if not os.environ.get(WATCHDOG) or self.run.program.image or not (limits := Limits.from_environment()):
             return None
@@ -129,7 +129,7 @@ class RunProgram:
         found, _ = measured(self.words, self.steps, Path(telemetry or "nowhere.csv"), ended, reading)
         if found.outside and found.outside.trainings > 1:
             logging.warning(
-                "%d trainings ran one after the other; the rate is measured in the longest", found.outside.trainings
+                "%d trainings ran one after the other; the rate is the longest training's", found.outside.trainings
             )
         # Either some processes use several devices, or the steps of some processes were not detected.
         if found.full and 0 < len(found.full.rank_throughput) < devices:
@@ -142,7 +142,7 @@ class RunProgram:
 
 
 def _check_pinned(words: Words, checkout: Path) -> None:
-    """Refuse absolute paths to the repository in the command and PYTHONPATH: its files may be of another commit."""
+    """Refuse absolute paths to the repository in the command and PYTHONPATH, whose files may be of another commit."""
     top = Path(words.folder).resolve()
     top = next(each for each in (top, *top.parents) if Path(each, ".git").exists())
     named = [*words.command, *words.environment.get("PYTHONPATH", "").split(os.pathsep)]

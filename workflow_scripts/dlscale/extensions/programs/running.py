@@ -56,7 +56,7 @@ PRINTED = "printed"
 
 HOOK = Path(__file__).resolve().with_name("hook")
 
-#: Folder of this package's extensions; a container may have the folder elsewhere.
+#: Folder of dlscale's extensions; in a container, the folder may have another path.
 EXTENSIONS = HOOK.parents[1]
 
 #: Seconds between checks of a running program.
@@ -220,8 +220,8 @@ def run_command(
     printed = rates[PER_STEP if in_steps else ""]
     if finder and finder.refusals and printed:
         say(
-            f"dlscale measure: skipped {many(finder.refusals, 'text')} that matched {looked[''].pattern} but contained "
-            f"no rate: {no_rate(finder.refused)}"
+            f"dlscale measure: the pattern {looked[''].pattern} also matched {many(finder.refusals, 'printed text')} "
+            f"without a rate, which dlscale skipped. The first is {no_rate(finder.refused)}"
         )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
@@ -438,7 +438,7 @@ class Reading:
     #: Samples per step, which replace the number that the program's batches show. Exception: with `of_run`, a larger
     #: number in the batches counts.
     batch_size: int | None = None
-    of_run: bool = False  #: Whether the batch size is a run's setting, which may not count gradient accumulation.
+    of_run: bool = False  #: Whether the batch size is a run's setting, which might not count gradient accumulation.
     rate: str | None = None  #: Pattern of the printed rates.
     log: Path | None = None  #: The program's own log.
     log_start: logs.Start | None = None  #: State of that log before the program started.
@@ -549,7 +549,7 @@ def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Read
     """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
     Delivered samples are compared only if their number is certain. A larger delivered number replaces a run's setting,
-    which may not count gradient accumulation, but never the option `--batch-size`.
+    which might not count gradient accumulation, but never the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):
@@ -608,12 +608,12 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
     if run.signals:
         names = ", ".join(signal.Signals(each).name for each in dict.fromkeys(run.signals))
         asked = f"the program received {names} and ended with status {run.status}"
-        return f"{asked} after {duration(run.seconds)}, before it trained"
+        return f"{asked} after {duration(run.seconds)}, before enough steps were seen"
     if run.status:
         ended = f"the program ended with status {run.status} after {duration(run.seconds)}"
-        return f"{ended}, before a step was seen. Steps are written once a second, so the last ones may be missing"
+        return f"{ended}, before enough steps were seen. Steps are written once a second; the last steps may be missing"
     if reason := seen.stopped(folder):
-        return f"dlscale's hook stopped before a step was seen: {reason}"
+        return f"dlscale's hook stopped before enough steps were seen: {reason}"
     if way == "rate":
         if run.refused:
             return f"the pattern {reading.rate} matched text that is not a rate: {no_rate(run.refused)}"
@@ -643,8 +643,8 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
         )
     hidden = not (folder / "pytorch").exists()
     lost = (
-        "which is on PYTHONPATH. A script or launcher that sets PYTHONPATH, `python -I`, `-E`, `-S`, `env -i` and "
-        "containers remove it: set PYTHONPATH before `dlscale measure` instead"
+        "which is on PYTHONPATH. Containers, `python -I`, `-E`, `-S`, `env -i`, and scripts or launchers that set "
+        "PYTHONPATH remove the hook. Set PYTHONPATH before `dlscale measure` instead"
     )
     why = "only steps of PyTorch's optimisers are seen, except compiled steps"
     if not (folder / "hook").exists():

@@ -45,7 +45,7 @@ DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 #: Name for `--rate` → pattern of the printed rate, samples/s over all processes. `nersc`: NERSC's tutorial programs.
 RATES = {"nersc": r"avg (\S+) samples/sec"}
 
-#: Minimum number of steps for a program's rate: two warm-up steps, and three steps of which some may be discarded.
+#: Minimum number of steps for a program's rate: two warm-up steps, and three steps, some of which may be discarded.
 MIN_STEPS = 5
 
 #: Pattern of dlscale's names for the values that a program logs.
@@ -58,8 +58,8 @@ class Program(Lawful):
     command: list[str] = Field(
         min_length=1,
         description="Program and its arguments, with placeholders. Settings of the run replace {batch_size}, "
-        "{workers}, {optimizer.lr} and so on. The run's number of devices replaces {gpus}, the folder for the "
-        "program's files replaces {out}, and each name in `values` is a placeholder for its value.",
+        "{workers}, {optimizer.lr} and so on. The run's number of devices replaces {gpus}, and the folder for the "
+        "program's files replaces {out}. For each name in `values`, the value replaces {name}.",
     )
     values: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]{0,63}$")], Value] = Field(
         {},
@@ -95,8 +95,8 @@ class Program(Lawful):
     )
     rate: str | None = Field(
         None,
-        description="Regular expression for the printed speed, with one group for the samples/s, or one of "
-        f"{', '.join(RATES)}. Absent: the speed is measured from the steps.",
+        description="Regular expression for the printed speed, with one group for the samples/s, or the name of a "
+        f"known format ({', '.join(RATES)}). Absent: the speed is measured from the steps.",
     )
     log: str | None = Field(
         None,
@@ -106,10 +106,10 @@ class Program(Lawful):
     )
     losses: dict[str, str] = Field(
         {},
-        description="Tags of the log, each with dlscale's name for the values: `Loss/valid: loss/valid`. The other "
-        "names are loss/train, learning_rate, and valid/NAME for metrics. Without a log, the keys are regular "
-        "expressions for the printed output, with one group for the number; a number before a % sign is divided by "
-        "100.",
+        description="Tags of the log, each with dlscale's name for the values, such as `Loss/valid: loss/valid`. "
+        "dlscale's other names are loss/train, learning_rate, and valid/NAME for metrics. Without a log, the keys are "
+        "regular expressions for the printed output, with one group for the number; a number before a % sign is "
+        "divided by 100.",
     )
     resume: list[str] = Field(
         [],
@@ -120,7 +120,7 @@ class Program(Lawful):
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
             lambda program: program.repository and not program.revision,
-            "repository needs revision; set it to the commit to fetch",
+            "repository needs revision; set revision to the commit to fetch",
         ),
         (
             lambda program: "://" in (program.repository or "") and hidden(program.repository) != program.repository,
@@ -129,7 +129,7 @@ class Program(Lawful):
         ),
         (
             lambda program: program.rate and not _one_group(RATES.get(program.rate, program.rate)),
-            "rate {its.rate}: expected a regular expression with one group for the samples/s, or one of "
+            "rate {its.rate}: expected a regular expression with one group for the number, or one of "
             f"{', '.join(RATES)}",
         ),
         (
@@ -154,7 +154,7 @@ class Program(Lawful):
         ),
         (
             lambda program: program.resume and "resume" not in set(program.placeholders()),
-            "resume: the command has no {{resume}} to replace by these arguments; add it, or remove resume",
+            "resume: the command has no {{resume}} to replace by these arguments; add {{resume}}, or remove the key",
         ),
         (
             lambda program: "/" in program.command[0] and program.command[0].endswith("/"),
@@ -215,8 +215,9 @@ class Program(Lawful):
         stages, run_key = plan.stages(name), f"{here}.runs.{name}"
         if not any(STAGES["program" if stage == "train" else stage].program for stage in stages):
             return (
-                f"{here}.measure: a program only has the stages train, throughput and tune; add one of these stages, "
-                f"or remove {name}"
+                f"{here}.measure: a program only has the stages "
+                f"{', '.join('train' if row == 'program' else row for row in STAGES if STAGES[row].program)}; add one "
+                f"of these stages, or remove {name}"
             )
         # Plans that are not targets are checked when they run.
         found = self.check(run) or ("tune" in stages and self.untuned(run))
@@ -247,16 +248,16 @@ class Program(Lawful):
         """
         settings, used = settings_of(run), set(self.placeholders())
         if self.repository and self.folder.startswith("/"):
-            return f"program.folder: {self.folder}: with a repository, expected a relative path in it"
+            return f"program.folder: {self.folder}: expected a path relative to program.repository"
         for name in self.values:
             if name in settings or name in LATER:
-                return f"program.values.{name}: a setting has this name; choose another name"
+                return f"program.values.{name}: a setting has this name, or {{{name}}} is reserved; choose another name"
             if name == "kind":
-                return "program.values.kind: another `kind` replaces a whole section of settings; choose another name"
+                return "program.values.kind: another `kind` replaces all settings of a section; choose another name"
             if "." in name:
                 return f"program.values.{name}: names with dots are for settings; choose another name"
             if name not in used:
-                return f"program.values.{name}: the command, environment and log do not contain {{{name}}}; add it"
+                return f"program.values.{name}: no other key of program contains {{{name}}}; add it to the command"
         known = {**settings, **self.values}
         for name in sorted(used - set(LATER)):
             if name not in known:
@@ -264,7 +265,7 @@ class Program(Lawful):
                     f"program.command {{{name}}}: {unknown('setting', name, [*known, *LATER])}; write {{{{ for a brace"
                 )
             if known[name] is None:
-                return f"program.command {{{name}}}: it has no value in this run; set {SHORT.get(name, name)}"
+                return f"program.command {{{name}}}: no value in this run; set {SHORT.get(name, name)}"
         try:
             self.filled(run)
         except RecursionError:
@@ -289,11 +290,9 @@ class Program(Lawful):
         )
 
     def missing_script(self, contained: bool = False) -> str | None:
-        """Return the path of the script that the command starts, if no such file exists.
+        """Return the path of the command's script if the file is missing; None if it exists or cannot be checked yet.
 
-        Return None if the script exists or cannot be checked yet.
-
-        `contained` means that the program runs in a container, whose files are not visible to this process.
+        `contained`: whether the program runs in a container, whose files are not visible to this process.
         """
         folder = Path(self.folder)
         script = _script(Words(self, "{out}").command)
@@ -321,8 +320,8 @@ class Program(Lawful):
             return f"tune: {brief(error)}"
         if len(found) < 2:
             return (
-                "tune: no setting can be varied; put {workers} into the command, or list values in tune for one of its "
-                "other placeholders: {prefetch}, {batch_size}, {threads}, or a name in program.values"
+                "tune: no setting can be varied; put {workers} into the command, or list values in tune for another "
+                "placeholder of the command: {prefetch}, {batch_size}, {threads}, or a name in program.values"
             )
         return None
 
@@ -372,10 +371,10 @@ def settings_of(run: Any) -> dict[str, Any]:
 
 
 def _script(command: list[str]) -> str | None:
-    """Return the script that a command starts, or None.
+    """Return the script that a command starts; None if unknown.
 
-    The script follows python, sh, bash or torchrun. For other commands, the script is the program itself if it is a
-    path.
+    The script follows python, sh, bash or torchrun. For other commands, the script is the program itself if the command
+    gives its path.
     """
     first, *rest = command
     program = Path(first).name

@@ -74,7 +74,7 @@ class Process:
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Spans in which no steps were noted.
-    others: list[Span] = field(default_factory=list)  #: Trainings of earlier and later processes, in the first process.
+    others: list[Span] = field(default_factory=list)  #: Only in the first process: earlier and later trainings.
     #: Times at which an optimiser's first and last step ended, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
@@ -87,8 +87,8 @@ class Process:
 class Pace:
     """Training speed of all processes together, without warm-up, validations and pauses."""
 
-    begin: float  #: Seconds since 1970-01-01 UTC.
-    end: float
+    begin: float  #: Start of the first counted step (after warm-up), seconds since 1970-01-01 UTC.
+    end: float  #: End of the last counted step, seconds since 1970-01-01 UTC.
     first_step: float  #: End of the first step, seconds since 1970-01-01 UTC.
     processes: int
     steps: int  #: Number of counted steps of the first process.
@@ -111,7 +111,7 @@ def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
     Left out are helpers, and processes that did not run at the same time as the process with the longest training
-    (`Process.others`), such as those of an earlier attempt.
+    (`Process.others`), such as the processes of an earlier try.
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
@@ -130,7 +130,7 @@ def read(folder: Path) -> tuple[str, list[Process]]:
 def _is_helper(process: Process, others: Sequence[Process]) -> bool:
     """Return whether a process without batches and without a rank of its own was started by a process that trains.
 
-    Such a process fits something of its own, such as a sample or a small model.
+    Such a process fits something other than the program's model, such as a curve to a sample.
     """
     starter = (process.host, process.parent, process.rank)
     return not process.batches and any(each.batches and (each.host, each.pid, each.rank) == starter for each in others)
@@ -148,7 +148,7 @@ def _process(path: Path) -> Process:
 
 
 def stopped(folder: Path) -> str | None:
-    """Return the reason why the hook of a process stopped early; None if no hook stopped."""
+    """Return the reason why a process stopped taking notes of its steps; None if no process stopped."""
     reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
     return next((reason.strip() or "the steps could not be written; the disk may be full" for reason in reasons), None)
 
@@ -164,7 +164,7 @@ class Tail:
         self.read()
 
     def read(self) -> None:
-        """Read the new lines, up to the first damaged one."""
+        """Read the new lines, up to the first damaged line."""
         try:
             with open(self._path, "rb", opener=open_regular) as lines:
                 lines.seek(self._place)
@@ -255,9 +255,9 @@ def training_iterators(process: Process) -> set[str]:
 
 
 def fresh_iterators(process: Process) -> set[str]:
-    """Return the iterators of one batch each, if most steps have batches of several such iterators.
+    """Return the iterators that delivered a single batch, if most steps have batches of several such iterators.
 
-    A program calls `next(iter(loader))` for several loaders in each step, or trains and validates in epochs of one
+    Such a program calls `next(iter(loader))` for several loaders in each step, or trains and validates in epochs of one
     batch. These cases cannot be distinguished.
     """
     counts = Counter(batch[1] for batch in process.batches)
@@ -286,7 +286,7 @@ def _away(process: Process, apart: Sequence[Span]) -> list[Span]:
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:
-    """Merge overlapping spans; return them in the order of time."""
+    """Return spans in the order of time, with overlapping spans merged."""
     found = list[Span]()
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -301,10 +301,10 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
-    """Describe the time outside the steps in a span, seconds, without the spans `away`.
+    """Return the seconds outside the steps in a span, by kind; the spans `away` do not count.
 
-    `other`: time from the request of a batch of another loader until the next event; `longest`: longest other time
-    without a batch or a step.
+    `other`: time from the request of a batch of a loader other than the training's until the next event; `longest`:
+    longest remaining time without a batch or a step.
     """
     events = [(time, time, True) for time in process.steps]
     events += [(time - waited, time, iterator in training) for time, iterator, waited, _ in process.batches]

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
         logging.info(
             "training: %s (standard deviation %s) %s", number(found.full.mean), number(found.full.std, 2), found.unit
         )
-        beside = turns and turns.beside(run.throughput)
+        beside = turns and turns.paired_timing(run.throughput)
         digest = compute_digest(run.model_dump(mode="json"))
         known = {"beside": beside, "compute": digest, "settings": run.throughput.model_dump()}
         found.model_copy(update=known).write(out)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Lock, get_ident
 from typing import Any
 
-# The original functions, since a program may replace the functions in the modules.
+# Keep the original functions, because a program may replace them in their modules.
 clock, computed, now_utc, getpid = time.perf_counter, time.process_time, time.time, os.getpid
 open_file, write_file, close_file = os.open, os.write, os.close
 
@@ -38,7 +38,7 @@ MAX_SAMPLES = 10**9
 MAX_PARTS = 32
 
 #: Seconds between the first writes: the fraction FRACTION of the time since the first write, at least MIN_SECONDS, at
-#: most SECONDS. With these writes, a run of a few seconds also has enough points of memory.
+#: most SECONDS. Extensions measure memory at each write, and a run of a few seconds needs several measurements.
 MIN_SECONDS, FRACTION = 0.05, 1 / 32
 
 #: After MAX_NOTES notes, a process alternately writes notes for NOTED seconds and pauses. A pause lasts GAP times the
@@ -67,10 +67,9 @@ SECONDS = _seconds()
 class Log:
     """File `WAY.HOST.PID` with the batches that a process received, and the steps that the process ended.
 
-    The first line has the time of day, the process's clock at that time, the process's rank, and the id of the process
-    that started it. Times are in seconds.
-    In a long run there are gaps without notes; each gap has a line in the file. Adding a note must be little work,
-    because the code and data for notes are rarely in the CPU's caches.
+    The first line has the time of day, the process's clock at that time, the process's rank, and the id of its parent
+    process. Times are in seconds. In a long run there are gaps without notes; each gap has a line in the file. Adding a
+    note must be little work, because the code and data for notes are rarely in the CPU's caches.
     """
 
     def __init__(self, way: str) -> None:
@@ -87,7 +86,7 @@ class Log:
     def _forget(self) -> None:
         """Reset the log; a forked process must not write its parent's notes."""
         self._file, self._notes = None, []
-        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 without one
+        self.fetched = self.stepped = 0.0  # times of the last batch and of the last step; 0 if missing
         self._count, self._begin, self._since, self._due = 0, 0.0, 0.0, 0.0
         self._lock, self._thread, self._util = Lock(), 0, sys.modules.get("multiprocessing.util")
         self._until = 0.0 if self.folder else math.inf
@@ -137,7 +136,7 @@ class Log:
                 self._write(now)
 
     def stop(self, error: Exception) -> None:
-        """Stop noting after an error, and write the error into the file `stopped.HOST.PID`."""
+        """Stop taking notes after an error, and write the error into the file `stopped.HOST.PID`."""
         if not self.on:
             return
         self._until = math.inf
@@ -295,8 +294,8 @@ def _parts(batch: Any) -> Iterable[Any]:
 def is_short(batch: Any, size: int) -> bool:
     """Return whether all arrays and lists in a batch are shorter than `size`, the number of samples that were drawn.
 
-    In a short batch, `collate_fn` dropped samples. A batch with an axis of this size, such as time-major arrays, is not
-    short.
+    In a short batch, `collate_fn` dropped samples. A batch with any axis of length `size`, such as time-major arrays,
+    is not short.
     """
     try:
         inside = list(_parts(batch))
@@ -346,9 +345,9 @@ def ended() -> None:
 def timed(loader: Iterable[Any]) -> Any:
     """Return a loader whose steps are timed: a step lasts until the loop requests the next batch.
 
-    The result can be iterated as often as `loader`, and has the same length and attributes. Of a PyTorch `DataLoader`,
-    it is a `DataLoader` of the same class, so that libraries shard or rebuild it as they would without a measurement.
-    Without a measurement, `loader` itself is returned.
+    The result can be iterated as often as `loader`, and has the same length and attributes. For a PyTorch `DataLoader`,
+    the result is an instance of a subclass of the loader's class, so that libraries shard or rebuild the result like
+    the loader. Without a measurement, `loader` itself is returned.
     """
     if not LOG.on:
         return loader
@@ -373,7 +372,7 @@ def _timed_copy(loader: Any) -> Any:
         "__doc__": base.__doc__,
         "__iter__": lambda self: _iterate(lambda: base.__iter__(self), size_of(self)),
         "__reduce_ex__": reduce,
-        "__del__": lambda self, loader=loader: None,  # the loader, kept here, may release what both share
+        "__del__": lambda self, loader=loader: None,  # the kept loader releases the shared attributes itself
     }
     copied: Any = object.__new__(type(base.__name__, (base,), own))
     object.__setattr__(copied, "__dict__", loader.__dict__)
@@ -391,7 +390,7 @@ def _iterate(begin: Callable[[], Iterator[Any]], size: int) -> Iterator[Any]:
 
 
 def _noted(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """Yield batches, and note the steps."""
+    """Yield batches; note each batch, and the end of each step."""
     while True:
         begin = clock()
         try:

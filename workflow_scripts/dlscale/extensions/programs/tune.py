@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> None:
     run, candidates = load_run(args.config, "tune"), json.loads(args.candidates or "[]")
     if len(candidates) < 2:
         raise UserError(
-            "--candidates: expected at least two candidates, the run's own settings first; the workflow sets them"
+            "--candidates (set by the workflow): expected at least two candidates, the run's own settings first"
         )
     found = compete(
         run.tune, [changes for changes, _ in candidates], lambda progress: _Trials(args, candidates, progress)
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> None:
 class _Trials:
     """Rates of candidate programs by the candidate's number; used as a `dlscale.extensions.tune.tune.Measure`.
 
-    A program is started for each turn. If `keeps` is true, it is started once, and paused between its turns.
+    A program is started for each turn. If `keeps` is true, the program is started once, and paused between its turns.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Commands that write files to start from."""
+"""Extension: the commands `init` and `new-study`."""
 
 from dlscale.core.stage import Query, option
 
@@ -8,10 +8,11 @@ COMMANDS = {
         "Write a working folder (Snakefile, config.yaml, profiles), so that no clone of the repository is needed.",
         (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain these files yet"}),),
         configured=False,
+        example="dlscale init work",
     ),
     "new-study": Query(
         "dlscale.extensions.scaffold.new_study",
-        "Write a small study with tests and a configuration; it runs, and you insert your network and arrays.",
+        "Write a small runnable study with tests and configuration, for your network and arrays.",
         (
             ("name", {"metavar": "NAME", "help": "name of the study, and of its Python module"}),
             option("--at", "folder to write into (default: NAME)", False, metavar="FOLDER"),
@@ -24,5 +25,6 @@ COMMANDS = {
             ),
         ),
         configured=False,
+        example="dlscale new-study waves --at studies/waves",
     ),
 }

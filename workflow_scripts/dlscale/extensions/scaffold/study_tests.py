@@ -127,7 +127,7 @@ def test_the_loss_is_of_each_sample(session: Session, batch: Batch) -> None:
     """
     x, y = batch
     prediction = session.step.predict(x)
-    loss = session.step.network.loss  # the study's loss; it raises `UserError` unless it gets one number per sample
+    loss = session.step.network.loss  # raises `UserError` unless the study's loss returns one number per sample
     losses = loss(prediction, y)
     alone = torch.cat([loss(single(prediction, index), single(y, index)) for index in range(samples_in(y))])
     torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)

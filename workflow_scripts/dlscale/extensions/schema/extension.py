@@ -1,4 +1,4 @@
-"""Command that prints the schema of the configuration."""
+"""Extension: the command `schema`."""
 
 from dlscale.core.stage import Query, option
 
@@ -8,5 +8,6 @@ COMMANDS = {
         "Print the JSON schema of config.yaml, for editors.",
         (option("--markdown", "print the reference of all keys instead of the schema", False, action="store_true"),),
         configured=False,
+        example="dlscale schema --markdown",
     ),
 }

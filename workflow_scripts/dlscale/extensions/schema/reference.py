@@ -17,6 +17,7 @@ Node = dict[str, Any]
 
 HEAD = f"""# Every key of `config.yaml`
 
+This page lists the keys with which a configuration defines plans, runs, data and the machine.
 `dlscale schema --markdown` prints this page. `dlscale schema` prints the same keys as a JSON schema, with which editors
 complete and check the keys. No key is required. An absent key has the value in the study's file (`study.yaml`), or the
 default below.
@@ -26,6 +27,34 @@ A name has {NAME_IN_WORDS}.
 
 If a `--configfile` is not valid YAML (a tab, an open bracket, an anchor within itself), Snakemake's message does not
 name the file and the line; `dlscale why --configfile FILE` names both."""
+
+
+#: Keys of a first study: path in the file → class and key. Runs are in `plans.NAME.runs`.
+FIRST_KEYS = {
+    "targets": ("", "targets"),
+    "datasets.NAME.source": ("StarterDataset", "source"),
+    "plans.NAME.study": ("Plan", "study"),
+    "plans.NAME.from": ("Plan", "from"),
+    "plans.NAME.measure": ("Plan", "measure"),
+    "plans.NAME.runs": ("Plan", "runs"),
+    "RUN.batch_size": ("RunSettings", "batch_size"),
+    "RUN.optimizer.lr": ("Adam", "lr"),
+    "RUN.precision": ("RunSettings", "precision"),
+    "RUN.training.epochs": ("Training", "epochs"),
+}
+
+#: Groups of sections: title, class, and the keys of this class whose values the sections describe.
+GROUPS = (
+    ("Plans and runs", "", ("plans",)),
+    ("Model and loss", "RunSettings", ("model", "loss")),
+    ("Samples and loading", "RunSettings", ("samples", "loader")),
+    ("Training and optimisers", "RunSettings", ("training", "optimizer", "schedule")),
+    ("Compiling and devices", "RunSettings", ("compile", "geometry", "parallel")),
+    ("Measuring and tuning", "RunSettings", ("throughput", "profile", "tune")),
+    ("External programs", "RunSettings", ("program",)),
+    ("Datasets", "", ("datasets",)),
+    ("Machine, cost and page", "", ("site", "budget", "report")),
+)
 
 
 class _Overrides(GenerateJsonSchema):
@@ -58,13 +87,35 @@ def schema() -> Node:
 
 
 def reference() -> str:
-    """Return the reference: a table of the file's keys, then a table of keys for each section."""
+    """Return the reference: tables of first keys and of the file's keys, then a table per section, grouped by task."""
     found = schema()
-    lines = [HEAD, "", "## The file", "", *_table(found)]
-    for name, model in found["$defs"].items():
-        said = " ".join(model.get("description", "").split())
-        lines += ["", f"## {name.removesuffix('Settings')}", "", *([said, ""] if said else []), *_table(model)]
+    models: dict[str, Node] = {"": found, **found["$defs"]}
+    first = {path: models[name]["properties"][key] for path, (name, key) in FIRST_KEYS.items()}
+    lines = [HEAD, "", "## Keys of a first study", "", "RUN stands for `plans.NAME.runs.NAME`.", ""]
+    lines += [*_table({"properties": first}), "", "## All keys of the file", "", *_table(found)]
+    listed = set[str]()
+    for title, owner, keys in GROUPS:
+        lines += ["", f"## {title}"]
+        for name in [name for key in keys for name in _sections(models[owner]["properties"][key], models)]:
+            if name in listed:
+                continue
+            listed.add(name)
+            said = " ".join(models[name].get("description", "").split())
+            lines += ["", f"### {name.removesuffix('Settings')}", "", *([said, ""] if said else [])]
+            lines += _table(models[name])
     return "\n".join(lines) + "\n"
+
+
+def _sections(node: Any, models: dict[str, Node]) -> list[str]:
+    """Return the classes that describe a key's value, and the classes of their keys, except the classes of a run."""
+    if isinstance(node, list):
+        return [name for each in node for name in _sections(each, models)]
+    if not isinstance(node, dict):
+        return []
+    if "$ref" not in node:
+        return _sections([*node.values()], models)
+    name = node["$ref"].rpartition("/")[2]
+    return [name, *([] if name == "RunSettings" else _sections(models[name], models))]
 
 
 def _table(model: Node) -> Iterator[str]:

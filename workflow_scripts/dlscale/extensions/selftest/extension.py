@@ -1,3 +1,3 @@
-"""Check of a run's processes before its first step."""
+"""Extension: the self-test of a run's processes."""
 
 PROVIDES = {"self_test": "dlscale.extensions.selftest.selftest.self_test"}

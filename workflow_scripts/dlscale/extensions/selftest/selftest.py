@@ -75,7 +75,7 @@ class Group(NamedTuple):
 def self_test(world: World, wanted: bool = True) -> Links | None:
     """Test the exchanges of all processes, and return the measured links.
 
-    Return None if the run has one process, or if any process does not want the test.
+    Return None if the run has one process, or if `wanted` is false on any process.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def per_node(hosts: Sequence[str]) -> int:
 def groups(world: World) -> list[Group]:
     """Return the groups of this rank: all ranks, its group along each mesh axis, and the ranks with the same weights.
 
-    Axes of size 1 are left out, as is a last group that equals an axis's group.
+    Axes of size 1 are left out. The last group is left out if it equals an axis's group.
     """
     handles: dict[str, Any] = {"all processes": None}
     if world.mesh:

@@ -24,7 +24,7 @@ WIDTH, HEIGHT, MARGIN = 210.0, 297.0, 12.0
 #: Sizes of text, points. A page uses the largest size with which its content fits.
 SIZES = (8.0, 7.6, 7.2, 6.8, 6.4, 6.0, 5.6, 5.2)
 MM = 72 / 25.4  #: Points per mm.
-#: Origin → colour of text and mark, colour of the ground, slant, mark. Without colours, the marks differ.
+#: Origin → colour of text and mark, background colour, slant, mark. In print without colours, the marks differ.
 STYLES: dict[Basis, tuple[str, str, str, str]] = {
     "measured": ("#111111", "#ffffff", "normal", "■"),
     "predicted": ("#1a4f9c", "#e8f0fb", "italic", "◇"),
@@ -156,7 +156,7 @@ def pdf(path: Path, title: str, pages: Sequence[Sequence[Part]], found: Mapping[
 
 @functools.cache
 def _width(text: str, **font: str) -> float:
-    """Return the width of a text of one point, mm."""
+    """Return a text's width at a size of one point, mm."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

@@ -1,4 +1,4 @@
-"""Command of this extension: `dlscale report --sheet`."""
+"""Extension: the command `report --sheet`."""
 
 from dlscale.core.stage import Query, option
 
@@ -22,9 +22,16 @@ COMMANDS = {
                 default=[],
                 metavar="N",
             ),
-            option("--production", "devices of a training in production (default: the most measured)", False, type=int),
-            option("--trainings", "number of trainings in production", False, type=int, default=1),
+            option(
+                "--production",
+                "devices of a production training (default: largest measured number)",
+                False,
+                type=int,
+                metavar="N",
+            ),
+            option("--trainings", "number of production trainings", False, type=int, default=1, metavar="N"),
             option("--machine", "machine of the predictions, as for `dlscale predict`", False, metavar="NAME"),
         ),
+        example="dlscale report --sheet cosmo_strong --devices 64 128",
     ),
 }

@@ -105,7 +105,7 @@ def energy(evidence: Evidence) -> Iterator[Fact]:
     run, trained, wanted = evidence.timed, evidence.trained, evidence.args.trainings
     each = (run.energy_of("FULL") if run else None) or (trained.energy_per_sample if trained else None)
     todo = "measure on a node with power readings (NVML, RAPL, Cray counters)"
-    yield fact("Energy per sample", each, todo, joules, "of the GPUs, or of nodes without GPUs")
+    yield fact("Energy per sample", each, todo, joules, "of the GPUs; on nodes without GPUs, of the nodes")
     found = reached(trained) if trained else None
     total = found.joules if found else trained.energy if trained else None
     yield fact("Energy of a training", total, todo, joules, named(trained) if trained else "")

@@ -1,1 +1,1 @@
-"""See `study.py`."""
+"""Study `starter_ocean`."""

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class OceanCNN(nn.Module):
-    """Convolutions of 3 x 3 that predict the change of the temperature in the sea."""
+    """Network of 3 x 3 convolutions that predict the temperature change in the sea."""
 
     def __init__(self, hidden: int = 16, layers: int = 5) -> None:
         super().__init__()

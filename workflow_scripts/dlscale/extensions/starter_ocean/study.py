@@ -41,7 +41,7 @@ class OceanMetrics(Metrics):
         meaning = "root mean squared error over the sea of all validation samples"
         return [
             Metric(name="rmse", title="RMSE", meaning=meaning, unit="K", naive=naive, answer=answer),
-            Metric(name=naive, title="RMSE of the unchanged temperature", meaning=f"of {answer}", unit="K"),
+            Metric(name=naive, title="RMSE of the unchanged temperature", meaning=f"RMSE of {answer}", unit="K"),
         ]
 
     def per_sample(self, x: Any, y: Any, prediction: Any) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ class OceanStudy(Study):
         return OceanCNN(run.model.hidden, run.model.layers)
 
     def flops(self, run: Any, manifest: Manifest) -> float:
-        """Return 2 x 3^2 C_in C_out per cell, summed over all convolutions."""
+        """Return a sample's forward FLOPs: 2 x 3^2 C_in C_out per cell and convolution."""
         rows, columns = manifest.fields[run.samples.input["before"]].grid
         hidden, inner = run.model.hidden, run.model.layers - 2
         return 2.0 * 9 * rows * columns * (3 * hidden + inner * hidden**2 + hidden)

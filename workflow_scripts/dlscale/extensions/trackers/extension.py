@@ -1,4 +1,4 @@
-"""Trackers of this extension, by their names in `training.trackers`: Weights & Biases and MLflow."""
+"""Extension: the trackers Weights & Biases and MLflow, by their names in `training.trackers`."""
 
 TRACKERS = {
     "wandb": "dlscale.extensions.trackers.trackers.Wandb",

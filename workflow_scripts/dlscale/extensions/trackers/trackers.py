@@ -1,7 +1,7 @@
-"""Experiment trackers, in addition to TensorBoard: optional dependencies, which are imported if a run uses them.
+"""Log runs to Weights & Biases and MLflow: optional dependencies, which are imported if a run uses them.
 
-A tracker raises `UserError` at the start of a training if the tracker cannot be used. Later a failed request to MLflow
-causes only a warning, and the training continues.
+A tracker that cannot be used raises `UserError` at the start of a training. Later, a failed request to MLflow only
+causes a warning, and the training continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dlscale.train.logs import quantities, validation
 
 @contextlib.contextmanager
 def _needed(name: str) -> Iterator[None]:
-    """Turn a failed import into a `UserError`."""
+    """Turn an `ImportError` of the tracker `name` into a `UserError`."""
     try:
         yield
     except ImportError:
@@ -53,7 +53,7 @@ class Wandb:
         with _needed("wandb"):
             import wandb
         wandb.finish()  # ends a W&B run that a failed training in this process left open
-        shutil.rmtree(out / "wandb", ignore_errors=True)  # files of an earlier try
+        shutil.rmtree(out / "wandb", ignore_errors=True)  # removes files of an earlier try
         out.mkdir(parents=True, exist_ok=True)
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks the value
         self._wandb = wandb
@@ -97,7 +97,7 @@ class Wandb:
 
 
 def _known(name: str) -> str:
-    """Replace the characters of a name that MLflow does not accept.
+    """Replace the characters of a name that MLflow rejects.
 
     MLflow rejects all numbers of a request if one name is invalid.
     """

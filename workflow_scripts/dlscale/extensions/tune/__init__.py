@@ -1,1 +1,1 @@
-"""Extension: search for the fastest settings of a run."""
+"""Extension: search for a run's fastest settings."""

@@ -1,4 +1,4 @@
-"""Stage that searches for the fastest settings of a run."""
+"""Extension: the stages `tune` and `promote`."""
 
 from dlscale.core.stage import Stage, option, path
 
@@ -19,7 +19,7 @@ STAGES = {
             ),
             option(
                 "--candidates",
-                "candidates for an external program: each has changed settings and the resulting run",
+                "JSON list of candidates for an external program: changed settings, and the run with these settings",
                 False,
                 metavar="JSON",
             ),

@@ -1,6 +1,6 @@
 """Choose the trials of a sweep for the next rung of successive halving (stage `promote`).
 
-The sweep's metric ranks the trials of the rung before. The best that did not diverge are promoted (Jamieson and
+The sweep's metric ranks the trials of the rung before. The best trials that did not diverge are promoted (Jamieson and
 Talwalkar 2016, arXiv:1502.07943).
 """
 

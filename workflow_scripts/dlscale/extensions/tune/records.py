@@ -13,7 +13,9 @@ class Tried(Record):
     """Combination of settings that was tried."""
 
     changes: dict[str, Any]  #: Changes to the run, by dotted key; empty for the run's original settings.
-    rates: list[list[float]] = []  #: Samples/s of each trial of the combination, by rung; the duel is in `Duel`.
+    rates: list[
+        list[float]
+    ] = []  #: Samples/s of each trial of the combination, by rung; without the trials of the duel.
     problem: str | None = None  #: Reason why the combination could not be measured; else None.
 
 

@@ -12,7 +12,7 @@ from dlscale.results import PlanResult, RunResult
 
 
 def card(plan: PlanResult) -> View:
-    """Return the verdict of each tuned run, and the best settings of the first one."""
+    """Return the verdict of each tuned run, and the best settings of the first tuned run."""
     tuned = [(run, run.records["tune"]) for run in plan.runs if "tune" in run.records]
     verdicts = [{"run": run.called, "id": plan.anchor(run), "verdict": each.verdict()} for run, each in tuned]
     return {"tuned": verdicts, "winner": tuned_winner(plan)}
@@ -49,7 +49,7 @@ def _fold(plan: PlanResult, run: RunResult, tuning: Tuning) -> Fold:
     if tuning.duel:
         said += (
             " The best combination and the run's original settings were then timed alternately, in "
-            f"{len(tuning.duel.rates)} rounds. The result is the mean ratio of their speeds."
+            f"{len(tuning.duel.rates)} rounds. The result is the trimmed geometric mean of their speed ratios."
         )
     if tuning.command:
         said += (

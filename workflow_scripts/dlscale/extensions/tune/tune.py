@@ -93,7 +93,7 @@ def compete(
     changes: Sequence[dict[str, Any]],
     open_trials: Callable[[Progress], contextlib.AbstractContextManager[Any]],
 ) -> Tuning:
-    """Search, then time the best in a duel."""
+    """Search for the best candidate, then time this candidate in a duel."""
     # `open_trials` returns a context with a `Measure`. Its `problems` are the reasons for skipped candidates; its
     # `keeps` is true during the duel.
     began, duel_seconds = time.perf_counter(), settings.seconds * (DUEL if len(changes) > 2 else 1)
@@ -178,7 +178,7 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
     others, found = list(range(1, count)), list[Rates]()
     planned = rungs(len(others))
     for most in planned:
-        if len(others) > 1:  # only one may be left if candidates failed in earlier rungs
+        if len(others) > 1:  # a single candidate may be left if candidates failed in earlier rungs
             shared = seconds / len(planned) / TURNS / (most + 1)
             rates = in_turns([0, *sorted(others[:most])], measure, TURNS, shared)
             found.append(rates)
@@ -253,7 +253,7 @@ class _Trials:
         self._epoch = 0
 
     def __call__(self, number: int, seconds: float) -> float | None:
-        """Return FULL samples/s of all ranks together; if the candidate fails, note the problem and return None.
+        """Return the training samples/s of all ranks together; if the candidate fails, note why and return None.
 
         A failure of candidate 0 is raised. If a rank fails while other ranks wait for this rank, the stage ends.
         """

@@ -1,4 +1,4 @@
-"""Command that explains why jobs would run; each dry run ends with the same reasons."""
+"""Extension: the command `why`; each dry run ends with the same reasons."""
 
 from dlscale.core.stage import Query
 
@@ -9,9 +9,14 @@ COMMANDS = {
         (
             (
                 "targets",
-                {"nargs": "*", "metavar": "TARGET", "help": "targets of snakemake: plan_NAME, data_NAME, or a file"},
+                {
+                    "nargs": "*",
+                    "metavar": "TARGET",
+                    "help": "PLAN, data_NAME or a file (default: the targets of the configuration)",
+                },
             ),
         ),
+        example="dlscale why cosmo_demo",
     ),
 }
 

@@ -68,7 +68,7 @@ def format_reasons(jobs: Iterable[Waiting], sources: Sources = read_table) -> li
 
 
 def replaced(jobs: Iterable[Waiting]) -> str:
-    """Return a line on the results that jobs with new settings or inputs will replace; empty without any."""
+    """Return a line on the results that jobs with new settings or inputs will replace; empty without such jobs."""
     names, rules, data = set(), set(), False
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
@@ -95,7 +95,8 @@ def explain_job(job: Waiting, sources: Sources) -> str:
             f"the last attempt failed at {job.failed}" if job.failed else are_gone(names) if job.known else "never made"
         )
     reasons += changes(_stage(job.before), _stage(job.now), sources)
-    # All inputs of a first run are new. For a job that waits for a failed job, the failed call's other results are new.
+    # Skip first runs, whose inputs are all new, and jobs that wait for a failed job: their new inputs are results of
+    # the failed call.
     if job.newer and job.known and not job.follows:
         reasons.append(f"changed: {listed(job.newer)}")
     if job.inputs and not reasons:
@@ -151,7 +152,7 @@ def _stage(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the jobs that Snakemake would run for `args.targets`, with reasons; return its exit status."""
+    """Print the jobs that Snakemake would run for `args.targets`, with reasons; return Snakemake's exit status."""
     names = [typed_target(word, configuration).name for word in args.targets] if configuration else args.targets
     status, said, found = dry_run(names, args)
     if status:

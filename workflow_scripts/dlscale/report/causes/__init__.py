@@ -1,7 +1,7 @@
 """Causes of a slow run.
 
 Each function in `CAUSES` looks for one cause. The function returns a finding with its evidence, or None if the cause is
-absent or was not measured. An extension adds functions by their full names, in its table `CAUSES`.
+absent or was not measured. An extension lists more functions, by their full names, in its table `CAUSES`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ def launches(evidence: Evidence) -> Finding | None:
         share, launched = idle - for_data, evidence.activity.launches
         with_ = f" with {number(launched)} launches" if launched else ""
         why = (
-            f"Apart from waiting for data, the device is idle for {percent(share)} of a step{with_}, because the host "
-            "does not launch work fast enough."
+            f"In addition to its wait for data, the device is idle for {percent(share)} of a step{with_}, because the "
+            "host does not launch work fast enough."
         )
         if share < 0.25 or sync(evidence):
             return None
@@ -67,8 +67,8 @@ def sync(evidence: Evidence) -> Finding | None:
         "sync",
         "a wait in the loop",
         why,
-        "Keep such numbers on the device (`detach()`) and read them once per epoch. The profile shows the line of "
-        "code that reads them.",
+        "Keep numbers, such as losses, on the device (`detach()`), and read them once per epoch. The profile shows the "
+        "lines of code that wait.",
         share,
     )
 

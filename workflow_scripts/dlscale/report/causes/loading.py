@@ -8,12 +8,12 @@ from dlscale.results import MIN_FRACTION
 
 
 def loading(evidence: Evidence) -> Finding | None:
-    """Find slow loading: slow storage, too few workers for the cores, or too much work for the cores."""
+    """Find slow loading: too few workers for the cores, too much work for the cores, or slow storage."""
     usage, delivers = evidence.usage("IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
     own = max(1, int(evidence.setting("loader.workers", 1)))
-    # The usage covers all processes of a node, and each process has its own workers.
+    # The usage is of all processes of a node, each of which has its own workers.
     ranks = 1 if evidence.setting("parallel.kind") == "dp" else int(evidence.setting("geometry.gpus_per_node", 1))
     readers = ranks * own
     busy = usage.cpu_seconds / usage.seconds / min(readers, usage.cores)

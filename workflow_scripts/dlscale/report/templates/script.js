@@ -23,7 +23,7 @@ addEventListener("pagehide", () => {
   try { sessionStorage.setItem(opened, JSON.stringify(ids)); } catch (error) { /* open plans are not remembered */ }
 });
 
-// A closed plan is printed as its card alone: it is opened with its sections closed, and restored afterwards.
+// Print a closed plan as its card alone: open the plan with its sections closed, and restore both afterwards.
 let folded = [], sections = [];
 addEventListener("beforeprint", () => {
   folded = Array.from(document.querySelectorAll('details.plan[id^="plan."]:not([open])'));
@@ -151,7 +151,7 @@ async function draw(figure) {
 // Show the values of a chart as a table, for readers who cannot see it.
 function tabulate(fold) {
   const { data, encoding } = JSON.parse(fold.closest("figure").querySelector("script").textContent).layer[0], rows = data.values;
-  const titles = Object.fromEntries(encoding.tooltip.map((told) => [told.field, told.title]));
+  const titles = Object.fromEntries(encoding.tooltip.map((entry) => [entry.field, entry.title]));
   const fields = Array.from(new Set(rows.flatMap(Object.keys))), table = document.createElement("table");
   table.createCaption().textContent = fold.closest("figure").getAttribute("aria-label");
   const head = table.createTHead().insertRow(), body = table.createTBody();

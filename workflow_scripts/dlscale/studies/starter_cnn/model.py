@@ -27,5 +27,5 @@ class StarterCNN(nn.Module):
 
 
 def mse(prediction_BC: torch.Tensor, target_BC: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of each sample, [B]; the mean is over channels and pixels."""
+    """Return the mean squared error of each sample, [B], over channels and pixels."""
     return (prediction_BC - target_BC).square().mean(dim=tuple(range(1, target_BC.dim())))

@@ -35,7 +35,7 @@ class StarterCNNLoss(Strict):
 
 
 class StarterCNNMetrics(Metrics):
-    """RMSE, and RMSE of the best baseline without learning: the training targets' mean, or the input."""
+    """RMSE, and RMSE of the better baseline without learning: the training targets' mean, or the input."""
 
     def __init__(self, target: FieldInfo, device: torch.device) -> None:
         import torch
@@ -56,7 +56,9 @@ class StarterCNNMetrics(Metrics):
 
     def per_sample(self, x: torch.Tensor, y: torch.Tensor, prediction: torch.Tensor) -> dict[str, torch.Tensor]:
         answers = {"prediction": prediction, "mean": self.mean.expand_as(y)}
-        answers |= {"input": x.float()} if x.shape == y.shape else {}  # differences of uint8 would overflow
+        answers |= (
+            {"input": x.float()} if x.shape == y.shape else {}
+        )  # float, because differences of uint8 would overflow
         return {name: (answer - y).square().flatten(1).mean(dim=1) for name, answer in answers.items()}
 
     def summarise(self, means: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -87,7 +89,7 @@ class StarterCNNStudy(Study):
 
     @staticmethod
     def _images(run: Any, manifest: Manifest) -> tuple[FieldInfo, FieldInfo]:
-        """Return the fields of inputs and targets, which are images of one size."""
+        """Return the fields of inputs and targets; raise `UserError` unless both are images of equal size."""
         inputs, targets = (manifest.fields[name] for name in (run.samples.input, run.samples.target))
         shapes = [info.row_shape for info in (inputs, targets)]
         if (
@@ -96,9 +98,9 @@ class StarterCNNStudy(Study):
             or inputs.dtype not in ("float32", "uint8")  # other integers are indices
         ):
             raise UserError(
-                f"dataset {run.dataset}: a sample has input {shapes[0]} of {inputs.dtype} and target {shapes[1]}; "
-                f"study {run.study} expects images [C, H, W] of one size for both, and floats or bytes as input; save "
-                "the data in this form, or write a model for your data"
+                f"dataset {run.dataset}: input {shapes[0]} {inputs.dtype}, target {shapes[1]}. Study {run.study} "
+                "expects two images [C, H, W] of the same height and width, and input of type float32 or uint8. Save "
+                "the data in this form, or write your own model"
             )
         return inputs, targets
 

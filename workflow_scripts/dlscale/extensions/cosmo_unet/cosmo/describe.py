@@ -1,4 +1,4 @@
-"""Manifests of volumes."""
+"""Manifests of cosmological volumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlscale.extensions.cosmo_unet.cosmo.kind import CosmoDataset
 
 
 def describe_prepared(dataset: CosmoDataset, sources: list[Path], folder: Path) -> Manifest:
-    """Describe files in the published layout; the training files are read once for the statistics."""
+    """Describe files in the published layout; read the training files once for statistics."""
     splits: dict[str, list[File]] = {split: [] for split in SPLITS}
     moments = {name: Moments.empty(len(spec[0])) for name, spec in CHANNELS.items()}
     shapes: dict[str, tuple[int, ...]] = {}  # shapes in the first file
@@ -51,7 +51,7 @@ def complete(dataset: CosmoDataset, manifest: Manifest, stats: Path, name: str) 
             # Densities and temperatures are stored as logarithms; inverting the logarithm of physical values overflows.
             if transform.kind == "log" and highest * transform.scale + transform.offset > np.log(1e30):
                 raise UserError(
-                    f"{where}: channel '{channel}' reaches {highest:g}, but prepared files hold transformed values, "
+                    f"{where}: channel '{channel}' reaches {highest:g}, but prepared files contain transformed values, "
                     "mostly in (-1, 1); for physical values use source kind files"
                 )
     return manifest

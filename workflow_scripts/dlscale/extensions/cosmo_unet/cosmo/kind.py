@@ -33,9 +33,9 @@ class Counts(Strict):
 
 
 class Fractions(Shares):
-    """Fractions of each file along its first axis, in the order train, valid, test; each cut drops `gap` rows."""
+    """Fractions of each file's rows (planes along D) in the order train, valid, test; each cut drops `gap` rows."""
 
-    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two parts, against leakage.")
+    gap: NonNegativeInt = Field(0, description="Rows (after downsampling) dropped between two splits, against leakage.")
 
 
 class CosmoSimulated(Strict):
@@ -46,7 +46,7 @@ class CosmoSimulated(Strict):
         128, ge=16, multiple_of=2, description="Cells and particles along an edge of a box."
     )
     box_mpc_h: PositiveFloat = Field(64.0, description="Edge of a box in Mpc/h (comoving).")
-    boxes: Counts = Field(Counts(), description="Number of boxes of each part.")
+    boxes: Counts = Field(Counts(), description="Number of boxes of each split.")
     seed: Seed = Field(0, description="Seed of all boxes.")
 
 
@@ -60,8 +60,10 @@ class CosmoFiles(Strict):
     train: list[Path] = Field([], description="Files of the training part.")
     valid: list[Path] = Field([], description="Files of the validation part.")
     test: list[Path] = Field([], description="Files of the test part.")
-    paths: list[Path] = Field([], description="Files, each of which `fractions` divides into the parts.")
-    fractions: Fractions | None = Field(None, description="Fraction of each file in `paths` for each part.")
+    paths: list[Path] = Field([], description="Files that `fractions` divides among train, valid and test.")
+    fractions: Fractions | None = Field(
+        None, description="Fractions of each file in `paths` for train, valid and test."
+    )
     sha256: dict[str, Sha256] = Field({}, description="Expected digests by file name (the part after the last '/').")
 
     @model_validator(mode="after")
@@ -110,14 +112,13 @@ class CropSamples(Strict):
     """Random crops of volumes."""
 
     kind: Literal["crops"]
-    crop: Extent = Field(64, description="Edge of a crop in cells.")
+    crop: Extent = Field(64, description="Edge of a crop, cells.")
     symmetry: Literal["none", "rotations", "full", "published", "published_dali"] = Field(
         "full",
-        description="Random symmetries of training crops. none: crops are not turned; rotations: the 24 rotations; "
-        "full: all 48 rotations and reflections; vectors turn with the grid. published: 16 rotations and 8 "
-        "reflections, as in "
-        "SC22's program; published_dali: the last two axes reversed or not, as in SC22's DALI "
-        "loader; vectors do not turn.",
+        description="Random symmetries of training crops. none: no symmetry. rotations: the 24 rotations. full: the 48 "
+        "rotations and reflections. published: 16 rotations and 8 reflections, as in SC22's program. published_dali: "
+        "each of the last two axes is reversed or not, as in SC22's DALI loader. rotations and full turn vectors with "
+        "the grid; published and published_dali do not.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(

@@ -30,7 +30,7 @@ class CosmoSource(Source):
         self._readers = {name: Reader(path, name) for name in CHANNELS}
         depth, height, width = (size // self._factor for size in edge)
         if min(depth, height, width) < 1:
-            raise UserError(f"{path}: downsample {self._factor} is larger than the volume {edge}; choose a smaller one")
+            raise UserError(f"{path}: downsample {self._factor} exceeds the volume {edge}. Use at most {min(edge)}")
         self._first, rows = share(depth, part, path, gap(dataset))
         self.fields = ()
         for name, (channels, units, transforms) in CHANNELS.items():

@@ -8,10 +8,9 @@ from typing import Any
 
 
 class DeferredErrorFile(io.FileIO):
-    """A new file that defers write errors, for libraries that crash on write errors.
+    """New file for libraries, such as HDF5, that crash on write errors: the error is raised when the context ends.
 
-    For example, HDF5 crashes if a write fails while it closes a file. After an error, further writes have no effect.
-    When the context ends, after the library has closed the file, the error is raised.
+    After an error, further writes have no effect. The library must close the file before the context ends.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

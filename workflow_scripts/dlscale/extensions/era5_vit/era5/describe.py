@@ -18,7 +18,7 @@ from dlscale.extensions.era5_vit.era5.extra import Extra
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
 
 #: Units of the published channels by name, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214;
-#: `parallel_copy_small_set.py` in FourCastNet's code). The tutorials' u10m is channel 0, the t2m in their figure is
+#: `parallel_copy_small_set.py` in FourCastNet's code). The tutorials' name of u10 is u10m; the t2m in their figure is
 #: channel 2.
 CHANNELS = {
     "u10": "m s**-1",
@@ -74,15 +74,15 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
             raise UserError(
                 f"{root / split}: no *.h5 files; expected the published layout (train/YYYY.h5, valid/, stats/)"
             )
-    # Channels without names are the published channels if the number of channels is the same.
+    # Unnamed channels are taken for the published channels if their number is the same.
     numbered = [f"channel{index:02d}" for index in range(shape[1])]
     channels = dataset.channels or said["channels"] or (list(CHANNELS) if shape[1] == len(CHANNELS) else numbered)
     rows, columns = dataset.crop or shape[2:]
     if len(channels) != shape[1] or rows > shape[2] or columns > shape[3]:
         raise UserError(
-            f"{root}: files contain {shape[1]} channels of {shape[2]} x {shape[3]} points, but the configuration names "
-            f"{len(channels)} channels and crop {rows} x {columns}. Name all channels in the files' order, and choose "
-            "a crop within the grid"
+            f"{root}: files contain {shape[1]} channels of {shape[2]} x {shape[3]} points, but there are "
+            f"{len(channels)} channel names, and crop is {rows} x {columns}. Name all channels in the files' order, "
+            "and choose a crop within the grid"
         )
     if len(axes) < 2:
         # The published grid has equal steps around the globe, and the first row at the north pole.
@@ -92,8 +92,8 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     if len(units) != len(channels) or len(axes["latitude"]) < rows or len(axes["longitude"]) < columns:
         raise UserError(
             f"{root}: files name {len(units)} units, {len(axes['latitude'])} latitudes, {len(axes['longitude'])} "
-            f"longitudes, but contain {len(channels)} channels of {rows} x {columns} points. Name all, or omit the "
-            "names"
+            f"longitudes, but contain {len(channels)} channels of {rows} x {columns} points. Complete "
+            "these lists in the files, or remove them"
         )
     mean, std = (_means(root / "stats" / f"global_{name}.npy", len(channels)).tolist() for name in ("means", "stds"))
     info = FieldInfo(
@@ -123,9 +123,9 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:
     """Return the first value of each channel [C] from a .npy file [1, C, H, W].
 
-    Raise `UserError` if the file has fewer points than `grid`, or values that are not finite.
+    Raise `UserError` if the file has fewer points than `grid`, other channels, or values that are not finite.
     """
-    with reading(path, "the published layout has this file, shape [1, C, 1, 1]: fetch it again"):
+    with reading(path, f"expected an array, shape {(1, channels, *grid)}; fetch the file again"):
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     fits = array.ndim == 4 and array.shape[1] == channels and array.shape[2] >= grid[0] and array.shape[3] >= grid[1]
     # Channels are checked one at a time, since large fields may not fit into memory.
@@ -147,7 +147,7 @@ def _published_times(path: Path, rows: int, step_hours: int) -> np.ndarray | Non
 def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], series: bool = True) -> Extra:
     """If all times are known, add the start time of each file; in a `series`, also add the preceding file.
 
-    The times in a file must have the manifest's step, because pairs, clocks and means count rows.
+    The times in a file must have the manifest's step, because pairs, clocks and means compute times from rows.
     """
     step = extra.step_hours
     starts, ends = dict[str, float](), dict[float, str]()
@@ -158,8 +158,8 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
             if hours.shape != (file.rows,) or not (abs(steps - step) < 0.01 * step).all():
                 raise UserError(
                     f"{path}: time: expected {file.rows} times, {step} h apart, got {hours.size} times with steps of "
-                    f"{np.unique(steps)} h. Use the same `step_hours` in all files, begin another file after a gap, or "
-                    "leave the dataset `time` (hours since 1970) out of prepared files"
+                    f"{np.unique(steps)} h. Use the same `step_hours` in all files, and start a new file after a gap. "
+                    "Prepared files may omit the HDF5 dataset `time` (hours since 1970)"
                 )
             starts[file.digest] = float(hours[0])
             ends[float(hours[0]) + step * file.rows] = file.digest
@@ -175,7 +175,7 @@ def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -
         if all(file.rows < 2 for file in manifest.files(split)):
             raise UserError(
                 f"{manifest.folder}: {split}: each file (of a year) contains fewer than two times, so pairs of states "
-                f"are missing. Give {split} a longer period, or a smaller step_hours"
+                f"are missing. Give {split} a longer period, or reduce step_hours"
             )
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")

@@ -40,10 +40,10 @@ class Era5Simulated(Strict):
         ge=17,
         le=511,
         description="Largest wavenumber of the model; the cost grows with its fourth power, and a smaller number "
-        "gives smoother fields on the same grid. If absent, the largest wavenumber that the grid resolves, between "
-        "21 and 127.",
+        "gives smoother fields on the same grid. Absent: the largest wavenumber that the grid resolves, from 21 to "
+        "127.",
     )
-    days: PositiveInt | None = Field(None, le=366, description="Days per year; the full year if absent.")
+    days: PositiveInt | None = Field(None, le=366, description="Days per year. Absent: the full year.")
     train: list[Year] = Field(min_length=1, description="Years of the training part.")
     valid: list[Year] = Field(min_length=1, description="Years of the validation part.")
     test: list[Year] = Field([], description="Years of the test part.")
@@ -56,7 +56,7 @@ class Era5Simulated(Strict):
 
 
 class Era5Files(Strict):
-    """GRIB or NetCDF files (paths or http(s) URLs); together they hold all channels at all times."""
+    """GRIB or NetCDF files (paths or http(s) URLs); together they contain all channels at all times."""
 
     kind: Literal["files"]
     paths: list[Path] = Field(min_length=1, description="Paths or http(s) URLs.")
@@ -79,7 +79,7 @@ class Era5Prepared(Strict):
     """The published layout, used unchanged: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
 
     kind: Literal["prepared"]
-    path: Path = Field(description="The folder that holds train/, valid/, test/ (optional) and stats/.")
+    path: Path = Field(description="Folder with the folders train, valid, stats, and optionally test.")
     step_hours: PositiveInt = Field(6, description="Hours between the times in the files.")
 
 
@@ -109,16 +109,17 @@ class Era5Dataset(DatasetSettings):
     source: Era5Simulated | Era5Files | Era5Zarr | Era5Prepared = Field(discriminator="kind")
     channels: list[str] = Field(
         [],
-        description="Variables in the order of the channels, `name` or `name@level`. If absent, the channels of the "
-        "simulator, or the channels that prepared files name; 20 channels without names are the published channels: "
-        "u10, v10, t2m, …",
+        description="Variables in the order of the channels, `name` or `name@level`. Absent: the simulator's "
+        "channels, or the names in the prepared files; 20 unnamed channels get the published names (u10, v10, t2m, …).",
     )
     split: Periods | None = Field(None, description="Days of each split; required for source kinds files and zarr.")
     step_hours: PositiveInt | None = Field(
-        None, description="Hours between the times that are kept; all times if absent."
+        None, description="Hours between the times that are kept. Absent: all times are kept."
     )
     crop: tuple[Extent, Extent] | None = Field(
-        None, description="Rows and columns kept from the north-west, before downsampling (published: 360, 720)."
+        None,
+        description="Numbers of rows and columns kept from the north-west corner, before downsampling (published: 360, "
+        "720).",
     )
 
     @model_validator(mode="after")
@@ -144,21 +145,25 @@ class PairSamples(Strict):
     dt: PositiveInt = Field(1, description="Stored time steps between input and target.")
     history: list[PositiveInt] = Field(
         [],
-        description="Further inputs: earlier states, as numbers of stored time steps before the input, e.g. [1, 2, "
-        "18, 24].",
+        description="Earlier states as further inputs, by numbers of stored time steps before the input, such as "
+        "[1, 2, 18, 24].",
     )
     clock: list[Literal["hour", "day"]] = Field(
-        [], description="Further inputs: sine and cosine of the hour of the day (UTC), or of the day of the year."
+        [],
+        description="Further inputs. hour: sine and cosine of the hour of the day (UTC). day: sine and cosine of the "
+        "day of the year.",
     )
-    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
+    train: PositiveInt | None = Field(
+        None, description="Largest number of training samples per epoch. Absent: all samples."
+    )
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples, and of test samples; all if absent."
+        None, description="Largest number of validation samples, and of test samples. Absent: all samples."
     )
     subset: Literal["spread", "first"] = Field(
         "spread",
         description="Choice of the pairs if `train` or `valid` limits their number. spread: in training a new random "
-        "choice in each epoch, otherwise evenly spaced pairs. first: the first pairs in time, the same in each epoch, "
-        "as the published `limit_nsamples`; training visits these pairs in random order.",
+        "choice in each epoch, otherwise evenly spaced pairs. first: in each epoch the first pairs in time, like the "
+        "published option `limit_nsamples`; training visits these pairs in random order.",
     )
 
     def channels(self, states: int) -> int:

@@ -1,18 +1,18 @@
-"""Baselines without learning; skill is measured against the best of them.
+"""Baselines without learning; skill is measured against the best baseline.
 
 With the time t of the input x(t), the lead d and the mean state m(hour) of each hour of day over the training period:
 
 - persistence: x(t)
 - climatology: m(t + d)
 - the mean diurnal change: x(t) + m(t + d) - m(t)
-- the damped anomaly: m(t + d) + a (x(t) - m(t)), a fitted to each channel in training
+- the damped anomaly: m(t + d) + a (x(t) - m(t)); the training pairs of each channel determine a
 - yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h); for leads above 24 h, two or more days earlier
-- a linear regression on these three states, on the state one step before t, and on a constant, fitted to each channel
-  in training
+- a linear regression on these three states, on the state one step before t, and on a constant, fitted to the training
+  pairs of each channel
 
-A baseline is left out if the data lack its times or means; the last two, also if the step does not divide a day. For
-samples whose data do not reach back to yesterday, yesterday's change is zero, and the damped anomaly (or persistence,
-without means) replaces the regression.
+A baseline is left out if the data lack its means. Yesterday's change and the regression are left out if the step does
+not divide a day. For samples whose data do not reach back to yesterday, yesterday's change is zero, and the damped
+anomaly (or persistence, without means) replaces the regression.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NaiveAnswers:
         self._means = next((kind for kind in kinds if getattr(self._extra, kind)), None)
         known = {"persistence"} | ({"climatology", "damped"} if self._means else set())
         known |= {"diurnal"} if self._means == "hour_means" else set()
-        self._back: list[int] = []  # numbers of steps before the input of the regression's states
+        self._back: list[int] = []  # steps from each state of the regression to the input
         if day := self._extra.day:
             known |= {"yesterday", "regression"}
             #: Number of steps in the fewest full days that are at least as long as `dt`. The change over `dt` from the

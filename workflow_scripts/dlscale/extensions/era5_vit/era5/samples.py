@@ -40,8 +40,8 @@ class Pairs(GridSamples):
         states = BoxField(manifest, split, "fields", (1, rows, columns))
         windows = BoxField(manifest, split, "fields", (1 + self._back, rows, columns)) if self._back else states
         super().__init__(windows, states)
-        # Runs of consecutive pairs: index of the reader, row of the first input in it, number of pairs, index of the
-        # file, row of the first input in the file.
+        # Runs of consecutive pairs: index of the reader, row of the first input in the reader, number of pairs, index
+        # of the file, row of the first input in the file.
         runs: list[tuple[int, int, int, int, int]] = []
         for number, file in enumerate(files):
             pairs = max(file.rows - self._dt, 0)
@@ -59,7 +59,8 @@ class Pairs(GridSamples):
             history = f" with a history of {self._back} steps (samples.history)" if self._back else ""
             raise UserError(
                 f"{manifest.folder}: {split}: no pair of states {self._dt} steps apart (samples.dt){history} in files "
-                f"with {', '.join(str(file.rows) for file in files)} times. Choose a smaller dt or a longer period"
+                f"with {', '.join(str(file.rows) for file in files)} times. Choose a smaller dt, a shorter history or "
+                "a longer period"
             )
         wanted = settings.train if self._training else settings.valid
         self.size = min(wanted or self.available, self.available)
@@ -115,7 +116,7 @@ class Joined(Reader):
 class InformedPairs(Samples):
     """Pairs whose inputs are the state, the earlier states of the history, and the clock.
 
-    Any loader reads the pairs, `boxes`, and `InformedLoader` computes the inputs from the pairs and a few numbers.
+    Any loader reads the pairs (`boxes`). `InformedLoader` computes the inputs from the pairs and the clock's `numbers`.
     """
 
     def __init__(self, pairs: Pairs, manifest: Manifest, split: str, settings: PairSamples) -> None:
@@ -123,8 +124,8 @@ class InformedPairs(Samples):
         self._lags, self._clock = [0, *settings.history], settings.clock
         if self._clock and not self._extra.starts:
             raise UserError(
-                f"{manifest.folder}: samples.clock: the times of these files are unknown; expected a dataset `time` "
-                "(hours since 1970-01-01) in each file, or years as file names. Add the times, or omit "
+                f"{manifest.folder}: samples.clock: the times of these files are unknown; expected an HDF5 dataset "
+                "`time` (hours since 1970-01-01) in each file, or years as file names. Add the times, or omit "
                 "samples.clock"
             )
         channels, *grid = pairs.target_spec.shape

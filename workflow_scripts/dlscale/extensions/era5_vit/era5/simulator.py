@@ -51,7 +51,7 @@ INTERVAL = 6 * 3600.0  # between snapshots, s
 # Climate, relaxation times and forces are tuned so that winds, temperatures and heights are realistic, and so that the
 # change in 6 hours is 0.3 to 0.5 standard deviations on a 5.6 degree grid.
 SPINUP_DAYS = 20  # days that are simulated first and discarded
-STIRRING = 1e-6  # s-1, root mean square of the vorticity kick before each 6 hours (the vorticity itself: about 5e-5)
+STIRRING = 1e-6  # s-1, root mean square of the 6-hourly vorticity kick (the vorticity itself: about 5e-5)
 
 
 def coupling(truncation: int) -> Real:
@@ -181,7 +181,7 @@ def acquire(dataset: Any, raw: Any, out: Path, progress: Callable[[int, int | No
     source, year = dataset.source, raw.index
     latitudes, longitudes, seed = source.latitudes, source.longitudes, source.seed
     resolved = min(longitudes // 2, latitudes) - 1
-    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21; a year above 127 is slow
+    truncation = source.truncation or min(max(resolved, 21), 127)  # storms need 21 or more; above 127, a year is slow
     when = times(year, source.days)
     latitude = 90.0 - 180.0 * (np.arange(latitudes) + 0.5) / latitudes
     longitude = 360.0 * np.arange(longitudes) / longitudes

@@ -66,9 +66,9 @@ PRESSURES = {
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
-#: Largest CPU time in which ecCodes reads the headers of a GRIB file: seconds, plus bytes of the file per second.
+#: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
-GRID = "expected a regular grid: one axis of latitudes and one of longitudes; interpolate it, e.g. with `cdo remapbil`"
+GRID = "expected a regular grid: an axis of latitudes, an axis of longitudes; interpolate, e.g. with `cdo remapbil`"
 
 #: Ratio of the molar masses of water vapour and dry air, from the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
@@ -123,7 +123,8 @@ def open_variables(
     """
     if path.is_dir():
         raise UserError(
-            f"{path}: a folder; expected a file. List the folder's files; for a Zarr store set source.kind to zarr"
+            f"{path}: a folder; expected a file. List the folder's files in source.paths; for a Zarr store set "
+            "source.kind to zarr"
         )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
@@ -142,14 +143,14 @@ def open_variables(
         content = f"begins with {head[:8]!r}" if head else "is empty"
         raise UserError(
             f"{path}: neither GRIB nor NetCDF: the file {content}. Unpack an archive, convert other forms of NetCDF "
-            "with `nccopy -k nc4 IN OUT`, or fetch a torn file again"
+            "with `nccopy -k nc4 IN OUT`, or fetch an incomplete file again"
         )
     with reading(path):
         return gridded(stack.enter_context(open_xarray(path, engine)), str(path), wanted)
 
 
 def _check_written(values: Any) -> None:
-    """Refuse an array without a declared fill value that lacks values, also at the end of an unlimited dimension."""
+    """Refuse an array that lacks values, also at the end of an unlimited dimension, and declares no fill value."""
     import h5py
 
     sizes = [max((len(scale) for _, scale in axis.items()), default=0) for axis in values.dims]
@@ -157,7 +158,7 @@ def _check_written(values: Any) -> None:
     if not declared and (any(map(int.__gt__, sizes, values.shape)) or (values.size and not store.is_written(values))):
         raise UserError(
             f"{values.file.filename}: a part of '{values.name.strip('/')}' was never written and would be read as 0. "
-            "If its writer ended early, write the file again, or copy the complete times to another file"
+            "Write the file again, or copy the complete times to another file"
         )
 
 
@@ -190,15 +191,14 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
         if "expver" in array.dims:  # ERA5 and ERA5T, its preliminary form, each lack the times of the other
             raise UserError(
-                f"{origin}: '{name}' has the dimensions {sizes}: `expver` contains ERA5 and ERA5T, each with the times "
-                f"that the other lacks. Join both with xarray, `{name}.max('expver')`, which skips missing values"
+                f"{origin}: '{name}' has the dimensions {sizes}; `expver` separates ERA5 from ERA5T, its preliminary "
+                f"form. Join both with xarray: `{name}.max('expver')`"
             )
         raise UserError(
-            f"{origin}: '{name}' has the dimensions {sizes}; expected a time (one of {', '.join(AXES['time'])}; a "
-            f"forecast needs `valid_time`), a latitude (one of {', '.join(AXES['latitude'])}), a longitude (one of "
-            f"{', '.join(AXES['longitude'])}), optionally pressure levels, and no other dimension. Interpolate other "
-            "grids, e.g. with `cdo remapbil`. Select one of several members or forecasts, e.g. with xarray's `isel`, "
-            "and write it to a file"
+            f"{origin}: '{name}' has the dimensions {sizes}; expected time ({' or '.join(AXES['time'])}; forecasts: "
+            f"`valid_time`), latitude ({' or '.join(AXES['latitude'])}), longitude ({' or '.join(AXES['longitude'])}), "
+            "and no other dimension but pressure levels. Interpolate other grids, e.g. with `cdo remapbil`. Of several "
+            "members or forecasts, write one to a file, e.g. with xarray's `isel`"
         )
     units = {kind: str(axis.attrs.get("units", "")).strip().lower() for kind, axis in axes.items()}
     factor = PRESSURES.get(units.get("level", ""))
@@ -244,7 +244,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
 
 
 def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.ndarray:
-    """Replace missing values that xarray does not mask by NaN; refuse values outside the file's valid range.
+    """Replace missing values by NaN if xarray does not; refuse values outside the file's valid range.
 
     NetCDF fills integers by default with a number that xarray masks only if the file repeats it in `_FillValue`. xarray
     takes `missing_value` in packed units, although files may give a float in unpacked units, and ignores `valid_min`,
@@ -279,9 +279,9 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
         low, high = (float(read.dtype.type(end)) for end in (low, high))
     if count := int(((read < low - step / 2) | (read > high + step / 2)).sum()):  # comparisons are false for NaN
         raise UserError(
-            f"{where} has values outside its valid range, {low:g} to {high:g} ({count} such values in this block; "
-            "attributes valid_min, valid_max, valid_range). They count as missing: exclude such times with `split` or "
-            "such points with `crop`, fill the values, or correct the attributes"
+            f"{where}: values are outside the valid range, {low:g} to {high:g} ({count} in this block of times; "
+            "attributes valid_min, valid_max, valid_range). Exclude their times with `split` or their points with "
+            "`crop`, fill the values, or correct the attributes"
         )
     return read
 
@@ -348,7 +348,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     try:
         from cfgrib import cfmessage, messages
     except ImportError as error:
-        raise UserError(f"{path}: GRIB is not installed ({error}); pip install 'dlscale[grib]'") from None
+        raise UserError(f"{path}: GRIB needs cfgrib, which is missing ({error}); pip install 'dlscale[grib]'") from None
 
     def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
@@ -357,7 +357,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
-    # ecCodes uses memory of damaged messages after it has freed the memory.
+    # ecCodes may crash on damaged messages, so another process reads the headers first.
     check_structure([path], indexed, "ecCodes", seconds=GRIB_SECONDS + path.stat().st_size / GRIB_BYTES_PER_SECOND)
     with reading(path):
         index = indexed(path)
@@ -534,7 +534,7 @@ class _Segment:
 class Era5Source(Source):
     """Source with the field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset requires.
 
-    The times are the multiples of `step_hours` from midnight UTC in the period; all times if `step_hours` is None.
+    The times are the multiples of `step_hours` from midnight UTC in the period; if None, all times in the period.
     Raise `UserError` for missing or repeated channels or times, and for grids that differ or are smaller than the crop.
     """
 
@@ -620,10 +620,9 @@ class Era5Source(Source):
         row, channel, line, column = bad[0]
         raise UserError(
             f"{self._label}: channel '{self.fields[0].channels[channel]}' has no value at "
-            f"{_text(self.times[start + row])} at latitude {self.coordinates['latitude'][line]:g}, longitude "
-            f"{self.coordinates['longitude'][column]:g} ({len(bad)} such values in this block). Exclude "
-            "such times with `split` or such points with `crop`, or fill the values. If the original has these values, "
-            "the copy may be incomplete: copy it again"
+            f"{_text(self.times[start + row])}, latitude {self.coordinates['latitude'][line]:g}, longitude "
+            f"{self.coordinates['longitude'][column]:g} ({len(bad)} missing values in this block of times). Copy an "
+            "incomplete file again, exclude the times with `split` or the points with `crop`, or fill the values"
         )
 
     def close(self) -> None:
@@ -684,9 +683,9 @@ def _common_times(
             times = times[times.astype(np.int64) % (3600 * step_hours) == 0]
         if there[0] >= first + 1 or not there[-1] >= last or not times.size:
             raise UserError(
-                f"{label}: needs {first} to {last}, at multiples of step_hours ({step_hours}) from midnight UTC, but "
-                f"'{channel}' covers {_text(there[0])} to {_text(there[-1])}. Set the dataset's `split` within these "
-                "times, change `step_hours`, add files, or fetch a torn file again"
+                f"{label}: '{channel}' covers {_text(there[0])} to {_text(there[-1])}; expected {first} to {last}, at "
+                f"multiples of step_hours ({step_hours}) from midnight UTC. Set the dataset's `split` within the "
+                "covered times, change `step_hours`, add files, or fetch an incomplete file again"
             )
         kept[channel] = times
     every = np.unique(np.concatenate(list(kept.values())))
@@ -703,12 +702,11 @@ def _common_times(
             origins = [variable.origin for variable in holders[channel] if wrong[0] in variable.times]
             overlap = len(origins) > 1 and wrong[0] in twice
             raise UserError(
-                f"{label}: '{channel}' is missing, appears twice or breaks the step of "
-                f"{step / np.timedelta64(1, 'h'):g} h at {_text(wrong[0])} ({wrong.size} such times; in "
-                f"{' and '.join(origins[:2]) or 'no file'}); {'cut these times from one file, ' * overlap}add the file "
-                "with the missing time, set `split` around a gap, or set `step_hours` (monthly means have no step). "
-                "If there are several members, forecast steps or kinds of levels, first select one of them, for GRIB "
-                "with `grib_copy -w number=0 IN OUT`"
+                f"{label}: '{channel}' at {_text(wrong[0])} is missing, repeated or off the step of "
+                f"{step / np.timedelta64(1, 'h'):g} h ({wrong.size} such times; in "
+                f"{' and '.join(origins[:2]) or 'no file'}). {'Cut repeated times from one file. ' * overlap}Add "
+                "missing files, or set `split` or `step_hours` (monthly means have no step). Of several members, "
+                "forecast steps or kinds of levels, select one: for GRIB `grib_copy -w number=0 IN OUT`"
             )
     return expected
 

@@ -111,8 +111,8 @@ def _check_chunks(folder: str, variables: Sequence[xr.DataArray]) -> None:
         if lacks and np.isfinite(fill) and fill != variable.encoding.get("_FillValue"):
             raise UserError(
                 f"{folder}: '{variable.name}': {lacks} of {array.nchunks} chunks were never written, and would be read "
-                f"as {fill:g}. If the writer ended early, or several writers changed the same shard at once, write the "
-                "array again. If these chunks really contain only this number, write them, too (write_empty_chunks)"
+                f"as {fill:g}. Write the array again, with one writer per shard. If these chunks contain only this "
+                "number, write them, too (write_empty_chunks)"
             )
 
 

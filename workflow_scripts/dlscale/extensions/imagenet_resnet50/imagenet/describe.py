@@ -38,7 +38,7 @@ def describe_prepared(dataset: ImagenetDataset, sources: list[Path], folder: Pat
     step = -(-len(labels) // 200)  # decoding all images would take as long as an epoch
     looked_at = [(pack, row) for pack in training for row in range(0, len(pack.labels), step)]
     colours = Moments.empty(3)
-    for pack, row in tracked(looked_at, "looking", len(looked_at), "images"):
+    for pack, row in tracked(looked_at, "sampling colours", len(looked_at), "images"):
         colours = colours.merged(Moments.of(np.asarray(pack.image(row)).reshape(-1, 3), 1))
     shape = (
         len(labels),

@@ -49,7 +49,7 @@ class SimulatedImages(Strict):
 
 
 class Shards(Strict):
-    """Number of packs of each split; packs are made in parallel."""
+    """Number of packs (files of images) per split, made in parallel."""
 
     train: Files = Field(1, description="Number of packs of the training part.")
     valid: Files = Field(1, description="Number of packs of the validation part.")
@@ -62,8 +62,8 @@ class ImagenetDataset(DatasetSettings):
     source: SimulatedImages | ImageFolders = Field(discriminator="kind")
     form: Literal["encoded", "decoded"] = Field(
         "encoded",
-        description="encoded: the files' own bytes, which loaders decode; decoded: pixels, with shorter edges above "
-        "256 reduced to 256, which take several times the space, but need no decoding.",
+        description="Stored form of the images. encoded: the bytes of the files, which loaders decode. decoded: "
+        "pixels, which need no decoding but several times the space; a shorter edge above 256 is reduced to 256.",
     )
     shards: Shards = Shards()
 
@@ -80,15 +80,18 @@ class ImageSamples(Strict):
     size: Extent = Field(224, description="Edge of the model's input, in pixels.")
     resize: Extent = Field(
         256,
-        description="Validation: the shorter edge of an image is resized to this number of pixels, then the image is "
-        "cropped.",
+        description="For validation, the shorter edge of an image is resized to this number of pixels, then the image "
+        "is cropped.",
     )
     scale: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.08, 1.0), description="Smallest and largest fraction of the image's area in a training crop."
     )
-    train: PositiveInt | None = Field(None, description="Largest number of training samples per epoch; all if absent.")
+    train: PositiveInt | None = Field(
+        None, description="Largest number of training samples per epoch. Absent: all samples."
+    )
     valid: PositiveInt | None = Field(
-        None, description="Largest number of validation samples, and of test samples, evenly spaced; all if absent."
+        None,
+        description="Largest number of validation samples, and of test samples, evenly spaced. Absent: all samples.",
     )
 
     @model_validator(mode="after")
@@ -161,7 +164,7 @@ class Imagenet(DatasetKind):
             return None
         folder = registry.load(
             "dlscale.extensions.imagenet_resnet50.imagenet.folder"
-        )  # loaded by name, so that fingerprints of stages omit this module: no stage calls it
+        )  # loaded by name, so that fingerprints of stages omit this module: no stage calls `look`
         digest: str | None
         if pathlib.Path(raw.origin).exists():
             if pathlib.Path(source.train).exists() and pathlib.Path(source.valid).exists():

@@ -54,7 +54,10 @@ class Pack:
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        with store.open_file(path) as file, reading(path, "not a pack of images: delete it and run the workflow again"):
+        with (
+            store.open_file(path) as file,
+            reading(path, "not a pack of images: delete the file and run the workflow again"),
+        ):
             self.form, self.digest = str(file.attrs["form"]), str(file.attrs["sha256"])
             self.skipped: dict[str, int] = json.loads(file.attrs.get("skipped", "{}"))
             self.bytes: np.ndarray = store.map_chunks(file["bytes"])[(0,)]
@@ -137,7 +140,7 @@ def write_pack(
                 values, size = _stored(picture.read(), form)
             except Exception as error:  # Pillow's decoders raise many types
                 reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-                raise UserError(f"{picture.name}: not a readable image ({reason}); repair or remove it") from None
+                raise UserError(f"{picture.name}: not a readable image ({reason}); repair or remove the file") from None
             index[number] = gathered.tell(), len(values), *size
             gathered.write(values)
             digest.update(values)
@@ -167,7 +170,8 @@ def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
         width, height = image.size
         if image.mode.startswith(("I", "F")):  # Pillow's modes of more than 8 bits
             raise ValueError(
-                f"grey of more than 8 bits (mode {image.mode}), whose black and white are unknown; scale it to 8 bits"
+                f"grey of more than 8 bits (mode {image.mode}), whose values of black and white are unknown; scale it "
+                "to 8 bits"
             )
         if form == "encoded":
             image.draft("RGB", (1, 1))  # check a JPEG quickly: the file is read completely, but few pixels are computed

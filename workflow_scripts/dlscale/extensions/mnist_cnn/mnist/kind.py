@@ -19,7 +19,7 @@ class IdxFiles(Strict):
 
 
 class MnistFiles(Paired[IdxFiles]):
-    """IDX files as paths or http(s) URLs: one pair per split, or `all`, divided by `shares`."""
+    """IDX files as paths or http(s) URLs: one pair per split, or the pair `all`, divided by `shares`."""
 
     kind: Literal["files"]
 

@@ -71,7 +71,7 @@ class IdxSource(Source):
         count, height, width = self._images.shape
         if self._labels.size != count:
             raise UserError(
-                f"{labels}: {self._labels.size} labels for the {count} images of {images}; expected one each"
+                f"{labels}: {self._labels.size} labels for the {count} images of {images}; expected a label per image"
             )
         if self._labels.max() >= CLASSES:
             row = int(np.argmax(self._labels >= CLASSES))

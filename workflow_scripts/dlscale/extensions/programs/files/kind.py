@@ -12,7 +12,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.schema import Strict
 from dlscale.data.kind import DatasetKind, Part, is_url
 
-#: Largest number of files that are examined when a configuration is read.
+#: Maximum number of files of a dataset; more files are refused. Hidden files and Python's caches do not count.
 MAX_FILES = 10_000
 
 

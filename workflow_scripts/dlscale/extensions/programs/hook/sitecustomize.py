@@ -1,7 +1,7 @@
 """Watch the steps of an unchanged PyTorch program: Python loads this file when it starts.
 
-`dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, the hook wraps two functions
-of PyTorch: the step of each optimiser, and the function that returns a loader's next batch. If this file hides another
+`dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, the hook wraps functions of
+PyTorch: the step of each optimiser, and the functions that deliver a loader's batches. If this file hides another
 `sitecustomize`, the hook loads the other file as well. The environment is read once, when this file is loaded. An error
 of the hook does not reach the program: the hook stops, and writes the reason into the folder of steps. For Python 3.8
 and later.
@@ -113,7 +113,7 @@ class Watcher:
             self._window = window
 
     def _step(self, optimizer: Any) -> None:
-        """Note an optimiser's step, unless this process is a worker of a loader, which fits something for a sample."""
+        """Note an optimiser's step, except in a loader's worker, whose optimiser only helps to make a sample."""
         if getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None) is None:
             self._log.step(self._number(optimizer))
 
@@ -221,7 +221,7 @@ class Watcher:
 def length(index: Any) -> int:
     """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown.
 
-    It is unknown if each index is itself a list of indices, as if a `BatchSampler` is passed as `sampler`.
+    The number is unknown if each index is itself a list of indices, such as from a `BatchSampler` passed as `sampler`.
     """
     try:
         number = len(index)  # raises for an iterator, whose first item `next` would consume
@@ -242,7 +242,7 @@ def followed(optimizer: Any) -> int:
 
 
 def hidden() -> str | None:
-    """Return the file of another `sitecustomize` that this file hides; None if there is no other."""
+    """Return the file of another `sitecustomize` that this file hides; None without such a file."""
     try:
         path = [place for place in sys.path if Path(place).resolve() != HERE]
         spec = PathFinder.find_spec("sitecustomize", path)
@@ -261,9 +261,9 @@ def let_look() -> None:
 def write_whole_lines() -> None:
     """Make this process write complete lines if dlscale reads them, or if it is one of several processes.
 
-    Parts of lines of several processes would mix in a shared log. A terminal's stream is left unchanged. An unbuffered
-    stream (`python -u`, PYTHONUNBUFFERED) loses nothing at a kill, and changes only if dlscale reads the lines: dlscale
-    then sets PYTHONUNBUFFERED itself, and forked processes, which no variable announces, would write parts of lines.
+    Parts of lines of several processes would mix in a shared log. A terminal's stream does not change. An unbuffered
+    stream (`python -u`, PYTHONUNBUFFERED) loses no output at a kill, so it changes only if dlscale reads the lines: in
+    this case dlscale has set PYTHONUNBUFFERED itself, and forked processes would write parts of lines.
     """
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if not READ and all(os.environ.get(name, "1") in ("", "1") for name in sizes):

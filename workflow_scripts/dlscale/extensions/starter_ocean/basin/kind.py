@@ -12,7 +12,7 @@ from dlscale.data.kind import DatasetKind, Outline, Part
 
 
 class BasinSource(Strict):
-    """Simulated basins, a square each, with coasts."""
+    """Simulated square basins with coasts."""
 
     kind: Literal["simulated"]
     train: PositiveInt = Field(512, description="Samples of the training part.")
