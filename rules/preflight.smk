@@ -121,4 +121,4 @@ onerror:
         tell("", process.INTERRUPTED_CALL)
     else:
         tell(f"Snakemake's log: {', '.join(log)}")
-        tell(*sorted(status.describe_failure(*job, STARTED) for job in failed_jobs()))
+        tell(*status.describe_failures(failed_jobs(), STARTED))

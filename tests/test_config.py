@@ -162,6 +162,7 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
         ({"tragets": ["sound"]}, "unknown key 'tragets' (did you mean 'targets'?); valid keys", ()),
         ({"target": ["sound"]}, "unknown key 'target' (did you mean 'targets'?); valid keys", ()),
         ({"targets": ["sond"]}, "targets", ("did you mean 'sound'?",)),
+        ({"targets": ["data_box"]}, "targets", ("no plan is called", "to make a dataset: dlscale run data_box")),
         ({"studies": {"cosmo": {}}}, "studies", ("did you mean 'cosmo_unet'?",)),
         ({"datasets": {"box": {"downsampel": 2}}}, "datasets.box", ("did you mean 'downsample'?",)),
         ({"datasets": {"box": {"source": {"gird": 2}}}}, "datasets.box.source", ("did you mean 'grid'?",)),
@@ -184,7 +185,11 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
             ("downsample: not supported",),
         ),
         ({"plans": {"sound": {"runz": {}}}}, "plans.sound", ("did you mean 'runs'?",)),
-        ({"plans": {"sound": {"study": "cosmo_unt"}}}, "plans.sound.study", ("did you mean 'cosmo_unet'?",)),
+        (
+            {"plans": {"sound": {"study": "cosmo_unt"}}},
+            "plans.sound.study",
+            ("did you mean 'cosmo_unet'?", "--configfile"),
+        ),
         ({"plans": {"sound": {"kind": "lader"}}}, "plans.sound.kind", ("did you mean 'ladder'?",)),
         ({"plans": {"sound": {"measure": ["trian"]}}}, "plans.sound.measure.0", ("did you mean 'train'?",)),
         (
@@ -591,8 +596,8 @@ def test_use_names_a_run_that_another_plan_has() -> None:
     labels = {
         ("sound", "second"): "its own",
         ("p", "own"): "own",
-        ("p", "mine"): "mine (sound.second)",
-        ("q", "through"): "through (sound.second)",
+        ("p", "mine"): "mine (= sound.second)",
+        ("q", "through"): "through (= sound.second)",
     }
     assert {names: configuration.label(*names) for names in labels} == labels
     found = configuration.plans

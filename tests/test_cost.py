@@ -345,7 +345,7 @@ def test_a_dry_run_prints_the_cost_of_all_jobs(tmp_path: Path) -> None:
     [
         (cost.Expected(90.0), ("about 1 min 30 s",)),
         (cost.Expected(90.0, untimed=2), ("at least 1 min 30 s", "2 jobs never timed")),
-        (cost.Expected(30.0, untimed=3), ("never timed",)),
+        (cost.Expected(30.0, untimed=3), ("duration unknown",)),
         (cost.Expected(90.0, busy=60.0), ("about 1 min 30 s (2 min 30 s on a busy machine)",)),
     ],
 )

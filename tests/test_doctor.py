@@ -492,7 +492,8 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
     )
     one.unlink()  # it is unknown which file was made from this file
     assert probe.probe_data("mine", files(one, two, kind=kind), tmp_path).status == "FAIL"
-    (tmp_path / "data/mine/config.yaml").write_text(yaml.safe_dump(files(one, two, kind=kind).model_dump(mode="json")))
+    origin = {"raws": {str(path): (1, 1) for path in (one, two)}}
+    Manifest(kind="", fields={}, splits={}, provenance=origin).write(tmp_path / "data/mine/manifest.json")
     found = probe.probe_data("mine", files(one, two, kind=kind), tmp_path)
     if kind == "prepared":
         assert found.status == "FAIL", "a missing prepared file is a failure, because every training reads it"
@@ -500,7 +501,7 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
         assert (
             found.status == "warn"
             and f"{one}: no such file" in found.text
-            and "the dataset made from this file is kept" in found.text
+            and "using the dataset that was made from it" in found.text
         )
         assert probe.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
 

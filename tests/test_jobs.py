@@ -391,9 +391,9 @@ def test_a_call_knows_all_jobs_and_their_times(tmp_path: Path) -> None:
     assert call.time_of(asked, works) == cost.Expected(0.0, untimed=5)
     assert [job.share for job in call.expected(asked)] == [1, 1, 0.5, 0.5, 0.5]
     assert call.verdict([], []) == 0 and call.verdict(asked, []) == 0
-    assert any("5 jobs, never timed" in line for line in told)
+    assert any("5 jobs; duration unknown" in line for line in told)
     assert call.verdict(asked, [], targets=1) == 0
-    assert told[-1].startswith("5 jobs and 1 target, never timed")
+    assert told[-1].startswith("5 jobs and 1 target; duration unknown")
     ahead = tmp_path / "ahead"
     ahead.touch()
     os.utime(ahead, (time.time() + 3600,) * 2)

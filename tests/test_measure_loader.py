@@ -483,9 +483,12 @@ def test_striping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("study", "texts"),
     [
-        ("cosmo_unet", ["Hydro: chunks 5 × 32 × 32 × 32 float32, a sample reads 5 × 16 × 16 × 16, at most 7.22 bytes"]),
-        ("era5_vit", ["fields: contiguous float32, a sample reads 1 × 5 × 16 × 32, at most 1.40 bytes"]),
-        ("mnist_cnn", ["images: contiguous uint8, a sample reads 1 × 1 × 28 × 28, at most 6.22 bytes"]),
+        (
+            "cosmo_unet",
+            ["Hydro: chunks 5 × 32 × 32 × 32 float32, a sample reads 5 × 16 × 16 × 16, at most 7.22 times its size"],
+        ),
+        ("era5_vit", ["fields: contiguous float32, a sample reads 1 × 5 × 16 × 32, at most 1.40 times its size"]),
+        ("mnist_cnn", ["images: contiguous uint8, a sample reads 1 × 1 × 28 × 28, at most 6.22 times its size"]),
     ],
 )
 def test_doctor_reports_layouts(

@@ -15,9 +15,11 @@ import h5py
 import numpy as np
 import pytest
 
-from dlscale.config.dataset import DatasetSettings
+from dlscale import cli
+from dlscale.config.dataset import DatasetSettings, dataset_type
 from dlscale.core import fingerprint, registry
 from dlscale.core.errors import UserError
+from dlscale.core.settings import validate
 from dlscale.data import acquire, parts
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import Manifest
@@ -181,6 +183,25 @@ def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dt
     assert panels["grey"].values.shape == (24, 20) and panels["label"].classes == 10
     np.testing.assert_array_equal(panels["grey"].values[6:12, 5:10], made("train", 40)["image"][5, 0])
     assert (folder / "preview.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_are_drawn_and_short_vectors_have_a_histogram(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of the picture is a row of the file, for curves with and without channels; a pair has no picture."""
+    curves = np.arange(40 * 2 * 64, dtype=np.float32).reshape(40, 2, 64)
+
+    def open_source(dataset: Any, part: Part, paths: list[Path]) -> ArraySource:
+        made = curves + (part.split == "valid")
+        arrays = {"sensors": made, "matrix": made, "pair": made[:, :, 0]}
+        return ArraySource(arrays, channels={"sensors": ["position", "velocity"]})
+
+    monkeypatch.setattr(registry.load(module), "open_source", open_source)
+    folder = make_dataset(tmp_path / "made", {"kind": "marks"})
+    panels = {panel.title: panel for panel in first_rows(Manifest.read(folder / "manifest.json"))}
+    np.testing.assert_array_equal(panels["velocity"].values, curves[:, 1])
+    np.testing.assert_array_equal(panels["matrix"].values, curves.reshape(40, 128))
+    assert panels["velocity"].labels[1] == panels["matrix"].labels[1] == "row" and panels["pair"].values.ndim == 1
 
 
 def test_files_of_other_fields_are_refused(module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -443,6 +464,29 @@ def test_an_error_in_a_study_is_reported_with_file_and_line(tmp_path: Path) -> N
     assert registry.mistake(IndexError("elsewhere")) is None
 
 
+def test_a_network_with_two_arguments_is_told_that_it_gets_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The call is dlscale's, so the traceback has no line of the study, whose network is in any of its files."""
+    registry.add("tide", write(tmp_path / "tide.py", STUDY.format(kind="tide")))
+
+    def run(args: argparse.Namespace) -> int:
+        raise TypeError("Net.forward() missing 1 required positional argument: 'context'")
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["status"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tide.py" not in said and "study tide or of dlscale: TypeError: Net.forward() missing 1" in said
+    assert said.endswith("'context'. A network's `forward` gets one argument: a tensor, a tuple or a dict")
+
+
+def test_a_suggested_key_is_one_of_the_own_kind(module: str) -> None:
+    """Other kinds have the key `source.train`; the kind `marks` has no keys in `source`."""
+    with pytest.raises(UserError) as refused:
+        validate(dict[str, dataset_type()], {"mine": {"kind": "marks", "train": 4}})  # type: ignore[misc]
+    assert "unknown key 'train'" in str(refused.value) and "source.train" not in str(refused.value)
+
+
 def test_a_missing_file_of_an_own_kind_names_the_code_that_names_it(tmp_path: Path) -> None:
     """The path is not in the settings, so the remedy is in the kind's `parts`."""
     raw = 'return [Part("train", "a", raws := (RawFile("a", "absent.npy"),)), Part("valid", "b", raws)]'
@@ -456,3 +500,27 @@ def test_a_missing_file_of_an_own_kind_names_the_code_that_names_it(tmp_path: Pa
     found = probe_raw("mine", dataset, tmp_path)
     assert found and found.status == "FAIL" and "absent.npy" in found.text
     assert "`parts`" in found.remedy and "swells" in found.remedy and "datasets.mine" not in found.remedy
+
+
+def test_a_missing_file_is_only_accepted_if_the_dataset_was_made_from_it(tmp_path: Path) -> None:
+    """An own kind has no key `source`, so equal settings `source` do not show that the file is the same."""
+    raw = 'return [Part("train", "a", raws := (RawFile("a", dataset.file),)), Part("valid", "b", raws)]'
+    text = (
+        STUDY.format(kind="tides").replace("return []", raw).replace("DatasetKind\n", "DatasetKind, Part, RawFile\n", 1)
+    )
+    registry.add("s", write(tmp_path / "tides.py", text))
+    made = tmp_path / "data/mine/manifest.json"
+    made.parent.mkdir(parents=True)
+    raws = {"old.npy": (7, 1)}
+    Manifest(kind="tides", fields={}, splits={}, provenance={"settings": {"source": None}, "raws": raws}).write(made)
+
+    class Tides(DatasetSettings):
+        file: str
+
+    def found(file: str) -> Any:
+        return probe_raw("mine", Tides(kind="tides", file=file), tmp_path)
+
+    kept, wrong = found("old.npy"), found("other.npy")
+    assert kept.status == "warn" and "old.npy: no such file" in kept.text and "using the dataset" in kept.text
+    assert wrong.status == "FAIL" and "other.npy: no such file" in wrong.text and "made from" not in wrong.text
+    assert "datasets.mine.file" in wrong.remedy

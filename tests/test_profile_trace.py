@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dlscale.core.ranges import mark
+from dlscale.extensions.profile.machine import StepTime
+from dlscale.extensions.profile.section import _about
 from dlscale.extensions.profile.torch_profiler import TorchProfiler, read
 from dlscale.extensions.profile.trace import OUTSIDE, index_at, overlap, summarise, total, union
 
@@ -288,3 +290,12 @@ def test_ranges_are_those_that_pytorch_recorded(profiled: tuple[TorchProfiler, A
     for name, time in found.ranges.items():
         assert time.seconds * 3 == pytest.approx(counted[name].cpu_time_total * US, abs=2 * US)
         assert time.device_seconds is None
+
+
+def test_only_profiled_steps_are_described_as_profiled() -> None:
+    """Without a profile, the parts of a step follow from the rates of loading, computing and training."""
+    profiled = StepTime("torch", {"data": 1.0, "compute": 2.0}, 3.0, 8)
+    estimated = StepTime("throughput", {"data": 1.0, "compute": 2.0, "unexplained": 0.0}, 3.0, 8)
+    for steps, said in (([profiled], "profiler runs"), ([estimated], "computing takes as long as computing alone")):
+        text = _about(False, steps)
+        assert said in text and ("measured while the profiler runs" in text) is (steps == [profiled])

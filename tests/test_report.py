@@ -463,11 +463,12 @@ def test_a_busy_machine_has_no_speed_up_in_the_headline(results: Results) -> Non
     )
     assert re.match(r"quiet: 200 samples/s with “b”, 4.00× .* as fast as “a”$", sections.line(quiet))
     assert sections.line(busy) == (
-        "busy: 200 samples/s with “b”, but the fastest run is not known; "
+        "busy: fastest run not known; highest rate 200 samples/s, “b”; "
         "speed probably too low (busy machine): other programs used 60\u00a0% of the cores while run b was measured"
     )
     page = Page(results.report()).text
     assert "The fastest run is not known, because other programs" in page and page.count("run b over a") == 1
+    assert page.count("highest rate, b") == 1 and page.count("not known: other programs disturbed") >= 2
 
 
 @pytest.mark.slow
@@ -719,18 +720,25 @@ def test_tables_and_page_need_no_torch() -> None:
 
 def triplet(io: float, synthetic: float, full: float) -> Throughput:
     return Throughput.model_validate(
-        {key: {"mean": mean} for key, mean in zip(("IO", "SYNTHETIC", "FULL"), (io, synthetic, full), strict=True)}
+        {
+            key: {"mean": mean, "trial_time": [1.0] * 3}
+            for key, mean in zip(("IO", "SYNTHETIC", "FULL"), (io, synthetic, full), strict=True)
+        }
     )
 
 
 @pytest.mark.parametrize(
     ("rates", "what", "why"),
     [
-        ((84.5, 481.6, 83.2), "data loading", "98\u00a0% of the slower rate. A faster loader would help."),
+        (
+            (84.5, 481.6, 83.2),
+            "data loading",
+            "98\u00a0% of loading alone, the slower of the two. A faster loader would help.",
+        ),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
         ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50
-        ((1000.0, 200.0, 120.0), "computation", "compete for"),  # 167 if loading and computing take turns
+        ((1000.0, 200.0, 120.0), "computation", "one after the other would be: both may compete for"),  # in turn: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
         ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
     ],
@@ -765,7 +773,7 @@ def test_impossible_rates_are_noise_or_a_disturbed_machine(
         f"Training reaches {full[0]:.0f} samples/s, the rate of computing within noise. A" in found.why
     ) is not beyond
     said = (
-        f"{full[0]:.0f} samples/s, which exceeds the slower rate by more than noise. Training cannot be faster than "
+        f"{full[0]:.0f} samples/s, which exceeds computing alone by more than noise. Training cannot be faster than "
         "the slower of"
     )
     assert (said in found.why) is beyond and ("all three rates are unreliable. Measure again" in found.why) is beyond
@@ -805,6 +813,9 @@ def test_units_times_and_sizes() -> None:
     ]
     assert [text.size(b, " ") for b in (512, 1_500_000, 999_499_999, 999_600_000)] == [
         *("512 B", "1.50 MB", "999 MB", "1.00 GB")
+    ]
+    assert [text.percent(share) for share in (0, 0.0012, -0.0012, 0.0049, 0.006, 0.934)] == [
+        f"{said}\u00a0%" for said in ("0", "0.1", "−0.1", "0.5", "1", "93")
     ]
     assert [joules(used) for used in (None, 100.0, 7200.0, 7.2e6)] == ["–", "100 J", "2.00 Wh", "2.00 kWh"]
     assert [text.size(b) for b in (None, 2.5e12, 3e15)] == ["–", "2.50\u00a0TB", "3,000\u00a0TB"]
@@ -898,7 +909,7 @@ def test_the_first_view_has_the_main_results(ladder: Results) -> None:
     page = Page(ladder.report())
     for answer in (
         "bf16 7.50×± 0.64 loading and computing 30\u00a0% less errorthan persistence",  # the row of the first table
-        "“bf16” trains 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
+        "“bf16”: 7.50× ± 0.64 as fast as “baseline”. The limit is loading and computing. Try next:",
         "7.50× ± 0.64 Speed-up of run bf16 over baseline. The speed of bf16, measured separately, is 180 samples/s "
         "(loading and",
         "loading and computing Loading alone reaches 205 samples/s, computing alone 240.",  # the fastest run's limit
@@ -1186,6 +1197,48 @@ def test_weaker_baselines_are_listed_below_the_strongest(results: Results) -> No
     ]
     assert "error than the best baseline without learning (2.00 m s⁻¹)" in page.text
     assert "a prediction without training: yesterday's weather; persistence" in page.text
+
+
+def test_a_baseline_of_a_metric_is_not_listed_twice(results: Results) -> None:
+    """A study names a baseline's metric in `naive` of another metric, and also gives it the name of a baseline."""
+    folder = results.run("p", "a")
+    provenance = Provenance.read(folder / "provenance.json")
+    named = {metric.naive for metric in provenance.metrics if metric.naive}
+    metrics = [
+        metric.model_copy(update={"rival": "yesterday"} if metric.name in named else {})
+        for metric in provenance.metrics
+    ]
+    provenance.model_copy(update={"metrics": metrics}).write(folder / "provenance.json")
+    results.plan("p", {"a": "a"}, measure=("train",))
+    (table,) = [table for table in Page(results.report()).tables if "baseline: persistence" in str(table)]
+    assert "yesterday" not in str(table) and [row[0] for row in table[1:]] == ["baseline: persistence", "a"]
+
+
+def test_a_label_that_begins_with_the_name_is_not_repeated(results: Results) -> None:
+    """A run of another plan has the label `NAME (= PLAN.RUN)`."""
+    for name in ("a", "b", "c"):
+        results.run("p", name)
+    labels = {"a": "a", "b": "b (= ladder.baseline)", "c": "more epochs"}
+    called = [run.called for run in read_plan(results.plan("p", labels)).runs]
+    assert called == ["a", "b (= ladder.baseline)", "c · more epochs"]
+
+
+def test_the_long_title_of_a_short_axis_has_several_lines() -> None:
+    row = {"run": "a", "what": "", "epoch": 0, "value": 1.0}
+    for title, wrapped in (
+        ("damping mean absolute error (kg s⁻¹)", ["damping mean absolute", "error (kg s⁻¹)"]),
+        ("learning rate", ["learning rate"]),
+    ):
+        spec = figures.lines("n", "about", [row], {"epoch": "epoch"}, {"value": title}).spec
+        assert spec["layer"][0]["encoding"]["y"]["title"] == wrapped
+        assert title in figures.lines("n", "about", [row], {"epoch": "epoch"}, {"value": title}).titles.values()
+
+
+def test_a_tag_has_no_line_through_its_text() -> None:
+    """The line that marks zero in bars for both directions belongs to bars only, not to tags of the class `both`."""
+    style = (ROOT / "workflow_scripts/dlscale/report/templates/style.css").read_text()
+    rules = [line for line in style.splitlines() if ".both" in line.partition("{")[0]]
+    assert len(rules) == 3 and all(line.startswith(".track.both") for line in rules)
 
 
 def test_a_diverged_run_does_not_hide_baselines(results: Results) -> None:

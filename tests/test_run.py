@@ -100,6 +100,7 @@ def test_targets(configuration: resolve.Configuration, word: str, name: str) -> 
         ("results/data/cosmo_dmo/manifest.json", "no dataset is called 'cosmo_dmo' (did you mean 'cosmo_demo'?)"),
         ("results/plans/cosmo_demo/baselin/a.json", "no run is called 'baselin' (did you mean 'baseline'?)"),
         ("mine/plan.json", "no target is called 'mine/plan.json'"),
+        (f"{ROOT}/config.yaml", f"a file of settings; write: --configfile {ROOT}/config.yaml"),
     ],
 )
 def test_an_unknown_target_is_refused(configuration: resolve.Configuration, word: str, said: str) -> None:

@@ -15,7 +15,15 @@ from dlscale.extensions.compare.compare import change, relative_to_first
 from dlscale.measure.records import Outside, PairedTiming, Throughput, Trials
 from dlscale.report import sections
 from dlscale.report.collect import rows_of
-from dlscale.report.speedup import MIN_PAIRED_LOG_DIFFERENCE, VAGUE, SpeedUp, SpeedUps, _key, measured_apart
+from dlscale.report.speedup import (
+    DISTURBED,
+    MIN_PAIRED_LOG_DIFFERENCE,
+    VAGUE,
+    SpeedUp,
+    SpeedUps,
+    _key,
+    measured_apart,
+)
 from dlscale.results import PlanResult, read_plan
 from tests.test_report import Page, Results
 
@@ -164,7 +172,29 @@ def test_a_ratio_without_a_meaning_is_not_shown() -> None:
     assert SpeedUp(math.log(0.634), math.log(1000)).words == VAGUE
     assert SpeedUp(math.log(1.02), 0.05).words.startswith("1.02×"), "noise of 5 % is shown with its interval"
     assert SpeedUp(math.log(8), 1.0).words.startswith("8.00×"), "the interval excludes 1"
-    assert not SpeedUp(math.log(2), math.inf).vague, "single trials have no interval"
+    assert not SpeedUp(math.log(2), math.inf).unknown, "single trials have no interval"
+
+
+def test_separate_speeds_of_a_busy_machine_have_no_ratio(results: Results) -> None:
+    """The trials agree, but another program slowed the second run. Paired timing slows both runs alike."""
+    for name, speed in (("first", 100.0), ("second", 50.0)):
+        timed(results, name, speed, None)
+    plan = plan_of(results, "first", "second")
+    first, second = plan.runs
+    assert (quiet := SpeedUps(plan.runs).over(second, first)) and not quiet.noise and quiet.words.startswith("0.500×")
+    plan.runs[1] = disturbed = replace(second)
+    vars(disturbed)["foreign_cpu_fraction"] = vars(disturbed)["foreign_load"] = 0.6  # replaces cached properties
+    for one, other in ((disturbed, first), (first, disturbed)):
+        found = SpeedUps(plan.runs).over(one, other)
+        assert found and found.noise and found.words == DISTURBED and math.isinf(found.error)
+    assert (row := rows_of(plan)[1])["speed_up_noise"] == "yes" and row.get("speed_up_low") is None
+    assert sections.line(plan).startswith("p: fastest run not known; highest rate 100 samples/s, “first”; ")
+    bar = sections.speed(plan)["bars"][1]  # type: ignore[index]
+    assert bar["gain"].unknown == DISTURBED and not bar["fastest"]
+    timed(results, "second", 50, noisy(0.5, spread=0.01, seed=2))
+    plan = plan_of(results, "first", "second")
+    vars(plan.runs[1])["foreign_cpu_fraction"] = 0.6
+    assert (paired := SpeedUps(plan.runs).over(plan.runs[1], plan.runs[0])) and paired.words.startswith("0.500× ±")
 
 
 def test_separate_timing_uses_the_spread_of_trials_and_of_equal_work(results: Results) -> None:
@@ -228,7 +258,10 @@ def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
         timed(results, name, full, None, compute="same")
     plan = plan_of(results, "slow", "fast")
     said = Page(results.report()).text
-    assert "mean of runs that differ only in settings without effect on speed (46.0 to 105), run slow and fast." in said
+    assert (
+        "of runs slow and fast; mean of 46.0 to 105 over runs whose settings differ only where speed is unaffected"
+        in said
+    )
     assert [row["speed_up_noise"] for row in results.collect(results.plans[0])] == ["yes", "yes"]
     assert sections.line(plan).startswith("p: 75.5 samples/s; "), (
         "the mean must be shown, because all runs do the same work"

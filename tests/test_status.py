@@ -279,12 +279,37 @@ def test_waiting_runs_are_one_line_per_plan(results: Path) -> None:
         "the run's own estimate counts; the other jobs were never timed"
     )
     text = status.lines(found, left=left)
-    assert text[0] == f"1 running, 2 waiting; {duration(90)} left, plus {1 + data} jobs never timed here"
+    assert text[0] == f"1 running, 2 waiting; at least {duration(90)} left: {1 + data} jobs never timed here"
     assert [line.split("  ")[0] for line in text[1:4]] == ["", "run", "p.b"]
     assert text[4:] == ["", "waiting: d (1 data)", "waiting: p (1 train)"]
     timed(results, a=7.5)
     assert status.left_of(asked, found) == cost.Expected(97.5, untimed=data), "the time of an earlier run must count"
     assert status.left_of(asked, [replace(row, state="done") for row in found]) == cost.Expected()
+
+
+def test_the_totals_are_those_of_the_table(results: Path) -> None:
+    """A finished dataset has a row in the table, because the totals count this dataset."""
+    rows_ = [status.Row("data d", "data", "done"), status.Row("p.a", "train", "done")]
+    text = status.lines(rows_)
+    assert text[0] == "2 done" and [line.split()[:2] for line in text[3:]] == [["data", "d"], ["p.a", "train"]]
+
+
+def test_jobs_that_failed_alike_share_a_line(tmp_path: Path) -> None:
+    """Both parts of a dataset fail with one message; a message that names its log names the log once."""
+    logs = [tmp_path / name for name in ("train.log", "valid.log", "a.log", "old.log")]
+    for log in logs[:2]:
+        log.write_text("dlscale preprocess: a.npz: no array x\n")
+    logs[2].write_text(f"dlscale train: a defect of dlscale: KeyError; see the traceback in the log {logs[2]}\n")
+    logs[3].write_text("dlscale train: old\n")
+    os.utime(logs[3], (1, 1))
+    parts = [("preprocess", {"dataset": "d", "split": name, "part": name}) for name in ("train", "valid")]
+    runs = [("train", {"plan": "p", "run": name}) for name in ("a", "b")]
+    jobs = [(*job, str(log)) for job, log in zip(parts + runs, logs, strict=True)]
+    assert status.describe_failures(jobs, 1000.0) == [
+        f"FAILED data d (preprocess): a.npz: no array x; log: {logs[0]}, {logs[1]}",
+        f"FAILED p.a (train): a defect of dlscale: KeyError; see the traceback in the log {logs[2]}",
+        "FAILED p.b (train): it did not start; the reason is in the lines above",
+    ]
 
 
 def test_datasets_in_preparation_are_listed(results: Path) -> None:

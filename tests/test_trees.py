@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from dlscale.core.errors import UserError
 from dlscale.data import samples as data_samples
 from dlscale.data.loaders.base import Share, open_loader, read_batch
 from dlscale.extensions.memory.prediction import fake_batch, predict
-from dlscale.extensions.scaffold import new_study
+from dlscale.extensions.scaffold import new_study, study_tests
 from dlscale.extensions.scaffold.study_tests import tiny_session
 from dlscale.measure.roofline import counted
 from dlscale.parallel.world import World
@@ -311,3 +312,22 @@ def test_the_guide_makes_a_study_with_dicts(tmp_path: Path) -> None:
     samples = [({"curve": torch.rand(9), "length": torch.tensor(length)}, torch.rand(())) for length in (3, 5)]
     x, y = made["collate"](None, samples)
     assert x["curve"].shape == (2, 5) and y.shape == (2,)
+
+
+def test_the_order_of_described_metrics_is_free() -> None:
+    """A study's test compares the names of the metrics; a difference is one message with both lists."""
+    x = y = torch.zeros(2)
+    for names, passes in ((["b", "a"], True), (["a"], False)):
+        metrics = SimpleNamespace(
+            described=[SimpleNamespace(name=name) for name in names],
+            per_sample=lambda *_: {"a": x, "b": x},
+            naive=lambda *_: {},
+            summarise=lambda found: found,
+        )
+        its = {"study": SimpleNamespace(metrics=lambda *_, metrics=metrics: metrics), "run": None, "manifest": None}
+        session: Any = SimpleNamespace(**its, step=SimpleNamespace(predict=lambda x: x))
+        if passes:
+            study_tests.test_the_metrics_are_described(session, (x, y))
+        else:
+            with pytest.raises(AssertionError, match=r"`described` must list exactly \['a', 'b'\], but lists \['a'\]"):
+                study_tests.test_the_metrics_are_described(session, (x, y))

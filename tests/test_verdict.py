@@ -347,7 +347,10 @@ def test_pauses_are_described_by_what_was_seen(
 def test_a_leak_is_not_hidden_by_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy for a leak, whose cost is unknown, precedes the remedy for the most expensive cause."""
     costly = Finding("launches", "tiny steps", "", "Use a larger batch.", 0.5)
-    for cause, share, todo in (("leak", None, "Mend it. Use a larger batch."), ("breaks", None, "Use a larger batch.")):
+    for cause, share, todo in (
+        ("leak", None, "Mend it. Then: Use a larger batch."),
+        ("breaks", None, "Use a larger batch."),
+    ):
         found = [costly, Finding(cause, "", "", "Mend it.", share)]
         monkeypatch.setattr("dlscale.report.verdict.findings", lambda evidence, found=found: found)
         assert verdict(Evidence(SETTINGS, measured())).todo == todo
@@ -372,6 +375,15 @@ def test_trials_that_differ_too_much_give_no_limit() -> None:
     assert "varies by 50" in found.why and found.what == UNKNOWN
 
 
+def test_a_noisy_training_is_not_blamed_on_competition() -> None:
+    """Loading and computing take turns at 3,728 samples/s. Training reaches 3,104 ± 800, so the difference is noise."""
+    for std, said in ((10.0, "compete for the same cores"), (500.0, "within noise")):
+        full = trials(3104, std=std)
+        found = bound(measured(23359, 4436, 3104).model_copy(update={"full": full}))
+        assert found and found.what == "computation" and said in found.why and "Taking turns" not in found.why
+        assert ("compete" in found.why) is (std == 10.0)
+
+
 def test_a_neighbour_does_not_hide_other_causes() -> None:
     """Loading alternates with computing and takes 27 % of the time; a neighbour does not hide this cause."""
     measured_ = measured(270, 100, 73, usage(1.0, 2.0))
@@ -388,7 +400,7 @@ def test_a_neighbour_does_not_hide_other_causes() -> None:
     [
         ((1000.0, 686.0, 714.0), "Training reaches 714 samples/s, the rate of computing within noise."),
         ((100.0, 1000.0, 104.0), "Training reaches 104 samples/s, the rate of loading within noise."),
-        ((1000.0, 100.0, 100.0), "Training reaches 100 % of the slower rate."),
+        ((1000.0, 100.0, 100.0), "Training reaches 100 % of computing alone, the slower of the two."),
     ],
 )
 def test_full_above_the_slower_part_is_noise(rates: tuple[float, float, float], reached: str) -> None:
@@ -415,12 +427,12 @@ def test_the_bytes_of_a_compiled_step_are_unknown() -> None:
 
 def test_suggestions_are_settings_that_the_run_does_not_use() -> None:
     assert verdict(Evidence(SETTINGS, measured())).todo.startswith(
-        "precision: bf16; then compile: {mode: default}, optimizer: {fused: true}, cuda_graph: true"
+        "`precision: bf16`; after that `compile: {mode: default}`, `optimizer: {fused: true}`, `cuda_graph: true`."
     )
     top = {"precision": "bf16", "compile": {"mode": "default"}, "optimizer": {"fused": True}, "cuda_graph": True}
     assert verdict(Evidence({**SETTINGS, **top}, measured())).todo.startswith("No further setting is suggested.")
     refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
-    assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "precision: bf16."
+    assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "`precision: bf16`."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
     assert loading.todo == (
         "loader: {kind: direct} loads fields on grids, rows and images with far less work than the loader in use."

@@ -94,7 +94,7 @@ def test_a_line_for_each_reason() -> None:
         "q.a (train): epochs 2 → 3",
         "report (report): never made",
         "and jobs that depend on these: collect, report_plan (2 jobs)",
-        "replaces the results of p.a, p.b, q.a (train, throughput); to keep them: define a new run (from: p.a)",
+        "replaces the results of p.a, p.b, q.a (train, throughput); to keep them, define a new run (`from: p.a`)",
     ]
     assert format_reasons(jobs, TABLES.get) == in_order
     assert format_reasons(reversed(jobs), TABLES.get) == in_order, "the order of Snakemake's jobs must not matter"
@@ -129,7 +129,7 @@ def test_deleted_results_that_no_job_needs_are_reported(tmp_path: Path) -> None:
 def test_runs_with_replaced_results_are_named() -> None:
     """The last line names the runs whose results would be replaced by results of other settings."""
     one, other = stage({"lr": 1}), stage({"lr": 2})
-    line = "replaces the results of p.r (train); to keep them: define a new run (from: p.r)"
+    line = "replaces the results of p.r (train); to keep them, define a new run (`from: p.r`)"
     assert format_reasons([job(one, other)], TABLES.get) == ["p.r (train): lr 1 → 2", line]
     several = [job(one, other), job(one, other, "throughput", wildcards={"plan": "p", "run": "a"})]
     assert replaced(several).startswith("replaces the results of p.a, p.r (train, throughput); ")
@@ -146,5 +146,5 @@ def test_runs_with_replaced_results_are_named() -> None:
     # The run is on another dataset, which this call makes or an earlier call made.
     for of_other_data in (job(follows=True), job(newer=["data/manifest.json"])):
         assert format_reasons([of_other_data], TABLES.get)[-1] == line.replace(
-            "define a new run", "define a new run, on a new dataset"
+            "define a new run", "give the changed dataset a new name, and use it in a new run"
         )

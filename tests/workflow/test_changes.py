@@ -597,7 +597,7 @@ def test_jobs_of_the_dry_run_are_executed(clone: Tree) -> None:
     done = clone.snakemake("--cores", "2", "--", *TARGETS)
     assert done.status == 0, done.output
     assert done.names == planned == sorted([*timed("years")])
-    assert "replaces the results of era5.vit (throughput); to keep them: " in done.output
+    assert "replaces the results of era5.vit (throughput); to keep them, define a new run" in done.output
     measured = json.loads((clone.results / "plans/era5/vit/throughput.json").read_text())
     assert len(measured["FULL"]["trial_throughput"]) == 1
     assert clone.planned().names == []

@@ -186,4 +186,4 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     shutil.rmtree(tmp_path / "train")
     gone = tree.planned(targets=["data_photos"])
     assert gone.names == []
-    assert "train: no such file or folder; the dataset made from this file is kept" in gone.output
+    assert "train: no such file or folder; using the dataset that was made from it" in gone.output

@@ -31,18 +31,18 @@ def reasons(tree: Tree) -> list[str]:
 @pytest.mark.slow
 def test_changed_settings_and_sources_are_named(clone: Tree) -> None:
     """Changed settings are named by key, changed sources by file; deleted results and results never made are listed."""
-    kept = r"; to keep them: define a new run{} \(from: era5\.vit\)"
+    kept = r"; to keep them, {} \(`from: era5\.vit`\)"
     model = f"{PACKAGE}/extensions/era5_vit/model.py"
     for edit, lines in (
         (
             configure("plans.era5.settings.training.epochs", 3),
             r"era5\.vit \(train\): training\.epochs \d+ → 3\nand jobs that depend on these: collect, report_plan\n"
-            rf"replaces the results of era5\.vit \(train\){kept.format('')}",
+            rf"replaces the results of era5\.vit \(train\){kept.format('define a new run')}",
         ),
         (
             configure("datasets.years.source.days", 4),
             r"(.+\n)+replaces the results of era5\.vit \(train, throughput\)"
-            rf"{kept.format(', on a new dataset')}",
+            rf"{kept.format('give the changed dataset a new name, and use it in a new run')}",
         ),
         (append(model), r"era5\.vit \(train, throughput\): extensions/era5_vit/model\.py changed\n.+"),
         (append(model, "\n# A comment.\n"), ""),
@@ -110,7 +110,7 @@ def test_dlscale_run_passes_arguments_to_snakemake(make_tree: Callable[..., Tree
     # Ignore the line about the profile and the free space, because other programs change the free space.
     free = re.compile(r"^Using .*\n|space: \S+ .?B of", re.MULTILINE)
     assert free.sub("", typed.stderr) == free.sub("", told.stderr) and typed.stdout == told.stdout
-    assert why(typed.stderr)[0].startswith("data years (") and typed.stderr.endswith("the time is not known\n")
+    assert why(typed.stderr)[0].startswith("data years (") and typed.stderr.endswith("because none has run here\n")
     assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
 
 
@@ -122,7 +122,7 @@ def test_the_terminal_shows_progress_and_messages(make_tree: Callable[..., Tree]
     done = tree.shell(run)
     assert done.returncode == 0 and done.stdout == "", done
     lines = done.stderr.splitlines()
-    assert any(re.match(r"\d+\s% after .*; 6 jobs never timed here; \d+ of 6 jobs", line) for line in lines)
+    assert any(re.match(r"\d+\s% after .*: 6 jobs never timed here; \d+ of 6 jobs", line) for line in lines)
     assert lines[-1] == f"Preview: {tree.results}/data/waves/preview.png"
     assert not any(word in done.stderr for word in ("Job stats", "Finished jobid", "Select jobs", "Building DAG"))
     (log,) = (tree.path / ".snakemake/log").iterdir()

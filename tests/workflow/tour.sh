@@ -50,7 +50,7 @@ plans:
 YAML
 ends 0 dlscale run -n "${mine[@]}"
 says 'Why:'
-says 'never timed here'
+says 'none has run here'
 says 'data small (preprocess, assemble, describe, preview): never made'
 says 'first.{faster, reference} (train, throughput): never made'
 ends 0 snakemake "${mine[@]}"

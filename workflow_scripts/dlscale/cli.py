@@ -275,9 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc(file=sys.stderr)
         if mistake := registry.mistake(error):
             return _fail(terminal, name, USER_ERROR, mistake)
-        outside = "".join(f"{study.file} or of " for study in registry.added().values())
+        outside = "".join(f"the study {name} or of " for name in registry.added())
         where = f"; see the traceback in the log {args.log}" if args.log else ""
-        what = redact(f"{type(error).__name__}: {error}")
+        what = redact(f"{type(error).__name__}: {error}") + (
+            ". A network's `forward` gets one argument: a tensor, a tuple or a dict" * (".forward() " in str(error))
+        )
         return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}{where}")
 
 

@@ -95,8 +95,8 @@ class RunResult:
 
     @property
     def called(self) -> str:
-        """Name of the run in commands, followed by its label."""
-        return self.name if self.label == self.name else f"{self.name} · {self.label}"
+        """Name of the run in commands, followed by its label unless the label begins with the name."""
+        return self.label if self.label.partition(" (= ")[0] == self.name else f"{self.name} · {self.label}"
 
     @property
     def last(self) -> Epoch | None:

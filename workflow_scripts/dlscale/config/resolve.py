@@ -95,7 +95,7 @@ class Configuration:
     def label(self, plan: str, run: str) -> str:
         resolved = self.plans[plan][run]
         if "use" in (self.workflow.plans[plan].runs.get(run) or {}):
-            return f"{run} ({resolved.plan}.{resolved.name})"
+            return f"{run} (= {resolved.plan}.{resolved.name})"
         return resolved.run.label or run
 
 
@@ -211,7 +211,10 @@ def _check_references(workflow: Workflow, files: Mapping[str, StudyFile]) -> Non
     if wrong := [name for name in workflow.studies if name not in files]:
         raise UserError(f"configuration: studies: {unknown('study', wrong[0], files)}; or give the path of its file")
     if wrong := [name for name in workflow.targets if name not in workflow.plans]:
-        raise UserError(f"configuration: targets: {unknown('plan', wrong[0], workflow.plans)}")
+        raise UserError(
+            f"configuration: targets: {unknown('plan', wrong[0], workflow.plans)}"
+            + f"; to make a dataset: dlscale run {wrong[0]}" * wrong[0].startswith("data_")
+        )
     for name, dataset in workflow.datasets.items():
         kind = registry.kind(dataset.kind)
         parts = Counter(part.label for part in ([] if kind.prepared(dataset) else kind.parts(dataset)))
@@ -490,7 +493,10 @@ class _Resolver:
     def _collect(self, plan_name: str, name: str) -> tuple[RunKey, list[Layer]]:
         plan, here = self.workflow.plans[plan_name], f"plans.{plan_name}"
         if plan.study not in self.files:
-            raise UserError(f"configuration: {here}.study: {unknown('study', plan.study, self.files)}")
+            raise UserError(
+                f"configuration: {here}.study: {unknown('study', plan.study, self.files)}; add `studies: "
+                f"{{{plan.study}: PATH}}`, or name the file with this entry in a further --configfile"
+            )
         written = [(f"{here}.{key}", self._settings(f"{here}.{key}", settings)) for key, settings in plan.parts(name)]
         own = [(where, {key: value for key, value in part.items() if key != "needs"}) for where, part in written]
         where, last = own[-1]

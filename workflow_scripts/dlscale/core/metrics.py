@@ -26,7 +26,7 @@ class Metric(Record):
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Key of the best baseline's value in `Epoch.metrics`; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
-    rival: str = ""  #: Baseline without learning whose error this metric is; empty for a metric of the model.
+    rival: str = ""  #: Name of the baseline, if this metric is the error of a baseline that no metric names in `naive`.
     derived: bool = (
         False  #: Whether the metric is computed from other metrics, as a skill is; pages show those metrics instead.
     )

@@ -84,7 +84,10 @@ class Strict(BaseModel):
                 raise PydanticCustomError(
                     "unknown_key",
                     "unknown key '{key}'{nearest}; valid keys: {keys}",
-                    {"key": str(key), "nearest": nearest(key, known), "keys": ", ".join(known)},
+                    {
+                        **{"key": str(key), "nearest": nearest(key, known), "keys": ", ".join(known)},
+                        "paths": {(), *key_paths(cls)},
+                    },
                 )
         return data
 

@@ -214,7 +214,7 @@ def _elsewhere(kind: Any, keys: tuple[int | str, ...], item: Any, prefix: Sequen
     # For each key: distance from `here` in the tree (up to a constant), path, length of the prefix shared with `here`.
     every = [(len(path) - 2 * same, path, same) for path in set(key_paths(kind)) for same in [_shared(path, here)]]
     # Skip keys of other members of a union, because these keys are not valid in this section.
-    every = [each for each in sorted(every) if each[2] < len(here) or {*each[1][len(here) :][:1]} <= {*valid}]
+    every = [each for each in sorted(every) if each[2] < len(here) or each[1][len(here) :] in item["ctx"]["paths"]]
     named = [each for each in every if each[1][-1] == key]
     near = [each for each in named if each[0] == named[0][0]]
     if not 1 <= len(near) <= 3:  # a suggestion is useless if many sections have the key, such as `kind`

@@ -83,8 +83,8 @@ def unit(text: str | None) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a whole number of per cent."""
-    return f"{100 * share:.0f}{_SPACE}%".replace("-", "−")
+    """Return a fraction as a whole number of per cent, or with one digit below 0.5 %."""
+    return f"{number(100 * share, 1) if abs(share) < 0.005 else f'{100 * share:.0f}'}{_SPACE}%".replace("-", "−")
 
 
 def duration(seconds: float | None) -> str:

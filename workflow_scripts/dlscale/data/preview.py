@@ -16,6 +16,7 @@ from dlscale.data.manifest import FieldInfo, Manifest
 from dlscale.data.store import Reader
 
 STRIP = 4  # images along each edge of the mosaic
+MIN_EDGE = 5  # shortest edge of an image in the mosaic, and shortest curve that is drawn
 BARS = 30_000  # largest number of classes with a bar each, because labels may be counts up to millions
 
 
@@ -54,15 +55,20 @@ def main(args: argparse.Namespace) -> None:
             band, column = divmod(number, columns)
             if panel.values.ndim > 1:
                 top = figure.add_subplot(grid[2 * band, column])
-                image = top.imshow(panel.values, cmap="viridis")
+                image = top.imshow(
+                    panel.values,
+                    cmap="viridis",
+                    aspect="equal" if 0.25 <= panel.values.shape[0] / panel.values.shape[1] <= 4 else "auto",
+                )
                 top.set(title=panel.title, xlabel=panel.labels[0], ylabel=panel.labels[1])
                 if panel.values.ndim == 2:
                     figure.colorbar(image, ax=top, label=panel.unit, shrink=0.8)
-            bottom = figure.add_subplot(grid[2 * band + 1, column])
+            # Without a picture, the histogram takes the height of both.
+            bottom = figure.add_subplot(grid[2 * band + (panel.values.ndim > 1) : 2 * band + 2, column])
             several = panel.classes is not None and panel.classes <= BARS
             bins: Any = np.arange((panel.classes or 0) + 1) - 0.5 if several else 60
             bottom.hist(panel.values.ravel(), bins=bins)
-            bottom.set(xlabel=f"{panel.title} ({panel.unit})", ylabel="points" if panel.values.ndim > 1 else "rows")
+            bottom.set(xlabel=f"{panel.title} ({panel.unit})", ylabel="values")
         figure.suptitle(f"{manifest.folder.name}: first training file", fontsize=10)
         save_png(figure, Path(args.out), dpi=90)
 
@@ -94,8 +100,14 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
             values = values[:, None]
         for index, (channel, unit) in enumerate(zip(info.channels, info.units, strict=True)):
             of_channel = values[:, index]
-            shown = mosaic(of_channel) if len(info.grid) == 2 else of_channel.ravel()
-            yield Panel(channel, unit, shown, classes=info.classes)
+            shown, labels = (
+                (mosaic(of_channel), ("", ""))
+                if len(info.grid) == 2 and min(info.grid) >= MIN_EDGE
+                else (of_channel.reshape(rows, -1)[:64], ("position in the row", "row"))
+                if int(np.prod(info.grid)) >= MIN_EDGE
+                else (of_channel.ravel(), ("", ""))
+            )
+            yield Panel(channel, unit, shown, labels, info.classes)
 
 
 def mosaic(images: np.ndarray) -> np.ndarray:

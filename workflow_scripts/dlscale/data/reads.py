@@ -71,7 +71,7 @@ class _Guard:
                 self.refused = UserError(
                     f"{os.fsdecode(path)}: opened by the study's own code, but not named in `parts`, so changes of "
                     "this file would be ignored; let `parts` return a `RawFile` for the file, and open the file by its "
-                    "path in `paths`; or use kind `starter` with `source: {kind: arrays}` (docs/adding.md)"
+                    "path in `paths`; or use kind `starter`, for one input array and one target array (docs/adding.md)"
                 )
                 raise self.refused
 

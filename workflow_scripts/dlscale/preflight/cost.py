@@ -520,7 +520,7 @@ def outlook(rows: Sequence[Row], jobs: int, here: Expected | None, targets: int 
     what = many(jobs, "job") + f" and {many(targets, 'target')}" * bool(targets)  # Snakemake's total counts both
     if here is not None:
         if here.untimed >= jobs:
-            return f"{what}, never timed here: the time is not known"
+            return f"{what}; duration unknown, because none has run here"
         return "; ".join(filter(None, [what, f"{here} until the end", here.note]))
     costs = [
         f"{nodes}{': ' * bool(nodes)}{_hours(charged, 'node_hours')} node-hours "

@@ -13,8 +13,9 @@ from typing import Literal
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
+from dlscale.core.files import read_json
 from dlscale.core.paths import Results
-from dlscale.core.settings import read_yaml
+from dlscale.core.settings import flat
 from dlscale.core.text import duration, size
 from dlscale.data import parts
 from dlscale.data.kind import DatasetKind
@@ -47,38 +48,41 @@ class Finding:
 
 def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | None:
     """Check a dataset's raw files, if they are still needed or watched for changes; return None without a problem."""
-    paths, kind = Results(results), parts.kind_of(dataset)
-    made, recorded = Path(paths.manifest(name)).exists(), Path(paths.dataset_settings(name))
+    manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
+    made, settings = manifest.is_file(), dataset.model_dump(mode="json")
     read_once = made and kind.acquirer(dataset) is not None
     watched = type(kind).look is not DatasetKind.look
     try:
         if (read_once and not watched) or not (trouble := _trouble(dataset)):
             return None
-    except UserError as error:  # the settings do not yield file names
+        origin = read_json(manifest).get("provenance", {}) if made else {}
+    except UserError as error:  # the settings do not yield file names, or the manifest is damaged
         return Finding(f"data {name}", "FAIL", str(error))
-    source = read_yaml(recorded).get("source") if made and recorded.exists() else None
-    of_these = source == dataset.model_dump(mode="json")["source"] and not kind.prepared(dataset)
-    if read_once or (made and of_these):
-        text = f"{trouble}; the dataset made from this file is kept"
-        return Finding(f"data {name}", "warn", text, "put the file back, unless you removed it on purpose")
-    named = Path(trouble.partition(": ")[0]).name in str(dataset.model_dump(mode="json")["source"])
-    place = f"datasets.{name}.source" if named else f"the path in `parts` of the dataset kind {dataset.kind}"
-    return Finding(f"data {name}", "FAIL", trouble, f"put the file there, or correct {place}")
+    path, problem = trouble
+    if (
+        origin.get("settings", {}).get("source") == settings["source"]
+        if read_once
+        else path in origin.get("raws", {}) and not kind.prepared(dataset)
+    ):
+        return Finding(f"data {name}", "warn", f"{path}: {problem}; using the dataset that was made from it")
+    keys = [key for key, value in flat(settings).items() if "kind" not in key and Path(path).name in str(value)]
+    where = f"datasets.{name}.{keys[0]}" if keys else f"the path in `parts` of the dataset kind {dataset.kind}"
+    return Finding(f"data {name}", "FAIL", f"{path}: {problem}", f"put the file there, or correct {where}")
 
 
-def _trouble(dataset: DatasetSettings) -> str | None:
-    """Return a message on the first local raw file that cannot be read; None if all files can be read."""
+def _trouble(dataset: DatasetSettings) -> tuple[str, str] | None:
+    """Return the first local raw file that cannot be read, and the problem; None if all files can be read."""
     kind = parts.kind_of(dataset)
     files = kind.prepared_files(dataset) if kind.prepared(dataset) else kind.origins(dataset)
     for raw in parts.raws(dataset).values():
         if not parts.acquired(dataset, raw) and os.access(raw.origin, os.F_OK) and Path(raw.origin).is_dir():
-            return f"{raw.origin}: a folder; expected a file. Name the files in the folder"
-    for path in [Path(file) for file in files if "://" not in file]:
+            return raw.origin, "a folder; expected a file. Name the files in the folder"
+    for file, path in [(file, Path(file)) for file in files if "://" not in file]:
         if not os.access(path, os.F_OK):
             allowed = os.access(path.parent, os.X_OK)
-            return f"{path}: no such file or folder{'' if allowed else ', or no permission to look for it'}"
+            return file, f"no such file or folder{'' if allowed else ', or no permission to look for it'}"
         if not os.access(path, os.R_OK) or (path.is_file() and path.stat().st_size == 0):
-            return f"{path}: empty, or no permission to read it"
+            return file, "empty, or no permission to read it"
     return None
 
 

@@ -165,7 +165,11 @@ def typed_target(word: str, configuration: Configuration) -> Target:
     if run in configuration.plans.get(plan, {}):
         raise UserError(f"{word}: this is a run; only its plan can be a target. Run the plan: dlscale run {plan}")
     names = [*configuration.plans, "all", "image", *(f"data_{name}" for name in configuration.workflow.datasets)]
-    raise UserError(f"{word}: {unknown('target', word, names)}")
+    raise UserError(
+        f"{word}: a file of settings; write: --configfile {word}"
+        if word.endswith(ENDS) and Path(word).is_file()
+        else f"{word}: {unknown('target', word, names)}"
+    )
 
 
 def _check(word: str, what: str, name: str, configuration: Configuration) -> None:

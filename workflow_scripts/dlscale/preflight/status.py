@@ -170,15 +170,21 @@ def failure(log: Path, stage: str) -> str | None:
     return None if (word := last_word(log, stage)) == INTERRUPTED else word
 
 
-def describe_failure(rule: str, wildcards: Mapping[str, str], log: str, since: float) -> str:
-    """Return a line on a failed job of a call that began at `since` (seconds since 1970-01-01 UTC)."""
-    name = "".join(job_name(rule, wildcards))
-    stage, file = stage_of(rule), Path(log)
-    name += f" ({stage})" if name != rule else ""
-    if not written_since(file, since):  # an earlier call wrote the log
-        return f"FAILED {name}: it did not start; the reason is in the lines above"
-    word = last_word(file, stage) or "it ended without a message, as a killed process does"
-    return f"FAILED {name}: {word}; log: {log}"
+def describe_failures(jobs: Iterable[tuple[str, Mapping[str, str], str]], since: float) -> list[str]:
+    """Return a line for each failure of a call that began at `since` (seconds since 1970-01-01 UTC).
+
+    `jobs` has rule, wildcards and log of each failed job. Jobs with the same message share a line.
+    """
+    logs = dict[str, list[str]]()
+    for rule, wildcards, log in jobs:
+        stage, name = stage_of(rule), "".join(job_name(rule, wildcards))
+        name += f" ({stage})" if name != rule else ""
+        if started := written_since(Path(log), since):
+            word = last_word(Path(log), stage) or "it ended without a message, as a killed process does"
+        else:  # an earlier call wrote the log
+            word = "it did not start; the reason is in the lines above"
+        logs.setdefault(f"FAILED {name}: {word}", []).extend([log] * (started and log not in word))
+    return sorted(line + f"; log: {', '.join(its)}" * bool(its) for line, its in logs.items())
 
 
 # ---- output ------------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
         if row.state == "waiting":
             plan, run = row.name.removeprefix("data "), "data" if row.of_data else row.stage
             waiting.setdefault(plan.partition(".")[0], Counter())[run] += 1
-        elif row.state != "done" or not row.of_data:
+        else:
             values = doing.values if doing else {}
             loss = values.get("loss", epoch.train_loss if epoch else None)
             rate = values.get(SAMPLE_RATE, row.speed)
@@ -260,8 +266,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 def left_words(left: cost.Expected) -> list[str]:
     """Return the remaining time in words, with the number of jobs that this time does not include."""
-    known = f"{duration(left.seconds)} left, plus " if left.untimed else f"{left} left"
-    return [words] if (words := (known if left.seconds else "") + left.note) else []
+    known = f"{left} left" if left.seconds else "time left unknown" * bool(left.untimed)
+    return [known + f": {left.note}" * bool(left.note)] if known else []
 
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> cost.Expected:

@@ -181,7 +181,8 @@ def bound(throughput: Throughput | None) -> Bound | None:
     share = full / slower.mean
     serial = 1 / (1 / io + 1 / synthetic)  # the rate if loading and computing take turns
     loading = None
-    reaches = f"{percent(share)} of the slower rate"
+    slower_part = "loading" if slower is modes[0] else "computing"
+    reaches = f"{percent(share)} of {slower_part} alone, the slower of the two"
     deviation = max(each.std / each.mean for each in modes)
     if deviation > MAX_DEVIATION:
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s"
@@ -192,18 +193,20 @@ def bound(throughput: Throughput | None) -> Bound | None:
         what, key, reaches = (
             UNKNOWN,
             "both",
-            f"{number(full)} samples/s, which exceeds the slower rate by more than noise",
+            f"{number(full)} samples/s, which exceeds {slower_part} alone by more than noise",
         )
         advice = (
             "Training cannot be faster than the slower of loading and computing, so all three rates are unreliable. "
             "Measure again on an idle machine."
         )
     elif share > 1:
-        reaches = (
-            f"{number(full)} samples/s, the rate of {'loading' if slower is modes[0] else 'computing'} within noise"
-        )
+        reaches = f"{number(full)} samples/s, the rate of {slower_part} within noise"
     elif share < 0.8 and full < 0.9 * serial:
-        advice = "Loading and computing compete for the same cores or memory. Taking turns would be faster."
+        advice = "Training is slower than loading and computing one after the other would be" + (
+            ", but within noise."
+            if full * (1 + spread(modes[2])) >= serial
+            else ": both may compete for the same cores or memory."
+        )
     elif share < 0.9 and 0.9 * serial <= full <= 1.1 * serial < 0.99 * slower.mean:
         loading = serial / io
         what, key = "missing overlap", "both"

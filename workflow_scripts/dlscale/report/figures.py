@@ -220,7 +220,11 @@ def lines(
     positive = bool(values) and min(values) > 0
     wide = positive and max(values) > 10 * min(values)
     logarithmic = positive and (wide if logarithmic is None else logarithmic)
-    first_x, first_y = next(iter(x.items())), next(iter(y.items()))
+    # A title of several lines fits next to the axis, which is short above a long legend.
+    first_x, first_y = (
+        next(iter(x.items())),
+        next((key, re.sub("(.{12,24}) ", r"\1\n", title).split("\n")) for key, title in y.items()),
+    )
     pair = {"field": by, "type": "nominal"}
     shown = {by: by, "what": "what", "settings": "settings", **x, **y, "low": "from", "high": "to"}
     there = {*(key for row in kept for key in row), *(["settings"] if facts else [])}

@@ -48,7 +48,7 @@ from dlscale.report.figures import (
     some,
     table,
 )
-from dlscale.report.speedup import VAGUE, Group, SpeedUp, SpeedUps
+from dlscale.report.speedup import Group, SpeedUp, SpeedUps
 from dlscale.report.verdict import disturbance, judge_run
 from dlscale.results import (
     UNKNOWN,
@@ -148,11 +148,11 @@ def lead(card: View) -> str:
     elif found and not found["known"]:
         said.append("The fastest run is not known, because other programs or jobs disturbed the measurement.")
     elif found and found["gain"]:
-        said.append(f"“{found['fastest']}” trains {found['gain'].words} as fast as “{found['first']}”.")
+        said.append(f"{found['quoted']}: {found['gain'].words} as fast as “{found['first']}”.")
     elif found and found["of"] > 1:
         said.append(f"No run trains significantly faster than “{found['first']}”.")
     elif found:
-        said.append(f"“{found['fastest']}” trains at {text.number(found['speed'])} {found['unit']}.")
+        said.append(f"{found['quoted']}: {text.number(found['speed'])} {found['unit']}.")
     if bound and bound["bound"]:
         said.append(f"The limit is {bound['bound'].what}.")
     if bound and bound["todo"]:
@@ -197,11 +197,11 @@ def line(plan: PlanResult) -> str:
         if found["efficiency"]:
             told = f"{text.number(found['efficiency']['speed'])} {found['unit']}, {scaling.glance(plan)}"
         elif not found["known"]:
-            told += f" with “{found['fastest']}”, but the fastest run is {UNKNOWN}"
+            told = f"fastest run {UNKNOWN}; highest rate {told}, {found['quoted']}"
         elif found["gain"]:
-            told += f" with “{found['fastest']}”, {found['gain'].words} as fast as “{found['first']}”"
+            told += f" with {found['quoted']}, {found['gain'].words} as fast as “{found['first']}”"
         elif several and not found["alone"]:
-            told += f" with “{found['fastest']}”, no significant speed-up of other runs"
+            told += f" with {found['quoted']}, no significant speed-up of other runs"
         said.append(told)
     if found := quality(plan):
         lead = found["lead"]
@@ -219,12 +219,20 @@ def line(plan: PlanResult) -> str:
     return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 
-def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group]] | None:
-    """Return the fastest group of runs, the groups equally fast within noise, and all groups; None without speeds."""
+def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] | None:
+    """Return the fastest group of runs, the groups equally fast within noise, all groups, and whether this is known.
+
+    Return None without speeds.
+    """
     measured = [run for run in plan.runs if run.speed and run.averages] or [run for run in plan.runs if run.speed]
     speeds = SpeedUps(plan.runs)
     groups = [group for group in speeds.groups if group.runs[0] in measured]
-    return (*speeds.fastest(groups), groups) if groups else None
+    if not groups:
+        return None
+    # If other programs disturbed a measurement, the first group is the group with the highest rate.
+    known = len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
+    best, like = speeds.fastest(groups) if known else (max(groups, key=lambda group: group.speed), [])
+    return best, like, groups, known
 
 
 def speed(plan: PlanResult) -> View | None:
@@ -235,11 +243,11 @@ def speed(plan: PlanResult) -> View | None:
     """
     if (found := _fastest(plan)) is None:
         return None
-    (fastest, like, groups), first = found, SpeedUps(plan.runs).first
+    (fastest, like, groups, known), first = found, SpeedUps(plan.runs).first
     rates = [run.speed or 0.0 for run in fastest.runs]
-    known = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
+    figures = published.series(plan.record.published, plan.name, [run.name for run in plan.runs])
     # Figures published for another size, such as a demo's full-size model, appear only in the table of all runs.
-    figures = {run: figure for run, figure in known.items() if f"{plan.name}.{run}" in figure.runs}
+    figures = {run: figure for run, figure in figures.items() if f"{plan.name}.{run}" in figure.runs}
     # Prefer ratios from paired timing: quotients of the separately measured speeds may contradict these ratios.
     base = first.speed or fastest.speed
     ratios = {id(group): group.gain.ratio if group.gain else group.speed / base for group in groups}
@@ -251,12 +259,13 @@ def speed(plan: PlanResult) -> View | None:
         "unit": first.unit,
         "what": "loading and computing together" if fastest.runs[0].throughput else "median over epochs",
         "fastest": _label(fastest),
+        "quoted": f"“{_label(fastest, '” and “')}”",
         "alone": len(groups) == 1,
         "speed": fastest.speed,
         "range": (min(rates), max(rates)) if len(rates) > 1 else None,
         "turns": any(group.gain and run.throughput and run.throughput.beside for group in groups for run in group.runs),
         "gain": fastest.gain,
-        "known": len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs),
+        "known": known,
         "efficiency": _efficiency(plan),
         "like": [_label(group) for group in like],
         "first": next((_label(group) for group in groups if first in group.runs), first.called),
@@ -268,7 +277,7 @@ def speed(plan: PlanResult) -> View | None:
                 "share": ratios[id(group)] / greatest,
                 "ratio": ratios[id(group)],
                 "gain": group.gain,
-                "fastest": group is fastest,
+                "fastest": group is fastest and known,
                 "published": published.quoted(figures, group.runs[0].name),
             }
             for group in shown
@@ -286,11 +295,11 @@ def _efficiency(plan: PlanResult) -> View | None:
     return {**own, "run": found.point.run.called, "speed": found.point.run.speed}
 
 
-def _label(group: Group) -> str:
+def _label(group: Group, joint: str = " and ") -> str:
     if len(group.runs) == 1:
         return group.runs[0].called
     labels = list(dict.fromkeys(map(without_seed, group.runs)))
-    return " and ".join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} equal runs"
+    return joint.join(labels) if len(labels) <= 2 else f"{labels[0]} and {len(labels) - 1} equal runs"
 
 
 def fastest_bound(plan: PlanResult, call: str) -> View | None:
@@ -497,9 +506,11 @@ def _per_sample(run: RunResult, row: Row, name: str) -> str:
 
 
 def _gain(found: SpeedUp | None) -> Cell:
-    if found and found.vague:
-        return Cell(UNKNOWN, note=VAGUE)
-    return cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
+    return (
+        Cell(UNKNOWN, note=found.unknown)
+        if found and found.unknown
+        else cell(found and found.ratio, _times, found.interval_text if found and found.error else "")
+    )
 
 
 def _times(ratio: float) -> str:
@@ -534,7 +545,7 @@ def channels(plan: PlanResult, page: Page) -> Section | None:
     kinds: dict[str, list[Metric]] = {}
     rivals: dict[str, list[Metric]] = {}
     for metric in plan.metrics.values():
-        if metric.channel and metric.rival:
+        if metric.channel and metric.rival and metric.name not in naive:
             rivals.setdefault(metric.rival, []).append(metric)
         elif metric.channel and metric.name not in naive and not metric.derived:
             kinds.setdefault(metric.kind, []).append(metric)
@@ -614,7 +625,7 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         reached = over.ratio
     words = (
         "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before. The label of "
-        "a bar is the speed-up over the rung before, followed by the limit of that rung's speed."
+        "a bar is the speed-up over the rung before, and what limited the rung before."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}

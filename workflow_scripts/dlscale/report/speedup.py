@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,9 @@ MIN_LOG_DIFFERENCE = math.log1p(0.05)
 #: A ratio is not shown if its 95 % interval includes 1 and reaches from below half to above twice the ratio.
 MAX_LOG_ERROR, VAGUE = math.log(2.0), "not known: the trials differ too much"
 
+#: Text for the ratio of two separately measured speeds if other programs disturbed a measurement.
+DISTURBED = "not known: other programs disturbed the measurement"
+
 #: Speeds by paired timing are equal within noise if |log ratio| is at most this value. In 15 measurements of equal
 #: runs, the ratio had a standard deviation of 0.7 %, and differed from 1 by at most 1.8 %.
 MIN_PAIRED_LOG_DIFFERENCE = 0.015
@@ -40,6 +43,7 @@ class SpeedUp:
 
     log: float  #: Natural logarithm of the ratio; twice and half the speed differ only in sign.
     error: float  #: Half-width of the 95 % interval of `log`; infinite if the spread is unknown.
+    disturbed: bool = False  #: Whether other programs disturbed a separately measured speed.
 
     @property
     def ratio(self) -> float:
@@ -59,9 +63,9 @@ class SpeedUp:
         return abs(self.log) <= self.error
 
     @property
-    def vague(self) -> bool:
-        """Whether the trials differ too much to tell a speed-up from a slow-down."""
-        return self.noise and MAX_LOG_ERROR < self.error < math.inf
+    def unknown(self) -> str:
+        """Reason why the ratio is not known; empty if the ratio is known."""
+        return DISTURBED if self.disturbed else VAGUE * (self.noise and MAX_LOG_ERROR < self.error < math.inf)
 
     @property
     def interval_text(self) -> str:
@@ -73,12 +77,16 @@ class SpeedUp:
 
     @property
     def words(self) -> str:
-        return VAGUE if self.vague else f"{number(self.ratio)}× {self.interval_text}"
+        return self.unknown or f"{number(self.ratio)}× {self.interval_text}"
 
     @classmethod
     def mean(cls, found: Sequence[SpeedUp]) -> SpeedUp:
         """Return the geometric mean of ratios; errors are averaged, because they may have a common cause."""
-        return cls(*(statistics.fmean(getattr(each, key) for each in found) for key in ("log", "error")))
+        return cls(
+            statistics.fmean(each.log for each in found),
+            statistics.fmean(each.error for each in found),
+            any(each.disturbed for each in found),
+        )
 
 
 # ---- measured separately -----------------------------------------------------------------------------
@@ -161,11 +169,13 @@ class SpeedUps:
 
         For several comparisons (`looks`), intervals are wider, so that all are right with 95 % probability.
         """
-        if not (run.speed and other.speed and _is_comparable(run, other)):
-            return None
         if run is other:
-            return SpeedUp(0.0, 0.0)
-        return self._in_turns(run, other, self.floor, looks) or measured_apart(run, other, self.separate_floor, looks)
+            return SpeedUp(0.0, 0.0) if run.speed else None
+        apart = measured_apart(run, other, self.separate_floor, looks)
+        # Other programs slow both runs of a paired timing alike, but not the runs of separate timings.
+        if apart and (run.foreign_cpu_fraction or other.foreign_cpu_fraction):
+            apart = replace(apart, error=math.inf, disturbed=True)
+        return apart and (self._in_turns(run, other, self.floor, looks) or apart)
 
     @cached_property
     def _opening(self) -> tuple[float, int]:

@@ -105,7 +105,7 @@ def verdict(evidence: Evidence) -> Verdict:
     else:
         todo, rung = _next(evidence, bounding)
         before = before or [finding.todo for finding in found[:1]]
-    return Verdict(bounding, found, limit(evidence), " ".join([*before, todo]), rung)
+    return Verdict(bounding, found, limit(evidence), " Then: ".join(filter(None, [" ".join(before), todo])), rung)
 
 
 def limit(evidence: Evidence) -> str:
@@ -140,8 +140,8 @@ def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
         return faster or "The fastest loader is in use. Store fewer bytes, or use more nodes.", DIRECT if faster else ""
     if not (rungs := evidence.rungs):
         return "No further setting is suggested. Try a larger batch, or more devices.", ""
-    later = f"; then {', '.join(rungs[1:])}" if rungs[1:] else ""
-    return f"{rungs[0]}{later}.", rungs[0]
+    first, *later = [f"`{rung}`" for rung in rungs]
+    return first + f"; after that {', '.join(later)}" * bool(later) + ".", rungs[0]
 
 
 def format_findings(found: Verdict) -> list[str]:

@@ -131,7 +131,11 @@ def _judge(name: str, reader: Reader, region: tuple[int, ...], fits: bool) -> Fi
     shapes = [" × ".join(map(str, each)) for each in (chunks or (), region)]
     text = f"{f'chunks {shapes[0]}' if chunks else 'contiguous'} {dataset.dtype}, a sample reads {shapes[1]}, "
     # Pages give an upper bound: a page may already be in memory, and neighbouring samples use the same page.
-    text += f"{'' if filtered else 'at most '}{number(ratio)} bytes read per byte used{'' if filtered else ' (pages)'}"
+    text += (
+        f"{number(ratio)} bytes read per byte used"
+        if filtered
+        else f"at most {number(ratio)} times its size, because disks read complete pages"
+    )
     text += f", {dataset.compression or ('filters' if filtered else 'not compressed')}{stripes and f', {stripes}'}"
     remedy = "store chunks of the shape of a sample" + (", without compression" if filtered else " (storage.chunk)")
     return Finding(name, "warn" if ratio > MAX_RATIO and (filtered or not fits) else "ok", text, remedy)

@@ -145,9 +145,9 @@ def _least(run: RunResult) -> str:
 
 
 def _about(sample: bool, steps: Sequence[StepTime]) -> str:
-    said = f"Time of each part of a step{', divided by its samples' * sample}, measured while the profiler runs. "
+    measured = ", measured while the profiler runs" * any("unexplained" not in each.parts for each in steps)
     full = "The vertical line and the number show the time of a training step without a profiler."
-    said += (
+    said = f"Time of each part of a step{', divided by its samples' * sample}{measured}. " + (
         full
         if any(each.full for each in steps)
         else "The number is the sum of the parts. Without a profiler, a step may be shorter."

@@ -82,8 +82,8 @@ def replaced(jobs: Iterable[Waiting]) -> str:
     if not names:
         return ""
     runs = f"{listed(sorted(names))} ({', '.join(_in_order(rules))})"
-    own = "define a new run, on a new dataset" if data else "define a new run"
-    return f"replaces the results of {runs}; to keep them: {own} (from: {min(names)})"
+    own = "give the changed dataset a new name, and use it in a new run" if data else "define a new run"
+    return f"replaces the results of {runs}; to keep them, {own} (`from: {min(names)}`)"
 
 
 def explain_job(job: Waiting, sources: Sources) -> str:
