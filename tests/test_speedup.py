@@ -89,7 +89,7 @@ def test_an_opening_counts_all_rounds_except_bursts() -> None:
 
 
 def test_paired_timing_takes_precedence_over_separate_timing(results: Results) -> None:
-    """Timed alone, the second run was slowed by half by another program. In paired timing, it is 3 % faster."""
+    """Another program halved the separately measured speed of the second run. In paired timing, it is 3 % faster."""
     timed(results, "first", 100, noisy(1.0, seed=1))
     timed(results, "second", 50, noisy(1.03, spread=0.02, seed=2))
     plan = plan_of(results, "first", "second")
@@ -162,7 +162,7 @@ def test_the_gain_over_the_first_run_has_the_spread_of_both(results: Results) ->
 
 def test_a_ratio_without_a_meaning_is_not_shown() -> None:
     assert SpeedUp(math.log(0.634), math.log(1000)).words == VAGUE
-    assert SpeedUp(math.log(1.02), 0.05).words.startswith("1.02×"), "noise of 5 % is shown with its interval"
+    assert SpeedUp(math.log(1.02), 0.05).words.startswith("1.02×"), "noise of 5 % must be shown with its interval"
     assert SpeedUp(math.log(8), 1.0).words.startswith("8.00×"), "the interval excludes 1"
     assert not SpeedUp(math.log(2), math.inf).vague, "single trials have no interval"
 
@@ -228,7 +228,7 @@ def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
         timed(results, name, full, None, compute="same")
     plan = plan_of(results, "slow", "fast")
     said = Page(results.report()).text
-    assert "mean of runs that differ only in settings without effect on speed (46.0 to 105), run slow and fast." in said
+    assert re.search(r"settings without effect on speed \(46\.0 to 105\), run slow and fast", said)
     assert [row["speed_up_noise"] for row in results.collect(results.plans[0])] == ["yes", "yes"]
     assert sections.line(plan).startswith("p: 75.5 samples/s; "), (
         "the mean must be shown, because all runs do the same work"
@@ -263,7 +263,7 @@ def test_the_headline_has_an_error_and_equally_fast_runs(results: Results) -> No
     said_ = sections.speed(plan_of(results, "plain", "bf16", "fused", kind="ladder"))
     assert said_ and said_["fastest"] == "fused" and said_["like"] == ["bf16"]
     said = Page(results.report()).text
-    assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain; single-process runs are timed", said)
+    assert re.search(r"1\.7[45]× ± 0\.03\d* Speed-up of run fused over plain", said)
     assert "As fast as fused within noise: bf16." in said
     rows = results.collect(results.plans[0])
     assert float(rows[2]["speed_up"]) == pytest.approx(1.745)

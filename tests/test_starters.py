@@ -335,8 +335,5 @@ def test_a_real_mpirun(tmp_path: Path) -> None:
 def test_no_mpirun_is_one_message(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "dlscale.launch.ranks", "mpirun-of-nobody", "-n", "2"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 127
-    assert (
-        done.stderr
-        == "mpirun-of-nobody: no such command; load a module with MPI, or name another command in site.start\n"
-    )
+    assert done.returncode == 127 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("mpirun-of-nobody: no such command") and "site.start" in done.stderr
