@@ -59,7 +59,7 @@ STARTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer"])
 def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
-    """With srun, mpirun, several nodes or its own image, a program has its own containers, else that of its stage."""
+    """With srun, mpirun, several nodes or its own image, a program has its own containers, else the stage's."""
     given = {"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, "host_suffix": "-hsn0"}
     site = Site(**{**given, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):

@@ -652,7 +652,7 @@ def test_times_are_of_one_loader(results: Results) -> None:
     lines = [epoch.model_copy(update={"made_with": own}) for epoch, own in zip(epochs, made, strict=True)]
     (folder / "metrics.jsonl").write_text(epoch_lines(lines))
     rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    # Of run `a` only the last epoch counts, because the first epoch with a loader is a warm-up. `b` has the median of
+    # Only the last epoch of run `a` counts, because the first epoch with a loader is a warm-up. `b` has the median of
     # four epochs.
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(
@@ -1372,7 +1372,7 @@ def test_files_of_a_profile_are_linked_and_problems_shown(explained: Results) ->
 
 
 def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
-    """Of ten runs only the slowest has a profile, and the page shows this profile."""
+    """Only the slowest of ten runs has a profile, and the page shows this profile."""
     names = {f"run{number}": f"run{number}" for number in range(10)}
     for number, name in enumerate(names):
         folder = results.run("p", name, speed=20.0 - number, triplet=None)

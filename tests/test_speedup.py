@@ -52,7 +52,7 @@ def plan_of(results: Results, *names: str, kind: str = "set") -> PlanResult:
 
 
 def test_the_interval_contains_the_mean_in_95_per_cent() -> None:
-    """Of 2,000 intervals, each from 20 normal values, about 95 % contain the mean, even with 10 % of outliers."""
+    """About 95 % of 2,000 intervals, each from 20 normal values, contain the mean, even with 10 % of outliers."""
     draw = np.random.default_rng(1)
     for burst in (0.0, 0.1):
         held = 0

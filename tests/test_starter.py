@@ -526,7 +526,7 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 @pytest.mark.slow
 @pytest.mark.long
 def test_noise_cannot_be_learnt(tmp_path: Path) -> None:
-    """On noise, a smaller version of the published plan learns nothing: its error is that of predicting the mean."""
+    """On noise, a smaller version of the published plan learns nothing: its error equals that of the mean."""
     shipped = {
         **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
         "optimizer": {"lr": 1e-2},  # outputs start near 0, the target mean is 0.5: the default lr is too slow

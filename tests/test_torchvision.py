@@ -176,7 +176,7 @@ def test_each_classifier_is_torchvisions() -> None:
 
 @real
 def test_the_try_draws_no_random_numbers() -> None:
-    """The initial weights are those of torchvision's constructor after the same seed."""
+    """The initial weights equal those of torchvision's constructor after the same seed."""
     torch.manual_seed(3)
     found, state = torchvision_networks.build("mobilenet_v3_small", 10, 40), torch.get_rng_state()
     torch.manual_seed(3)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Outcomes of a trial, and whether the campaign accepts them.
 OUTCOMES = {
     "right": True,  # the repeated call gives the result
-    "right after a message": True,  # the result after doing what the message says
+    "right after a message": True,  # the result after following the message
     "unnoticed": True,  # only the damaged file differs: a finished result that no job of the call reads
     "skipped": True,
     "wrong": False,
@@ -205,7 +205,7 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
 
 
 def follow(trial: Trial, said: str, limit: float) -> bool:
-    """Do what a call's last message says; return whether the message said to do something before repeating the call."""
+    """Follow a call's last message; return whether it demands an action before the call is repeated."""
     if "in use by process" in said:
         _wait_for_others(trial, limit)
         return True

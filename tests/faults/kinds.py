@@ -50,7 +50,7 @@ class Skip(Exception):
 
 @dataclass
 class Trial:
-    """One trial: its random numbers, its copy of the study, its running call, and what the fault did."""
+    """One trial: its random numbers, its copy of the study, its running call, and the effects of the fault."""
 
     random: random.Random
     tree: Tree

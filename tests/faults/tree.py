@@ -148,7 +148,7 @@ class Call:
     said: Path
 
     def output(self) -> str:
-        """Return what the call has printed."""
+        """Return the output of the call."""
         return self.said.read_text(errors="replace")
 
 
