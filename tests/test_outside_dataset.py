@@ -1,4 +1,4 @@
-"""Users' studies outside dlscale, with their own kinds of dataset: images, labels and scalars, made in memory."""
+"""External studies with their own kinds of dataset: images, labels and scalars, made in memory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_kind_that_acquires_is_asked_for_a_url_too(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dtype: str, pieces: int) -> None:
-    """Integers keep their type; floats get the requested type. Statistics cover only the training part."""
+    """Integers keep their type; floats get the requested type. Statistics cover only the training split."""
     settings = {"kind": "marks", "pieces": pieces, "storage": {"dtype": dtype, "channels": "last"}}
     folder = make_dataset(tmp_path / "data", settings)
     manifest = Manifest.read(folder / "manifest.json")
@@ -223,10 +223,7 @@ def test_files_of_other_rows_are_refused(module: str, tmp_path: Path, capfd: pyt
         file["image"].attrs.update(attributes)
     products = ["--manifest", tmp_path / "manifest.json", "--stats", tmp_path / "stats"]
     assert stage("describe", "--config", tmp_path / "config.yaml", *products) == 2
-    assert (
-        "image: 1 channels, type uint8, shape (40, 1, 7, 5); the first file has 1 channels, type uint8, shape "
-        "(40, 1, 6, 5)"
-    ) in capfd.readouterr().err
+    assert re.search(r"image: .* shape \(40, 1, 7, 5\);.* shape \(40, 1, 6, 5\)", capfd.readouterr().err)
 
 
 # ---- files that the code of a study reads --------------------------------------------------------------
@@ -446,7 +443,7 @@ def test_mistakes_in_a_study(tmp_path: Path, name: str, text: str, words: str) -
 
 
 def test_one_module_name_in_two_studies_is_refused(tmp_path: Path) -> None:
-    """Two studies with modules of one name are refused, because Python would import the same module for both."""
+    """Two studies with modules of the same name are refused, because Python would import the same module for both."""
     for folder in ("a", "b"):
         write(tmp_path / folder / f"study_{folder}.py", STUDY.format(kind=folder))
         (tmp_path / folder / "common.py").write_text("")
@@ -488,7 +485,7 @@ def test_a_suggested_key_is_one_of_the_own_kind(module: str) -> None:
 
 
 def test_a_missing_file_of_an_own_kind_names_the_code_that_names_it(tmp_path: Path) -> None:
-    """The path is not in the settings, so the remedy is in the kind's `parts`."""
+    """The code of the kind names the path, so the remedy points to the kind's `parts`."""
     raw = 'return [Part("train", "a", raws := (RawFile("a", "absent.npy"),)), Part("valid", "b", raws)]'
     text = (
         STUDY.format(kind="swells")

@@ -139,7 +139,7 @@ def test_several_train_as_one_does(
         *(f"train.rank{rank}.log" for rank in range(1, ranks)),
     ]
     assert len(list((together / "tensorboard").iterdir())) == 2, (
-        "only one process may write TensorBoard files: one for epochs and one for the end"
+        "expected two TensorBoard files, both from one process: epochs, and end of the run"
     )
 
 
@@ -149,7 +149,7 @@ def test_several_train_as_one_does(
     "shared", [{}, {"geometry": {"tp": 2}}, {"geometry": {"cp": 2}}, {"parallel": {"kind": "fsdp"}}], ids=str
 )
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, era5_data: Path, shared: dict[str, Any]) -> None:
-    """A resumed training gives bitwise the weights of an uninterrupted one, even with drop-out on each rank."""
+    """A resumed training gives bitwise the weights of an uninterrupted training, even with drop-out on each rank."""
     drops = {"model": {**ERA5_RUN["model"], "dropout": 0.2}}
     through = configure(tmp_path / "through", "era5_vit", 2, **drops, **shared, training={"epochs": 3})
     train_by(2, through, era5_data)
@@ -221,7 +221,7 @@ TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
         (4, {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, rf"{FEW} 3 were started"),
         (4, {"SLURM_NTASKS": "8"}, rf"{FEW} 1 were started"),
         (1, TASK, "MASTER_ADDR and MASTER_PORT are not set"),
-        # All nodes derive the port from the job number.
+        # With a job number, only the address is missing: all nodes derive the port from the number.
         (1, {**TASK, "SLURM_JOB_ID": "4711"}, "MASTER_ADDR is not set"),
         (1, {**TASK, "MASTER_ADDR": "node1"}, "MASTER_PORT is not set"),
     ],

@@ -1,4 +1,4 @@
-"""Summaries of a profiler's trace equal sets of integers, figures computed by hand, and PyTorch's own sums."""
+"""Summaries of a profiler's trace equal sets of integers, values computed by hand, and PyTorch's own sums."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_rows_of_a_gpu() -> None:
     # The device is idle from 0 to 5 and 100 to 105 µs, and from 200 to 220 µs, after the host has left the last step.
     assert idle == {OUTSIDE: (0.5, pytest.approx(10)), "data": (1, pytest.approx(5))}
     (step,) = [row for row in rows if row.name == "step"]
-    assert step.share == pytest.approx(100 / 112), "the device finishes the two steps after 224 µs"
+    assert step.share == pytest.approx(100 / 112), "the device finishes both steps at 224 µs"
 
 
 def test_steps_that_differ_have_a_spread() -> None:

@@ -59,7 +59,7 @@ STARTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("starter", STARTERS)
 @pytest.mark.parametrize("engine", ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"])
 def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Path) -> None:
-    """With srun, mpirun, several nodes or its own image, a program has its own containers; else the stage has one."""
+    """With srun, mpirun, several nodes or its own image, a program has its own containers, else the stage's."""
     given = {"engine": engine, "image": "ours:1", "starter": starter, "gpu": False, "host_suffix": "-hsn0"}
     site = Site(**{**given, **STARTERS[starter]})
     for geometry in (ONE, TWO, FOUR):
@@ -195,13 +195,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_retry_continues_a_program(tmp_path: Path, status: int) -> None:
-    """A program that saved after SIGTERM is incomplete, whatever its exit status. The final result covers all tries."""
+    """A program that saved after SIGTERM is incomplete, whatever its exit status. The result covers all attempts."""
     configure(tmp_path, f"--ended={status}", "--seconds=0.1")
     process = start(tmp_path)
     until("a checkpoint", (tmp_path / "out/saved").exists, process, seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process)
-    assert code == 75 and "as a signal requested" in said and "Run the stage again: the program resumes from" in said
+    assert code == 75 and "signal" in said and "Run the stage again" in said
     assert not (tmp_path / "program.json").exists() and not (tmp_path / "program.jsonl").exists()
     assert ended(start(tmp_path)) == (0, "")
     found = [json.loads(line) for line in (tmp_path / "program.jsonl").read_text().splitlines()]
@@ -223,7 +223,7 @@ def test_other_files_begin_afresh(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site's limits of the watchdog hold for programs; the message and `dlscale explain` name the line."""
+    """A site's watchdog limits apply to programs; the message and `dlscale explain` name the line."""
     run = tmp_path / "plans/p/r"
     run.mkdir(parents=True)
     configure(run, command=["python3", "hangs.py"], log=None, losses={}, resume=[])
@@ -232,8 +232,8 @@ def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv(WATCHDOG, "stuck=5:between=6")
     code, said = ended(start(run))
     hang = "no step for 6 s: rank 0 is at hangs.py:2"
-    assert code == 2 and f"dlscale program: ended the program: {hang}. Stacks of all processes: " in said, said
-    assert hang_of(run) == f"{hang}. Stacks of all processes: {run}/hang"
+    assert code == 2 and f"{hang}. " in said and f"{run}/hang" in said, said
+    assert (found := hang_of(run)) and found.startswith(hang) and found.endswith(f"{run}/hang")
     assert 'hangs.py", line 2' in next((run / "hang").glob("stacks.*")).read_text()
 
 
@@ -272,10 +272,10 @@ def test_nothing_is_written_or_removed_behind_a_link(tmp_path: Path, name: str) 
 
 def test_steps_of_a_log_that_counts_epochs() -> None:
     points = [(float(time), step, 0.0) for step, time in enumerate([1, 2, 13, 14], 1)]
-    # Times at which the steps of a second try end; the try resumed after the second epoch.
+    # End times of the steps of a second attempt, which resumed after the second epoch.
     ends = [12 + number / 10 for number in range(21)]
     assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
-    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single try must be counted"
+    assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single attempt must be counted"
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
 
 
@@ -294,7 +294,7 @@ def test_a_metric_comes_from_the_validation_at_the_same_step() -> None:
         (True, 8, [], (32, 64.0, 0.5)),
         (False, None, [], (None, None, 0.0625)),  # 4 steps at 64 steps/s
         (True, None, [10 + step / 2 for step in range(1, 9)], (None, 64.0, 2.0)),  # only samples/s are known
-        (True, None, [], (None, 64.0, 4.0)),  # without times of steps, the validation is included
+        (True, None, [], (None, 64.0, 4.0)),  # without step times, `epoch_seconds` includes the validation
     ],
 )
 def test_samples_of_a_program_are_known_or_missing(
@@ -313,7 +313,7 @@ def test_samples_of_a_program_are_known_or_missing(
 def test_a_diverged_loss_counts_however_it_is_written(
     written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Writers of strict JSON replace NaN and infinities by texts or null. Epochs from there on must not disappear."""
+    """Programs that write strict JSON replace NaN and infinities by strings or null. Such epochs are not dropped."""
     log = tmp_path / "log.jsonl"
     losses = ["0.5", '"0.25"', written, written]
     log.write_text("".join(f'{{"step": {n}, "time": {1.7e9 + n}, "val": {v}}}\n' for n, v in enumerate(losses, 1)))
@@ -322,9 +322,7 @@ def test_a_diverged_loss_counts_however_it_is_written(
     assert [step for _, step, value in points if not math.isfinite(value)] == [3, 4]
     found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
     warn_of_divergence(epochs_of({"loss/valid": points}, [], found, begin=1.7e9))
-    assert caplog.messages == [
-        "the training diverged: the program's validation loss is not finite from epoch 3 on (in 2 of 4 epochs)"
-    ]
+    assert len(caplog.messages) == 1 and "epoch 3" in caplog.text and "2 of 4 epochs" in caplog.text
 
 
 def test_skipped_values_of_a_log_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,13 +334,11 @@ def test_skipped_values_of_a_log_are_counted(tmp_path: Path, caplog: pytest.LogC
     log.write_text("".join(rows))
     points = logs.values(log, {"val": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 9)
     assert points == {"loss/valid": [(1.7e9 + 2, 2, 0.5)]}
-    assert caplog.messages == [
-        f"log of steps {log}: skipped 3 values of `val` without a number, a step or a time; the first is null in line 1"
-    ]
+    assert f"{log}: skipped 3 values of `val`" in caplog.text and "null in line 1" in caplog.text
 
 
 def test_lines_without_a_time_or_with_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A validation's line without a time has the time of the line before; a damaged line with the tag is counted."""
+    """A line without a time gets the time of the line before; a damaged line with the tag counts as skipped."""
     log = tmp_path / "log.jsonl"
     lines = [
         '{"step": 1, "val": 9}',  # no time is known yet
@@ -357,15 +353,13 @@ def test_lines_without_a_time_or_with_damage(tmp_path: Path, caplog: pytest.LogC
     log.write_text("\n".join(lines), encoding="utf-8-sig")
     points = logs.values(log, {"val": "loss/valid"}, logs.Start(1.7e9), (), 1.7e9 + 9)
     assert points == {"loss/valid": [(1.7e9 + 2, 2, 0.5), (1.7e9 + 4, 5, 0.0625)]}
-    assert caplog.messages == [
-        f"log of steps {log}: skipped 3 values of `val` without a number, a step or a time; the first is 9 in line 1"
-    ]
+    assert f"{log}: skipped 3 values of `val`" in caplog.text and "9 in line 1" in caplog.text
     log.write_text(f'{{"step": 1, "time": {1.7e9 + 1}, "val": 0.5}}\n', encoding="utf-8-sig")
     assert logs.values(log, {"val": "a"}, logs.Start(1.7e9), (), 1.7e9 + 9) == {"a": [(1.7e9 + 1, 1, 0.5)]}
 
 
 def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
-    """A killed first try recorded only 240 of its 10 ms steps; the second try repeats steps after the checkpoint."""
+    """A killed first attempt recorded only 240 of its 10 ms steps. The second attempt resumes from the checkpoint."""
     ends = [1000 + step / 100 for step in range(1, 621)]
     marks = [(1000 + step / 100 + 0.001, 1 / step) for step in range(50, 350, 50)]
     for checkpoint in (300, 200, 230):
@@ -381,7 +375,7 @@ def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
         program = Program(
             command=["train", "{resume}"], resume=["--resume", "{out}/last"], losses={"val (.*)": "loss/valid"}
         )
-        for _ in range(2):  # the second call simulates a try that was killed at its start
+        for _ in range(2):  # the second call simulates an attempt that was killed at its start
             before = earlier(steps.parent, keep, program)
             shutil.rmtree(steps, ignore_errors=True)
         assert before.step in (checkpoint, checkpoint - 1)
@@ -484,7 +478,7 @@ def test_an_executable_script_belongs_to_the_sources(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program whose steps are only in its log is refused at once, because a log is too late for paired timing."""
+    """Steps that are only in a log are refused for paired timing at once, because dlscale reads the log too late."""
     monkeypatch.setattr(turns, "PATIENCE", 60.0)
     write = """
         import json, sys, time
@@ -504,7 +498,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
-    """If a stage is killed while its program is paused, all processes end; the next stage removes its folder."""
+    """If a stage is killed while its program is paused, all processes end. The next stage removes its folder."""
     write_program(tmp_path / "theirs")
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})
@@ -538,7 +532,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def published(tmp_path: Path) -> tuple[Path, list[str]]:
-    """Return a repository and the names of its two commits."""
+    """Return a repository and the hashes of its two commits."""
     folder = tmp_path / "published"
     write_program(folder)
     git(folder, "init", "--quiet")
@@ -681,10 +675,10 @@ def test_files_outside_the_commit_are_refused(published: tuple[Path, list[str]],
         git(folder, "add", "its module")
     git(folder, "commit", "--quiet", "--message", "three")
     last = git(folder, "rev-parse", "HEAD").strip()
-    with pytest.raises(UserError, match=f"commit {last} has {what}, which are not fetched: its module. Name"):
+    with pytest.raises(UserError, match=f"commit {last} has {what}, .*: its module"):
         fetch(folder, last, tmp_path / "there")
     assert not list(tmp_path.glob("*there*"))
-    with pytest.raises(UserError, match=f"commit {last} has {what}, which are not fetched: its module. Name"):
+    with pytest.raises(UserError, match=f"commit {last} has {what}, .*: its module"):
         started(tmp_path, last, folder=str(folder))
 
 

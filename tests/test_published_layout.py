@@ -42,7 +42,7 @@ def fit(folder: Path, study: str, run: dict[str, Any], dataset: dict[str, Any], 
 
 
 def smooth(edge: int, seed: int) -> dict[str, np.ndarray]:
-    """Return a volume's fields in the tutorial's layout, in which the gas follows the dark matter."""
+    """Return a volume's fields in the tutorial's layout; the gas follows the dark matter."""
     fields = published(volume((edge, edge, edge), seed))
     for name in fields:
         for axis in (1, 2, 3):
@@ -162,8 +162,8 @@ SIX = 6.0 * np.arange(TIMES["valid"][2003])
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (SIX / 6, r"expected 9 times, 6.* h apart, got 9 times with steps of \[1\.\] h. Use the same `step_hours`"),
-        (SIX + 720 * (SIX > 24), r"steps of \[  6\. 726\.\] h\. .* start a new file after a gap"),
+        (SIX / 6, r"9 times.* 6.* h.* steps of \[1\.\] h.*`step_hours`"),
+        (SIX + 720 * (SIX > 24), r"steps of \[  6\. 726\.\] h\. .* gap"),
         (SIX[::-1], r"steps of \[-6\.\] h"),
         (np.where(SIX == 12, np.nan, SIX), r"steps of \[ 6\. nan\] h"),
         (SIX[:-1], "expected 9 times, .*got 8"),

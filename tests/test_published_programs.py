@@ -114,7 +114,7 @@ class Measured:
     own: list[dict[str, float]]
 
     def check(self) -> None:
-        """Check that losses agree, and that the rate is in the range of the epochs' rates, which may vary."""
+        """Check that losses agree, and that the rate is in the range of the epochs' rates."""
         trained = [each for each in self.own if each["rate"]]
         assert self.record.full and len(self.epochs) == len(trained)
         rates = [each["rate"] for each in trained]
@@ -296,7 +296,7 @@ def test_in_turns_on_one_page(tmp_path: Path) -> None:
         return subprocess.run([*command, *words], cwd=tree, env=environment, capture_output=True, text=True)
 
     refused = snakemake("-n")
-    assert refused.returncode == 2 and "nersc-dl-multigpu: no such folder; get the program's files" in refused.stderr
+    assert refused.returncode == 2 and "nersc-dl-multigpu: no such folder" in refused.stderr
     assert "plans.starter_published_program.runs.program.program.folder" in refused.stderr
     place = Checkout(tree / "nersc-dl-multigpu", {"train_single_gpu.py": "starter.py"})
     place.make()

@@ -106,7 +106,7 @@ def gas_values(shrink: float) -> dict[str, float]:
 
 
 def of_channels(units: dict[str, str], kind: str, title: str, **more: Any) -> list[Metric]:
-    """Return one metric per channel; `naive` begins the name of its baseline without learning, as `kind` its own."""
+    """Return a metric `kind/CHANNEL` per channel; `naive/CHANNEL`, if given, is its baseline without learning."""
     naive = more.pop("naive", None)
     return [
         Metric(name=f"{kind}/{name}", title=title, unit=unit, naive=f"{naive}/{name}" if naive else None, **more)
@@ -420,7 +420,7 @@ def test_runs_left_out_are_listed_once_with_the_reason(ladder: Results) -> None:
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "left_out": lacking}))
     text = Page(ladder.report()).text
     assert "3 runs, 3 more left out" in text and text.count("a C++ compiler") == 1
-    assert "Left out because the machine lacks 4 GPUs (it has 2): d4, d4_large." in text
+    assert "4 GPUs (it has 2): d4, d4_large." in text
 
 
 def test_the_card_warns_of_a_neighbour(results: Results) -> None:
@@ -437,13 +437,10 @@ def test_the_card_warns_of_a_neighbour(results: Results) -> None:
     found = disturbance(plan.runs)
     again = shlex.join(["snakemake", "--force", *(str(run.folder / "throughput.json") for run in plan.runs[:2])])
     assert found and found.tag == "busy machine" and found.advice.endswith(f": {again}")
-    assert found.summary == "other programs used 45\u00a0% to 60\u00a0% of the cores while runs a and b were measured"
+    assert "45\u00a0% to 60\u00a0% of the cores" in found.summary and "runs a and b" in found.summary
     assert disturbance(plan.runs[2:]) is None
     page = Page(results.report()).text
-    assert (
-        "Other programs used 45 % to 60 % of the cores while runs a and b were measured. These rates are probably too"
-        in page
-    )
+    assert "Other programs used 45 % to 60 % of the cores while runs a and b" in page
     assert sections.line(plan).endswith(f"; speed probably too low (busy machine): {found.summary}")
 
 
@@ -488,13 +485,11 @@ def test_a_training_has_neighbours_too(results: Results) -> None:
     names = ("busy", "mixed", "own", "beside", "quiet")
     plan = read_plan(results.plan("p", {name: name for name in names}, measure=("train",)))
     found = disturbance(plan.runs)
-    assert found and found.tag == "busy machine" and found.advice.endswith("Measure again on an idle machine.")
-    assert found.summary == (
-        "other programs used 30\u00a0% to 50\u00a0% of the cores while runs busy and mixed were measured"
-    )
+    assert found and found.tag == "busy machine" and "idle machine" in found.advice
+    assert "30\u00a0% to 50\u00a0% of the cores" in found.summary and "runs busy and mixed" in found.summary
     own = disturbance(plan.runs[2:])
     assert own and own.tag == "own jobs ran alongside" and "add `throughput`" in own.advice
-    assert own.summary == "other jobs of the same Snakemake call used 50\u00a0% of the cores while run own trained"
+    assert "same Snakemake call used 50\u00a0% of the cores" in own.summary and "run own" in own.summary
     assert disturbance(plan.runs[3:]) is None
     assert ">own jobs ran alongside<" not in results.report() and ">busy machine<" in results.report()
 
@@ -641,15 +636,15 @@ def test_a_published_loss_is_shown_below_the_loss_of_the_run(ladder: Results) ->
 
 
 def test_the_page_counts_left_out_steps(ladder: Results) -> None:
-    """The note counts the steps of all seeds, also for a training that finished with another policy."""
+    """The note counts the left-out steps of all epochs and seeds."""
     plan = read_plan(ladder.plans[0])
     first, second, *rest = plan.runs
     skipping = [epoch.model_copy(update={"skipped": 2}) for epoch in first.epochs[:2]]
     runs = [replace(first, epochs=[*skipping, *first.epochs[2:]], repeats=[skipping[:1]]), second, *rest]
     table = sections.runs_table(replace(plan, runs=runs))
     column = [name for name, _ in table.columns].index("epochs")
-    expected = "left out 6 steps whose loss or gradient was not finite"
-    assert [row[column].note for row in table.rows] == [expected, *[""] * (len(runs) - 1)]
+    noted, *others = [row[column].note for row in table.rows]
+    assert "left out 6 steps" in noted and not any(others)
 
 
 def test_times_are_of_one_loader(results: Results) -> None:
@@ -661,7 +656,7 @@ def test_times_are_of_one_loader(results: Results) -> None:
     lines = [epoch.model_copy(update={"made_with": own}) for epoch, own in zip(epochs, made, strict=True)]
     (folder / "metrics.jsonl").write_text(epoch_lines(lines))
     rows = results.collect(results.plan("p", {"a": "a", "b": "b"}, measure=("train",)))
-    # Of run `a` only the last epoch counts, because the first epoch with a loader is a warm-up. `b` has the median of
+    # Only the last epoch of run `a` counts, because the first epoch with a loader is a warm-up. `b` has the median of
     # four epochs.
     speeds = [10 * (1 + 0.01 * epoch**2) for epoch in range(2, 6)]
     assert [float(row["train_samples_per_second"]) for row in rows] == pytest.approx(
@@ -740,7 +735,7 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50
         ((1000.0, 200.0, 120.0), "computation", "one after the other would be: both may compete for"),  # in turn: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
-        ((1000.0, 200.0, 214.0), "computation", "Training reaches 214 samples/s, the rate of computing within noise."),
+        ((1000.0, 200.0, 214.0), "computation", "214 samples/s, the rate of computing within noise"),
     ],
 )
 def test_the_limit_of_a_run(rates: tuple[float, float, float], what: str, why: str) -> None:
@@ -901,7 +896,7 @@ def page(html: str) -> Page:
 def test_damaged_settings_of_a_run_are_one_message(ladder: Results, key: str, value: object) -> None:
     file = next(ladder.plans[0].parent.glob("workers/config.yaml"))
     file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), key: value}))
-    with pytest.raises(UserError, match=rf"workers/config.yaml: {key}.*: got .*; the file is damaged: repeat the run"):
+    with pytest.raises(UserError, match=rf"workers/config.yaml: {key}.*: got .*damaged"):
         read_plan(ladder.plans[0])
 
 
@@ -919,7 +914,9 @@ def test_the_first_view_has_the_main_results(ladder: Results) -> None:
         "Example CPU, 2 threads",
     ):
         assert " ".join(answer.split()) in page.text, answer
-    assert page.text.count("published for the full-size model") == 2, "once for the first run, once for the fastest"
+    assert page.text.count("published for the full-size model") == 2, (
+        "expected one figure for the first run and one for the fastest run"
+    )
     assert sections.line(read_plan(ladder.plans[0])).replace("\u00a0", " ") == (
         "ladder: 180 samples/s with “bf16”, 7.50× ± 0.64 as fast as “baseline”; best run “workers · 4 workers”: "
         "30 % less error than persistence"
@@ -947,16 +944,14 @@ def test_bars_equal_the_printed_ratios(ladder: Results) -> None:
 
 
 def test_a_software_difference_to_the_first_run_is_reported(results: Results) -> None:
-    """A software difference is reported once for all runs. Commits may differ, as relevant changes rerun runs."""
+    """A software difference is reported once for all runs. Other commits are ignored: relevant changes rerun runs."""
     for name, driver in {"a": "570.1", "b": "580.2", "c": "570.1", "d": "580.2"}.items():
         file = results.run("p", name) / "telemetry/throughput.json"
         file.parent.mkdir(exist_ok=True)
         update = {"versions": {**BEFORE.versions, "driver": driver}, "git": {"commit": name, "dirty": False}}
         BEFORE.model_copy(update=update).write(file)
     plan = read_plan(results.plan("p", {name: name for name in "abcd"}))
-    assert sections.environments(plan) == [
-        "Machine or software differs from run “a” in run “b”, “d”: driver 570.1 → 580.2."
-    ]
+    assert len(found := sections.environments(plan)) == 1 and "run “b”, “d”: driver 570.1 → 580.2" in found[0]
 
 
 @pytest.mark.slow
@@ -1022,7 +1017,7 @@ def test_a_live_page_shows_available_results(ladder: Results, monkeypatch: pytes
     assert 'http-equiv="refresh" content="5"' in live.read_text(), (
         "the live page must reload until the complete page exists"
     )
-    assert not out.exists(), "another rule writes the complete page"
+    assert not out.exists(), "only another rule may write the complete page"
     before = live.read_bytes()
     monkeypatch.setattr(report, "MIN_REWRITE_SECONDS", 60.0)
     (ladder.root / "plans/q/summary.csv").unlink()
@@ -1242,7 +1237,7 @@ def test_a_tag_has_no_line_through_its_text() -> None:
 
 
 def test_a_diverged_run_does_not_hide_baselines(results: Results) -> None:
-    """A diverged run without metrics, or with metrics of NaN, does not hide the baselines without learning."""
+    """A diverged run without metrics, or with NaN as a metric, does not hide the baselines without learning."""
     for name in ("a", "lost"):
         folder = results.run("p", name, triplet=None)
     epochs = read_epochs(folder / "metrics.jsonl")
@@ -1419,7 +1414,7 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
 
 
 def test_a_step_on_a_device_consists_of_work_and_idle_time() -> None:
-    """Overlapping work of 120 ms, 6 ms of it in no range, is scaled to the 80 ms in which the device is busy."""
+    """In the second case, overlapping work of 120 ms (6 ms in no range) is scaled to the device's 80 busy ms."""
     parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
     work = {"step": 0.12, "copy": 0.03, "forward": 0.036, "backward": 0.048}
@@ -1438,7 +1433,7 @@ def test_files_of_a_profile_are_linked_and_problems_shown(explained: Results) ->
 
 
 def test_one_profile_among_many_runs_is_shown(results: Results) -> None:
-    """Of ten runs only the slowest has a profile, and the page shows this profile."""
+    """Only the slowest of ten runs has a profile, and the page shows this profile."""
     names = {f"run{number}": f"run{number}" for number in range(10)}
     for number, name in enumerate(names):
         folder = results.run("p", name, speed=20.0 - number, triplet=None)

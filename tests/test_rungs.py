@@ -250,10 +250,10 @@ def test_each_rung_trains_like_the_plain_step(study: str, name: str) -> None:
         weights = step.weights.state_dict()
         for key, value in plain.weights.state_dict().items():
             assert weights[key].dtype == torch.float32
-            if "pure" in name:  # weights are rounded by more than the updates
+            if "pure" in name:  # the rounding of weights exceeds the updates
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
-                rounding = torch.finfo(torch.float32).eps * value.norm()  # of a weight of 1, which changes by 1e-4
+                rounding = torch.finfo(torch.float32).eps * value.norm()  # of weights near 1, which change by 1e-4
                 assert (weights[key] - value).norm() <= rung.gradient * (value - start[key]).norm() + rounding, key
         step.load(plain.shards(), step.scaler.state_dict())  # both steps continue with the same weights
 
@@ -614,7 +614,7 @@ def test_without_a_compiler_there_is_a_message(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Recorder:
-    """Backend that, like a CUDA graph, replays the body on static memory."""
+    """Stand-in for CUDA graphs: it replays the recorded function on static memory, and logs the calls."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []

@@ -96,7 +96,7 @@ FIELDS: dict[str, tuple[int | None, Callable[[np.random.Generator, int], np.ndar
     "grey": (1, lambda rng, n: rng.integers(0, 256, (n, 1, 3, 3), np.uint8)),
 }
 ROWS = {"train": [("a", 12), ("b", 1), ("c", 6)], "valid": [("d", 11)]}
-#: By field: number of classes; (mean, std) that readers remove; (offset, scale) of stored values.
+#: By field: number of classes (LABELS), (mean, std) that readers remove, and (offset, scale) of stored values.
 LABELS = {"label": 12}
 STANDARDISED = {"standard": ([7.0], [2.0]), "grey": ([100.0], [50.0]), "state": ([5.0, 4.0], [3.0, 2.0])}
 SCALED = {"scaled": ([1.0, -2.0], [3.0, 0.5])}

@@ -138,7 +138,7 @@ def test_the_time_of_a_tree_equals_simulated_messages(ranks: int) -> None:
 
 @pytest.mark.parametrize("bandwidth", [20e9, 400e9])
 def test_levels_work_at_once(bandwidth: float) -> None:
-    """Pieces of an all-reduce are pipelined: while some use the network, others use the node's links."""
+    """Pieces of an all-reduce are pipelined: while some pieces use the network, other pieces use the node's links."""
     nodes, size, count = 8, 1e9, 400
     network = replace(NETWORK, seconds_per_byte=1 / bandwidth)
     inside = size / count * 3 / 4 * NODE.seconds_per_byte
@@ -278,7 +278,7 @@ def test_devices_that_share_a_model() -> None:
 
 
 def test_fsdp_against_a_clock() -> None:
-    """FSDP by hand: units are gathered, and in the backward pass also reduced, while other units are computed."""
+    """FSDP by hand: weights of a block are gathered, and its gradients reduced, while other blocks are computed."""
     work, job = replace(UNET, buckets=(0.25,) * 4, gathered=(468e6, 468e6)), Job(8, 64)
     each, compute = CLUSTER.all_gather(468e6 / 4, 8), 5e-3 + 64e-3
     gathered = computed = 0.0
@@ -522,9 +522,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
 def test_measured_speeds_are_listed_next_to_predictions(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["cosmo_unet.one", "cosmo_unet.two", "--devices", 1, 2, 4]
     assert [row["measured"] for row in planned(capsys, *both)] == [90, pytest.approx(90 * 2**0.9), None]
-    assert told(capsys, *both)[0].startswith(
-        "cosmo_unet, ddp on CPU, links of processes: fitted to 6 measurements on up to 2 devices"
-    )
+    assert "6 measurements on up to 2 devices" in told(capsys, *both)[0]
 
 
 def test_a_batch_larger_than_the_data_is_refused(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -551,7 +549,7 @@ def test_an_hour_of_a_node_and_a_gigabyte(results: Path, capsys: pytest.CaptureF
 
 
 def test_the_first_epoch_is_left_out(results: Path, tmp_path: Path) -> None:
-    """The fit omits the first epoch, a warm-up, epochs trained by other code, and validations of diverged epochs."""
+    """The fit omits the first epoch (a warm-up), epochs trained by other code, and validations of diverged epochs."""
     folder = results / "plans/cosmo_unet/one"
     lines: list[dict[str, Any]] = [
         {"epoch": n, "step": n, "samples": 8 * n, "learning_rate": 0.1, "train_loss": 1.0, "valid_loss": 1.0}
@@ -764,7 +762,7 @@ def test_a_user_defined_machine(tmp_path: Path) -> None:
 
 
 def test_runs_of_the_vit_are_ranked_without_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
-    """The shipped description of the ViT has the study's sizes, and its errors are those on the tutorial's page."""
+    """The shipped description of the ViT has the study's sizes; docs/dl_at_scale_vit.md quotes its errors."""
     file = ROOT / "docs/examples/era5_vit_opt.yaml"
     described = analytic.read(file)
     vit = registry.study("era5_vit")
@@ -787,4 +785,4 @@ def test_runs_of_the_vit_are_ranked_without_a_measurement(capsys: pytest.Capture
     published = {4: 202.0, 64: 2544.7}
     page = " ".join((ROOT / "docs/dl_at_scale_vit.md").read_text().split())
     found = [f"{rates[count] / rate:.1f}" for count, rate in published.items()]
-    assert f"the rates are {found[0]} (four GPUs) and {found[1]} times (64) the published rates" in page
+    assert f"{found[0]} (four GPUs) and {found[1]} times (64)" in page

@@ -24,7 +24,7 @@ def rates(total: int, peak: float = 1.0, steps_per_epoch: int = 10, **settings: 
 @pytest.mark.parametrize("warmup", [0, 1, 128, 900])
 @pytest.mark.parametrize("end", [0.0, 1e-3])
 def test_the_cosine_reaches_the_end_rate(warmup: int, end: float) -> None:
-    """The cosine ends at `end_lr`. The SC22 tutorial ignores the warm-up, so its last rate is 4 % of the greatest."""
+    """The cosine ends at `end_lr`. The SC22 tutorial ignores the warm-up, so it ends at 4 % of the peak rate."""
     found = rates(1000, warmup_steps=warmup, end_lr=end)
     assert found[-1] == pytest.approx(end, abs=1e-15)
     last = 1 - math.cos(math.pi / (1000 - warmup))  # the last step is one step before the end of the cosine

@@ -1,6 +1,6 @@
 """Threats and guards: docs/security.md names existing tests; records from others run nothing; locks, pins are complete.
 
-The other guards are tested next to their code; docs/security.md names these tests.
+The other tests named in docs/security.md are next to the tests of the same code.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tests.test_starters import free_port
 from tests.waiting import PATIENCE
 
 SCRIPT = '"><script>alert(1)</script><img src=x onerror=alert(1)><meta http-equiv=refresh content=0>'
-#: Texts that a spreadsheet or a browser would run, as the begin of texts in the records.
+#: Prefixes planted in the texts of records: a spreadsheet would run FORMULA, a browser ADDRESS.
 FORMULA, ADDRESS = f"=cmd(){SCRIPT}", f"javascript:alert(1)//{SCRIPT}"
-#: Keys that decide what the page shows.
+#: Keys of records that decide which parts the page shows, and are therefore not changed.
 KEPT = {"measure", "study", "own"}
 
 
@@ -67,7 +67,7 @@ def test_actions_are_pinned_by_commit_and_packages_by_hash() -> None:
     assert len(used) > 30
     assert [line for line in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line)] == []
     versions = {tuple(re.split("@|  # ", line)) for line in used}
-    assert len(versions) == len({action for action, _, _ in versions}), "an action has one version in all workflows"
+    assert len(versions) == len({action for action, _, _ in versions}), "an action must have a single version"
     locks = [*(ROOT / "docker").glob("requirements-*.txt")]
     assert len(locks) == 3
     for lock in locks:
@@ -87,7 +87,7 @@ def test_no_module_unpacks_archives_or_runs_text() -> None:
             name = ast.unparse(call.func)
             given = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
             key, value = safe.get(name, ("shell", given.get("shell") or False))
-            own = path.name == "inside.py" and name == "pickle.loads"  # what PyTorch recorded in the same process
+            own = path.name == "inside.py" and name == "pickle.loads"  # written by PyTorch in the same process
             bare = name.rpartition(".")[2]
             if (bare in banned and name not in ("model.eval", "self.model.eval")) or (
                 name.startswith("pickle.load") and not own
@@ -129,7 +129,7 @@ def _texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _plant(results: Results) -> set[str]:
-    """Plant code into each text of all records that may be any text, and return the paths of these texts."""
+    """Plant code into each text of all records, if the record stays valid; return the paths of these texts."""
     kept = set[str]()
 
     def readable() -> bool:
@@ -185,7 +185,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.mark.slow
 def test_texts_of_records_run_nothing(shared: Results, tmp_path: Path) -> None:
-    """Each text of the records that may be any text is shown as text on the page, in figures and in tables."""
+    """Code planted in records is shown as text on the page, in figures and in tables."""
     results = Results(tmp_path / "results")
     shutil.copytree(shared.root, results.root)
     for name in ("plans", "datasets", "references"):
@@ -239,7 +239,7 @@ def test_a_pipe_among_the_records_stops_no_page(shared: Results, tmp_path: Path)
 
 
 def test_a_crate_escapes_texts_and_refuses_links(shared: Results, tmp_path: Path) -> None:
-    """The preview shows a title as text. A link in the results may lead to a private file, which is not packed."""
+    """The preview shows a title as text. A link in the results is refused, because it may lead to a private file."""
     pytest.importorskip("rocrate")
     citation = ROOT / "CITATION.cff"
     made = Crate(shared.root, read_plan(shared.plans[0]), citation)

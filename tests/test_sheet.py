@@ -1,4 +1,4 @@
-"""The evidence sheet: figures by hand, open facts, two pages, and the questions of forms."""
+"""The evidence sheet: values computed by hand, open facts, two pages, and the questions of application forms."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ subprocess.run(sys.argv[1], shell=True)
 
 
 def test_the_nearest_process_with_a_handler_gets_the_signal(tmp_path: Path) -> None:
-    """The shell, which has no handler, lives on. The child of the process with a handler gets no signal."""
+    """The shell, which has no handler, is not ended. The child of the process with a handler gets no signal."""
     script, name = tmp_path / "child.py", tmp_path / "signals"
     script.write_text(CHILD)
     words = shlex.join([sys.executable, str(script), str(name), "1"])

@@ -374,7 +374,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             opened(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"'group/x' lies in other files.*a link to 'inputs' in .*x.h5; copy its"):
+    with pytest.raises(UserError, match=r"'group/x' .*'inputs' in .*x.h5; copy its"):
         opened(linked, input={"array": "group/x"})
     with h5py.File(linked, "a") as file:
         file["group/gone"] = h5py.ExternalLink("gone.h5", "x")
@@ -395,10 +395,10 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
             opened(linked, input={"array": array})
     opened(linked, input={"array": "group/own"})
     (folder := tmp_path / "folder.h5").mkdir()
-    with pytest.raises(UserError, match=r"folder.h5: a folder; expected a file. Name one file in this folder"):
+    with pytest.raises(UserError, match=r"folder.h5: a folder; expected a file"):
         opened(folder)
     (short := tmp_path / "short.h5").write_bytes(h5.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"short.h5: incomplete or still being written \(truncated file\); wait until"):
+    with pytest.raises(UserError, match=r"short.h5: incomplete .*\(truncated file\)"):
         opened(short)
     (marked := tmp_path / "marked.h5").touch()
     with h5py.File(marked, "w", libver="latest") as file:
@@ -406,7 +406,7 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
         file.swmr_mode = True
         file.flush()
         shutil.copy(marked, busy := tmp_path / "busy.h5")  # a killed writer leaves the file in this state
-    with pytest.raises(UserError, match=r"busy.h5: incomplete or still being written \(.*h5clear -s"):
+    with pytest.raises(UserError, match=r"busy.h5: incomplete .*h5clear -s"):
         opened(busy)
     with pytest.raises(UserError, match=r"source.input.channels: 2 names for 1 channels"):
         opened(good, input={"channels": ["a", "b"]})
@@ -526,7 +526,7 @@ def test_weights_of_two_processes_are_those_of_one(tmp_path: Path, tiny_data: Ca
 @pytest.mark.slow
 @pytest.mark.long
 def test_noise_cannot_be_learnt(tmp_path: Path) -> None:
-    """On noise, a smaller version of the published plan learns nothing: its error is that of predicting the mean."""
+    """On noise, a smaller version of the published plan learns nothing: its error equals that of the mean."""
     shipped = {
         **{"dataset": "starter_noise", "model": {"hidden": 4}, "training": {"epochs": 12}, "precision": "fp32"},
         "optimizer": {"lr": 1e-2},  # outputs start near 0, the target mean is 0.5: the default lr is too slow

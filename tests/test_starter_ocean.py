@@ -1,4 +1,4 @@
-"""The study `starter_ocean`, whose batches are dicts: the tests of any study, its physics, and its quality."""
+"""Test the study `starter_ocean` (batches are dicts): the general tests of studies, physics and quality."""
 
 from __future__ import annotations
 

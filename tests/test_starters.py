@@ -244,9 +244,10 @@ def test_several_nodes_need_a_starter() -> None:
 
 def test_mpirun_gets_the_geometry_and_the_rendezvous() -> None:
     eight = Geometry(nodes=2, gpus_per_node=4)
-    assert launcher.launch(site(engine="none", starter="mpirun", host_suffix="i"), HERE, eight)[-11:] == [
+    assert launcher.launch(site(engine="none", starter="mpirun", host_suffix="i"), HERE, eight) == [
         *(*launcher.PYTHON_HERE[:-1], "dlscale.launch.ranks", "mpirun", "-n", "8"),
-        *("env", "MASTER_ADDR={host}i", "MASTER_PORT={port}", *launcher.PYTHON_HERE),
+        *("env", "MASTER_ADDR={host}i", "MASTER_PORT={port}"),
+        *("env", "DLSCALE_HOST_SUFFIX=i", *launcher.PYTHON_HERE),
     ]
     start = ["mpiexec", "-n", "{ranks}", "-ppn", "{ranks_per_node}", "-hosts", "{nodes}"]
     mine = launcher.launch(site(engine="none", starter="mpirun", start=start), HERE, eight)
@@ -335,8 +336,5 @@ def test_a_real_mpirun(tmp_path: Path) -> None:
 def test_no_mpirun_is_one_message(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "dlscale.launch.ranks", "mpirun-of-nobody", "-n", "2"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 127
-    assert (
-        done.stderr
-        == "mpirun-of-nobody: no such command; load a module with MPI, or name another command in site.start\n"
-    )
+    assert done.returncode == 127 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("mpirun-of-nobody: no such command") and "site.start" in done.stderr

@@ -1,4 +1,4 @@
-"""`dlscale status`, the progress that a stage reports, logs of several tries, the time spent by rule, and Ctrl-C."""
+"""`dlscale status`, the progress that a stage reports, logs of several attempts, the time spent by rule, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_run_killed_on_this_machine_is_silent(results: Path) -> None:
         )
         found = rows(results)
         assert found["p.a"].state == "running" and found["p.b"].state == "silent", (
-            "another program with the same process number must not count"
+            "another program with the same process ID must not count"
         )
         (line,) = [each for each in status.lines(found.values()) if each.startswith("p.a")]
         assert line.split("  ")[-1].strip() == "–" and "30 of 120 steps (25\u00a0%)" in line, line
@@ -157,7 +157,7 @@ def test_a_run_on_another_machine_must_report(results: Path, age: float, state: 
     ],
 )
 def test_the_reason_of_a_failure_is_the_last_log_line(results: Path, last: str, state: str) -> None:
-    """The reason is in the last line of the log; the message of an earlier failed try is ignored."""
+    """The reason is in the last line of the log; the message of an earlier failed attempt is ignored."""
     log = results / "logs/train/p/a.log"
     log.parent.mkdir(parents=True)
     log.write_text(f"dlscale train: of an earlier try\n{'x' * 5000}\n{last}\n\n")
@@ -363,7 +363,7 @@ def test_a_measured_run_has_one_speed_everywhere(
 def test_progress_has_count_time_left_and_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The progress has the count, the time left at this process's pace, and values. A finished stage leaves no file."""
+    """Progress has a count, the time left at this process's pace, and values. A finished stage leaves no file."""
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO)
@@ -373,7 +373,7 @@ def test_progress_has_count_time_left_and_values(
         assert StageStatus.read(file).what == "starting"
         with Progress("training", 100, "steps", lambda: {"loss": 0.5, "odd": float("nan")}) as counted:
             now += 1
-            counted.update(41)  # an earlier try made 40 steps
+            counted.update(41)  # an earlier attempt made 40 steps
             now += 12
             counted.update(53)
             doing = StageStatus.read(file)
@@ -435,7 +435,7 @@ def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:
 
 
 def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) -> None:
-    """The earlier log is removed even if the new one cannot be kept, here because the file systems differ."""
+    """The earlier log is removed even if the new log cannot be kept, here because the file systems differ."""
     path, memory = tmp_path / "a.log", Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm and the temporary folder are on the same file system")
@@ -502,9 +502,7 @@ def test_the_table_has_rules_by_time_and_the_used_cores() -> None:
         "  configure     1       4.0 s",
     ]
     side = [*done, Job("train", 125.0, 25.0, None)]
-    assert progress.lines(side, 100.0, 130.0)[0].endswith(
-        "Jobs ran in parallel, so their times add up to more than the elapsed time."
-    )
+    assert "Jobs ran in parallel" in progress.lines(side, 100.0, 130.0)[0]
     assert progress.lines(done, 100.0, 130.0)[0] == "Where the time went: 30.0\u00a0s."
     assert progress.lines([], 100.0, 130.0, 2, 1.0) == []
 
@@ -553,7 +551,7 @@ def test_ctrl_c_stays_ignored() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-#: Program that runs the command line and creates a file when its first import begins.
+#: Program that runs the command line, and creates a file once it handles Ctrl-C.
 STARTING = """
 import pathlib, sys
 from dlscale.core import interrupt

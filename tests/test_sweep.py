@@ -78,7 +78,7 @@ def test_too_many_trials_are_refused_at_once(sweep: Any, message: str) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 17])
 def test_few_draws_cover_their_ranges(seed: int) -> None:
-    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # as integers are not rounded
+    over = {key: {"integers": [0, 2**20 - 1]} for key in ("seed", "batch_size")}  # integers are not rounded
 
     def drawn(count: int) -> list[dict[str, int]]:
         return list(Sweep(method="random", over=over, trials=count, seed=seed).runs.values())
@@ -94,7 +94,7 @@ def test_few_draws_cover_their_ranges(seed: int) -> None:
 
 
 def test_draws_are_spread_as_the_range_says() -> None:
-    """Draws follow the distribution: chance exceeds the limit on the Kolmogorov-Smirnov distance once in 1,000."""
+    """By chance, draws exceed this limit on the Kolmogorov-Smirnov distance to the distribution once in 1,000 tests."""
     over = {
         "a": {"log_uniform": [1e-4, 1e-1]},
         "b": {"uniform": [-2, 3]},

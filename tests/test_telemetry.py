@@ -194,7 +194,7 @@ def test_energy_per_sample() -> None:
     assert (run.energy_per_sample, run.energy) == (pytest.approx(2 * 100 / 50), pytest.approx(2 * sum(watts)))
     resumed = result([samples[5:]], *epochs, resumed_from_step=1)
     assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
-    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, "an earlier try trained the counted epoch"
+    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, "an earlier attempt trained the counted epoch"
     assert result([], *epochs).energy_per_sample is None
 
 
@@ -273,9 +273,7 @@ def test_the_page_shows_published_efficiency_next_to_the_run() -> None:
     reference = {"name": "a", "plan": "p", "run": "a", "measure": ["train"]}
     plan = PlanRecord(plan="p", study="mnist_cnn", measure=["train"], runs=[reference], published=figures)
     view = profiles.efficiency(PlanResult(plan, [published_job()]), Page())
-    assert view and view.notes[0].startswith(
-        "Published values for the full-size model and data: job: CPU efficiency 94.64 % ("
-    )
+    assert view and "CPU efficiency 94.64 %" in view.notes[0]
     headings = [heading for heading, _ in view.tables[0].columns]
     cells = dict(zip(headings, (cell.text for cell in view.tables[0].rows[0]), strict=True))
     assert cells["CPU efficiency"] == "95\u00a0%" and cells["memory efficiency"] == "17\u00a0%"
@@ -345,7 +343,7 @@ def test_rates_are_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the processes that the environment variable names, the outermost that runs is found, also for nested calls."""
+    """The outermost running process that the environment variable names is found, also for nested calls."""
     ask = "import os; from dlscale.measure.processes import find_snakemake; print(find_snakemake(os.getpid()))"
     start = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
     name = f"os.environ[{SNAKEMAKES!r}] += f' {{os.getpid()}}'; print(os.getpid(), flush=True); "
@@ -354,7 +352,7 @@ def test_own_jobs_are_those_below_the_outermost_snakemake(monkeypatch: pytest.Mo
     def answer(*programs: str) -> list[str]:
         return subprocess.check_output([sys.executable, "-c", *programs], text=True).split()
 
-    monkeypatch.setenv(SNAKEMAKES, "1073741824")  # larger than Linux's largest process number
+    monkeypatch.setenv(SNAKEMAKES, "1073741824")  # larger than Linux's largest process ID
     outer, inner, found = answer(named, start, named, ask)
     assert found == outer != inner
     assert answer(start, ask) == ["None"]
@@ -524,7 +522,7 @@ def test_gpus_are_sampled_in_the_order_of_cuda() -> None:
 
 
 class Library:
-    """Functions of NVIDIA's library for GPM counters, called by the real `pynvml` with its real structures."""
+    """Stand-in for NVIDIA's functions for GPM counters, called by the real `pynvml` with its real structures."""
 
     def __init__(self, supported: bool, unknown: int = -1) -> None:
         self.supported, self.unknown, self.calls = supported, unknown, list[str]()
@@ -559,7 +557,7 @@ class Library:
         assert wanted.version == pynvml.NVML_GPM_METRICS_GET_VERSION and wanted.numMetrics == 3
         pair = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (wanted.sample1, wanted.sample2))
         begin, end = map(self.samples.__getitem__, pair)
-        assert 0 < begin == end - 1, "the counters must come from the last two reads, the older one first"
+        assert 0 < begin == end - 1, "the counters must come from the last two reads, the older read first"
         for each in wanted.metrics[:3]:
             each.value = {2: 80.0, 5: 25.0, 10: 50.0 + end}[each.metricId]
             each.nvmlReturn = 3 if each.metricId == self.unknown else 0  # NVML_ERROR_NOT_SUPPORTED
@@ -579,7 +577,7 @@ def test_activity_of_the_units_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         assert activity() == {name: value + 0.01 * (name == "dram_active") for name, value in first.items()}
         begin = ["QueryDeviceSupport", *["SampleAlloc", "SampleAlloc", "SampleGet"] * bool(first)]
         assert library.calls == begin + ["SampleGet", "MetricsGet"] * 2 * bool(first)
-    old = SimpleNamespace(NVMLError=NVMLError)  # of a version without these functions
+    old = SimpleNamespace(NVMLError=NVMLError)  # a version of pynvml without these functions
     assert Activity(old, "handle")() == {}
 
 

@@ -86,7 +86,7 @@ def test_a_wrong_name_is_refused_without_torchvision() -> None:
 
 
 class StandIn(nn.Module):
-    """A network with an auxiliary classifier and images of at least 8 points, as torchvision's have."""
+    """Network with an auxiliary classifier that refuses images below 8 x 8 points, like torchvision's networks."""
 
     def __init__(self, num_classes: int, **options: Any) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_all_classifiers_are_known() -> None:
 @real
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_our_resnets_are_torchvisions(depth: int) -> None:
-    """With torchvision's weights, our network has the same names, shapes, gradients, and bitwise the same logits."""
+    """With torchvision's weights, our network has the same names, shapes and gradients, and bitwise equal logits."""
     torch.manual_seed(0)
     theirs, ours = torchvision_networks.build(f"resnet{depth}", 7, 64), ResNet(depth, 7, mean=MEAN, std=STD)
     ours.load_state_dict(theirs.state_dict())
@@ -160,7 +160,7 @@ def test_our_resnets_are_torchvisions(depth: int) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_each_classifier_is_torchvisions() -> None:
-    """Names and shapes of weights are those of torchvision's own call, for its 1,000 classes and size of images."""
+    """Weights have the names and shapes of torchvision's own call with 1,000 classes and its default size of images."""
     for name in set(TORCHVISION) - {"regnet_y_128gf"}:  # it would take 3 GB, since RegNets are not made on `meta`
         weights = torchvision.models.get_model_weights(name).DEFAULT
         size = weights.transforms().crop_size[0]
@@ -176,7 +176,7 @@ def test_each_classifier_is_torchvisions() -> None:
 
 @real
 def test_the_try_draws_no_random_numbers() -> None:
-    """The initial weights are those of torchvision's constructor after the same seed."""
+    """The initial weights equal those of torchvision's constructor after the same seed."""
     torch.manual_seed(3)
     found, state = torchvision_networks.build("mobilenet_v3_small", 10, 40), torch.get_rng_state()
     torch.manual_seed(3)

@@ -587,7 +587,7 @@ def test_a_killed_run_resumes_bit_by_bit(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, weather: Path) -> Path:
-    """Return a finished run of 3 epochs with 10 steps each, and its two newest checkpoints."""
+    """Return a finished run (3 epochs of 10 steps) that has its two newest checkpoints."""
     folder = make_era5(tmp_path_factory.mktemp("finished") / "run", {"training": {"epochs": 3}, "model": DROPS})
     assert train(folder, weather / "manifest.json") == 0
     return folder
@@ -799,7 +799,7 @@ def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
     w, one, other = torch.zeros(1), Checkpoints(tmp_path / "one", keep=2), Checkpoints(tmp_path / "other", keep=2)
     saved(one, 1, w=w)
     shutil.copytree(tmp_path / "one/step-00000001", tmp_path / "other/step-00000001")
-    with pytest.raises(UserError, match=r"another training \(one\) or another step \(1\)\), nor from an earlier one"):
+    with pytest.raises(UserError, match=r"another training \(one\).* another step \(1\)"):
         loaded(other, w=w)
     (tmp_path / "one/step-00000001").rename(tmp_path / "one/step-00000002")
     with pytest.raises(UserError, match=r"another step \(1\)"):
@@ -809,7 +809,7 @@ def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_scores_of_training_batches_are_those_before_the_update(parts: int) -> None:
-    """Scores are means over samples, even for unequal micro-batches, and do not change the weights by a bit."""
+    """Scores are means over samples, even for unequal micro-batches. Computing scores does not change the weights."""
 
     def error(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (prediction - y).square().mean(1)

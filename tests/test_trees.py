@@ -136,7 +136,7 @@ def sequences(tmp_path: Path) -> Callable[..., Session]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sequences_are_padded_by_the_study(sequences: Callable[..., Session], workers: int) -> None:
-    """Batches are those of `collate` on all samples of the stream; a rank without samples gets empty tensors."""
+    """Batches equal `collate` of the stream's samples. A rank without samples gets empty tensors."""
     session = sequences(loader={"kind": "torch", "workers": workers})
     samples = session.samples("train")
     lengths = set()
@@ -150,7 +150,7 @@ def test_sequences_are_padded_by_the_study(sequences: Callable[..., Session], wo
             lengths.add(x["values"].shape[1])
     assert len(lengths) > 1
     with closing(open_loader(session.run, samples, Share(4, 0, 2), CPU)) as loader:
-        x, y = list(loader.epoch(0))[-1]  # 13 samples: the last one belongs to the second rank
+        x, y = list(loader.epoch(0))[-1]  # the last of 13 samples belongs to the second rank
         assert len(x["values"]) == len(x["mask"]) == len(y[0]) == 0
         session.step(x, y, 0.0)
     with pytest.raises(UserError, match=r"different shapes, such as \[\d\] and \[\d\].* define `collate`"):
@@ -179,7 +179,7 @@ def test_sequences_are_measured(sequences: Callable[..., Session]) -> None:
 
 
 def test_sequences_are_learnt(sequences: Callable[..., Session], tmp_path: Path) -> None:
-    """A training with padded sequences, predictions that are a dict and targets that are a tuple."""
+    """A study with padded sequences, dicts as predictions and tuples as targets learns."""
     session = sequences()
     make_run(tmp_path / "run", "sequences", SETTINGS, {"kind": "sequences"})
     assert train(tmp_path / "run", session.manifest.folder / "manifest.json") == 0
@@ -227,7 +227,7 @@ def test_dicts_train_as_on_the_plain_path(ocean: Callable[..., Session], over: d
 
 
 def test_each_tensor_gets_its_format(ocean: Callable[..., Session]) -> None:
-    """Floats and bytes get the model's type, and images the memory format; integers and targets keep their types."""
+    """Floats and bytes get the model's type, and images the memory format; integers keep their type."""
     session = ocean(precision="bf16_pure", memory_format="channels_last")
     seen: dict[str, torch.Tensor] = {}
 

@@ -173,7 +173,7 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(training=0.4), ["besides"]),
     (program(usage(4.0), queued=0.9), ["threads"]),
     (program(usage(1.0), queued=0.9), []),
-    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # queued are the loader's workers
+    (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # the loader's workers are queued
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 71]), ["slowing"]),
     (program(rates=[150, 140, 160, 90, 100, 100, 90, 70, 75, 141]), []),
     (program(rates=[100, 101, 102, 100, 100, 100, 99, 98, 98]), []),
@@ -319,7 +319,7 @@ def test_causes_are_reported_in_order(
 
 def test_a_model_without_products_has_no_arithmetic_roof() -> None:
     nothing = WORK.model_copy(update={"forward_flops": 0.0, "backward_flops": 0.0})
-    assert "If memory bandwidth were the only limit, this model would reach 10,000 samples/s" in limit(
+    assert "memory bandwidth were the only limit, this model would reach 10,000 samples/s" in limit(
         Evidence(SETTINGS, measured(work=nothing))
     )
     assert limit(Evidence(SETTINGS, measured(work=nothing.model_copy(update={"bytes": None})))) == ""
@@ -361,10 +361,10 @@ def test_impossible_rates_report_only_the_disturbance() -> None:
     for used, seen in ((None, []), (usage(1.0, 2.0), ["neighbour"])):
         found = verdict(Evidence(SETTINGS, measured(1000, 143, 242, used), profiled(device_busy=0.4, launches=900)))
         assert [each.cause for each in found.findings] == seen and found.limit == ""
-        assert found.todo.startswith("Measure again") and found.todo.endswith("these rates are unreliable.")
+        assert found.todo.startswith("Measure again") and "unreliable" in found.todo
         said = " ".join(" ".join(lines("p.r", found)).split())
         assert "p.r: its limit is not known" in said and "more than noise" in said and "within" not in said
-        assert "Try next: Measure again" in said and said.endswith("these rates are unreliable.")
+        assert "Try next: Measure again" in said and "unreliable" in said
 
 
 def test_trials_that_differ_too_much_give_no_limit() -> None:
@@ -409,7 +409,7 @@ def test_full_above_the_slower_part_is_noise(rates: tuple[float, float, float], 
 
 
 def test_a_remark_comes_after_a_cause() -> None:
-    """The remark that steps read values of the device comes second: on a CPU, reading costs nothing."""
+    """On a CPU, the finding `sync` follows the finding `loader`, because `.item()` costs nothing there."""
     found = verdict(
         Evidence({**SETTINGS, **FOUR}, measured(20, full=19, used=FULL_UP, device="cpu"), profiled(items=2))
     )
@@ -434,9 +434,7 @@ def test_suggestions_are_settings_that_the_run_does_not_use() -> None:
     refused = {"parallel": {"kind": "dp"}, "optimizer": {"kind": "adadelta"}}
     assert verdict(Evidence({**SETTINGS, **refused}, measured())).todo == "`precision: bf16`."
     loading = verdict(Evidence(SETTINGS, measured(20, full=19)))
-    assert loading.todo == (
-        "loader: {kind: direct} loads fields on grids, rows and images with far less work than the loader in use."
-    )
+    assert loading.todo.startswith("loader: {kind: direct} ")
 
 
 def test_the_limit_is_the_lower_roof() -> None:
@@ -445,7 +443,7 @@ def test_the_limit_is_the_lower_roof() -> None:
     assert "If arithmetic were the only limit, this model would reach 333 samples/s" in limit(
         Evidence(SETTINGS, measured())
     )
-    assert "If memory bandwidth were the only limit, this model would reach 100 samples/s" in limit(
+    assert "memory bandwidth were the only limit, this model would reach 100 samples/s" in limit(
         Evidence(SETTINGS, measured(work=WORK.model_copy(update={"bytes": 1e9})))
     )
     four = limit(Evidence(SETTINGS, measured(nranks=4)))
@@ -493,13 +491,13 @@ def test_explain_reports_runs_without_results_and_plans(
     assert stage("explain", "q.same") == 0
     capsys.readouterr()
     for name, said in (
-        ("p.s", "p.s has no results yet; start it with snakemake plan_p\n"),
-        ("q.other", "q.other has no results yet; start it with snakemake plan_p\n"),
-        ("p", "p: no such run; expected PLAN.RUN, or a run's folder; there are: p.r\n"),
-        ("p.t", "p.t: no such run; expected PLAN.RUN, or a run's folder; there are: p.r\n"),
+        ("p.s", r"p\.s has no results yet.* snakemake plan_p"),
+        ("q.other", r"q\.other has no results yet.* snakemake plan_p"),
+        ("p", r"p: no such run.* PLAN\.RUN.* p\.r"),
+        ("p.t", r"p\.t: no such run.* PLAN\.RUN.* p\.r"),
     ):
         assert stage("explain", name) == 2
-        assert capsys.readouterr().err.endswith(f": {said}"), name
+        assert re.search(f": {said}$", capsys.readouterr().err), name
 
 
 @pytest.mark.parametrize(("measured", "expected"), OUTSIDE)

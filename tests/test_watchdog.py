@@ -49,7 +49,7 @@ def falter():
     calls += 1
     if calls == int(os.environ["CALL"]) and os.environ["RANK"] == os.environ["CULPRIT"]:
         print("HANGS", flush=True)
-        if "HOLDS" in os.environ:  # Python's lock
+        if "HOLDS" in os.environ:  # this call holds Python's lock
             ctypes.PyDLL(None).sleep(int(os.environ["HOLDS"]))
         else:
             time.sleep(3600)
@@ -391,7 +391,7 @@ WAITS, BEHIND, GOES_ON = at(100, "backward", STEPS, 50), at(98, "data", STEPS, 5
 
 
 def test_the_verdict() -> None:
-    assert verdict(WAITS, BEHIND) == "all other processes have waited for 45 s for process 1 on nid1 (data)"
+    assert "45 s for process 1 on nid1 (data)" in verdict(WAITS, BEHIND)
     assert "for process 1 on nid1 (data), process 2 on nid2 (data)" in verdict(WAITS, BEHIND, BEHIND)
     assert not verdict(WAITS, {**BEHIND, "age": 3}), "one rank continues"
     assert not verdict(WAITS, WAITS), "all ranks compute, or wait for the file system"
@@ -407,11 +407,11 @@ def test_the_verdict() -> None:
 
 
 def test_the_verdict_on_different_operations() -> None:
-    """If a rank skips an operation, all ranks have begun equally many; the operations differ."""
+    """If a rank skips an operation, all ranks have begun equally many operations, which differ."""
     first = at(100, "forward", STEPS, 50, line="all_reduce #4 at a.py:8")
     other = at(100, "forward", STEPS, 50, line="all_gather #4 at b.py:9")
     each = "process 0 on nid0 (forward all_reduce #4 at a.py:8), process 1 on nid1 (forward all_gather #4 at b.py:9)"
-    assert verdict(first, other) == f"all processes have waited for 45 s in different operations: {each}"
+    assert re.search(rf"45 s in different operations: {re.escape(each)}$", verdict(first, other))
     assert not verdict(first, first), "all ranks wait for the network"
     assert not verdict(first, {**other, "line": "at b.py:9"}), "one rank computes"
     assert "45 s in all_reduce #4 at a.py:8 for process 1 on nid1 (data at c.py:7)" in verdict(
@@ -420,7 +420,7 @@ def test_the_verdict_on_different_operations() -> None:
 
 
 def _wait_in_different_operations(rank: int, folder: str) -> None:
-    """Rank 1 skips the exchange that rank 0 begins; both write where they wait, and end."""
+    """Rank 1 skips the exchange that rank 0 begins; both ranks write where they wait, and end."""
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
     other = dist.new_group()
     dist.all_reduce(torch.ones(1))
@@ -465,8 +465,8 @@ def test_the_awaited_rank_is_logged_after_a_minute(caplog: pytest.LogCaptureFixt
     """If the limit exceeds a minute, the message is logged once per awaited rank."""
     found = judge(at(120, "step", STEPS, 70), at(110, "writing", BETWEEN, 61))
     assert not found._verdict() and not found._verdict()
-    told = "all other processes have waited for 61 s for process 1 on nid1 (writing); the run ends after 600 s"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    (told,) = caplog.records
+    assert re.search(r"61 s for process 1 on nid1 \(writing\).* 600 s", told.getMessage())
     found._seen[0] = found._seen[0]._replace(entered=100, kind=BETWEEN)
     assert not found._verdict()
     assert "process 0 on nid0" in caplog.records[-1].getMessage() and len(caplog.records) == 2

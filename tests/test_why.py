@@ -105,7 +105,7 @@ def test_a_line_for_each_reason() -> None:
 
 
 def test_deleted_results_that_no_job_needs_are_reported(tmp_path: Path) -> None:
-    """Deleted results are listed with the command that makes them again, unless a job makes them or none ever did."""
+    """Deleted results are listed with the command that restores them, unless a job does, or they never existed."""
     for file in ("plans/p/a/metrics.jsonl", "plans/p/a/tensorboard/events", "data/d/manifest.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()

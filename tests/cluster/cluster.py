@@ -287,7 +287,7 @@ class Cluster:
         new.replace(self.record)
 
     def processes(self) -> dict[str, int]:
-        """Return the process numbers of running daemons, by name; numbers that the system has reused are left out."""
+        """Return the process IDs of running daemons, by name; IDs that the system has reused are left out."""
         return {name: pid for name, (pid, start) in self._recorded()["processes"].items() if started(pid) == start}
 
     def _spawn(self, name: str, *command: object, **environment: str) -> None:
@@ -331,7 +331,7 @@ class Cluster:
     # ---- start and stop --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the cluster unless it runs already; first remove what an earlier cluster of this number left."""
+        """Start the cluster unless it runs already; first remove the remains of an earlier cluster of this number."""
         if missing():
             raise ClusterError(f"not installed: {', '.join(missing())}")
         if self.processes() and Path(self._recorded()["folder"]) == self.folder and self.ready():

@@ -119,7 +119,7 @@ class Flow:
         return until(what, ready, process, lambda: self.output[-5000:], seconds)
 
     def log(self, run: str = "long/run") -> str:
-        """Log of a run's training so far."""
+        """Return the log of a run's training."""
         path = self.path / f"results/logs/train/{run}.log"
         return path.read_text() if path.exists() else ""
 
@@ -129,7 +129,7 @@ class Flow:
         return [line.split() for line in listed.stdout.splitlines() if str(self.path) in line]
 
     def provenance(self, run: str) -> dict[str, Any]:
-        """Provenance record of a run's training."""
+        """Return the provenance record of a run's training."""
         return json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
 
     def checkpoints(self, run: str = "long/run") -> list[int]:

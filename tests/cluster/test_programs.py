@@ -75,7 +75,7 @@ def test_the_exit_status_of_a_program_is_reported(make: Callable[..., Flow]) -> 
 
 @pytest.mark.parametrize("how", ["preempted", "at its time limit"])
 def test_a_retry_resumes_from_the_programs_checkpoint(make: Callable[..., Flow], cluster: Cluster, how: str) -> None:
-    """On two nodes, a retry resumes from the program's checkpoint, and the result covers all tries."""
+    """On two nodes, a retry resumes from the program's checkpoint, and the result covers all attempts."""
     plan = {"measure": ["train"], "runs": {"two": {"geometry": {"nodes": 2}}}}
     seconds, retries = (1.0, "--retries=2") if how == "preempted" else (3.0, "--retries=4")
     flow = make(plan, f"--seconds={seconds}")
@@ -96,7 +96,7 @@ def test_a_retry_resumes_from_the_programs_checkpoint(make: Callable[..., Flow],
     assert [each["valid_loss"] for each in epochs] == [1.0, 1 / 2, 1 / 3]
     log = (flow.path / "results/logs/program/plan/two.log").read_text()
     assert "goes on after epoch 0\n" in log and re.search("goes on after epoch [12]\n", log), (
-        "the log must contain all tries"
+        "the log must contain all attempts"
     )
 
 

@@ -268,7 +268,7 @@ def test_a_job_that_slurm_has_forgotten(
         forgotten.touch()
         assert process.wait(2 * PATIENCE) != 0
     assert re.search(r"Slurm has not listed job \d+ for", flow.output), flow.output[-8000:]
-    # Snakemake has removed the outputs of the failed job, which ran on; the next job resumes from its last checkpoint.
+    # Snakemake has removed the outputs of the job, which still ran; the next job resumes from its last checkpoint.
     forgotten.unlink()
     assert flow.run("--retries=0") == 0, flow.output[-8000:]
     assert sorted(row[0] for row in flow.jobs("state")) == ["COMPLETED", "FAILED"]
@@ -332,7 +332,7 @@ def test_a_restarted_controller_runs_no_job_twice(
 
 @pytest.mark.slow
 def test_a_second_writer_is_refused(make: Callable[..., Flow], prepared: Flow, cluster: Cluster) -> None:
-    """A second training of the same run is refused, even on another node. Its message names the lock's owner."""
+    """A second training of the same run is refused, even on another node. The message names the lock's owner."""
     flow = make(targets=["long"], plans__long__settings=long(25, prepared))
     with flow.running("--retries=0", "-p") as process:
         flow.until("training", lambda: "epoch 3 of" in flow.log(), process)

@@ -32,7 +32,7 @@ class Engine:
         return self.run(["podman", *map(str, words)], check, timeout)
 
     def build(self, folder: Path, tag: str, *words: str) -> str:
-        """Build image `tag` from `folder`/docker/Dockerfile, target `cpu`; `words` are podman options (`--target`)."""
+        """Build target `cpu` of `folder`/docker/Dockerfile as image `tag`; `words` are further options of podman."""
         return self.run(["bash", str(SCRIPT), "build", str(folder), tag, *words], timeout=1800)
 
     def run(self, command: list[str], check: bool = True, timeout: float = 900) -> str:

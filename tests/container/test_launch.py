@@ -149,7 +149,7 @@ def test_a_failing_engine_is_reported(container_engine: Engine, prefix: list[str
 def test_a_training_in_a_container_equals_one_outside(
     engine: str, ranks: int, container_engine: Engine, cpu_image: str, era5_data: Path, tmp_path: Path
 ) -> None:
-    """In containers, losses and metrics agree with those outside, to the accuracy of another build of PyTorch."""
+    """In containers, losses and metrics agree with values outside, to the accuracy of another build of PyTorch."""
     from tests.conftest import ERA5, records, train
 
     if engine == "shifter" and any(path.is_relative_to("/var") for path in (ROOT, era5_data, tmp_path)):

@@ -59,7 +59,7 @@ def start(container_engine: Engine, cpu_image: str, tmp_path: Path) -> Iterator[
             write_program(tmp_path / "theirs")
             given = settings(tmp_path / "theirs", *more, **program)
             file = make_run(folder, "program", {**given, "geometry": {"gpus_per_node": gpus}}, {"kind": "files"})
-            made = yaml.safe_load(file.read_text())  # add the image here: `make_run` has no site, so refuses images
+            made = yaml.safe_load(file.read_text())  # add the image here: `make_run` has no site, so it refuses images
             file.write_text(yaml.safe_dump({**made, "program": {**made["program"], "image": image}}))
         site = Site(engine="podman", image=cpu_image, starter="torchrun", gpu=False)
         data = (str(ROOT), str(tmp_path / "theirs"))
@@ -91,7 +91,7 @@ def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
 
 
 def test_a_program_runs_in_another_image(start: Start, theirs: str, container_engine: Engine, tmp_path: Path) -> None:
-    """In its own image, a program's steps are detected; it writes to its folder, and gets its environment variables."""
+    """A program in another image: its steps are detected, its folder is writable, and its variables are set."""
     process = start(
         image=theirs, environment={"A": "b c"}, command=["python3", "first.py", "--out", "{out}"], resume=[]
     )

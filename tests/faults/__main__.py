@@ -248,7 +248,7 @@ def _differing(trial: Trial, expected: dict[str, str]) -> list[str]:
 
 
 def _wait(trial: Trial, call: Call, limit: float) -> None:
-    """Wait for the end of a call; after the time limit, report where its processes are."""
+    """Wait for the end of a call; after the time limit, write the stacks of its processes and fail the trial."""
     try:
         call.process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -292,7 +292,7 @@ def _commit() -> str:
 
 
 def _read(log: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a log; the last one may be torn."""
+    """Return the complete lines of a log; the last line may be torn."""
     rows = []
     for line in log.read_text().splitlines() if log.exists() else []:
         try:

@@ -50,7 +50,7 @@ class Skip(Exception):
 
 @dataclass
 class Trial:
-    """One trial: its random numbers, its copy of the study, its running call, and what the fault did."""
+    """One trial: its random numbers, its copy of the study, its running call, and the effects of the fault."""
 
     random: random.Random
     tree: Tree
@@ -126,7 +126,7 @@ FAULTS["hang of a rank"] = _signals(signal.SIGSTOP, "rank")
 
 @_fault
 def ctrl_c(trial: Trial) -> Generator[None]:
-    """Ctrl-C at a terminal reaches all processes of the group; sometimes the user presses it twice."""
+    """Press Ctrl-C once or twice; as at a terminal, all processes of the group get the signal."""
     yield
     trial.point = f"after {trial.sleep():.1f} s"
     for _ in range(trial.random.choice([1, 1, 2])):
@@ -138,7 +138,7 @@ def ctrl_c(trial: Trial) -> Generator[None]:
 
 @_fault
 def killed_all(trial: Trial) -> Generator[None]:
-    """All processes of the call die at once, as when a machine stops."""
+    """Kill all processes of the call at once, as when a machine stops."""
     yield
     trial.point = f"after {trial.sleep():.1f} s"
     trial.tree.end()
@@ -147,7 +147,7 @@ def killed_all(trial: Trial) -> Generator[None]:
 
 @_fault
 def pause(trial: Trial) -> Generator[None]:
-    """STOP, then CONT after some seconds."""
+    """Stop a process, and continue it after some seconds."""
     yield
     trial.point = f"after {trial.sleep():.1f} s:"
     if process := trial.pick():
@@ -242,7 +242,7 @@ DAMAGES = {"truncate": _truncate, "flip": _flip, "swap": _swap, "delete": _delet
 
 @contextlib.contextmanager
 def _mounted(trial: Trial) -> Iterator[Callable[[str], bool]]:
-    """Put the results on a disk of their own; yield a function that remounts it with other options."""
+    """Put the results on a separate disk; yield a function that remounts the disk with other options."""
     if os.getuid():
         raise Skip("mounting needs root")
     place = trial.tree.results
@@ -326,7 +326,7 @@ def memory(trial: Trial) -> Generator[None]:
 
 @_fault
 def clock(trial: Trial) -> Generator[None]:
-    """Let the clock jump back: some results are from tomorrow."""
+    """Simulate a clock that jumped back: some results are from tomorrow."""
     files = sorted(f for f in trial.tree.results.rglob("*") if f.is_file())
     if not files:
         raise Skip("no results")

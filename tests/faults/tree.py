@@ -87,7 +87,7 @@ class Command:
     words: list[str]
     states: tuple[str, ...]  #: States of completion from which a trial starts the command.
     step: str  #: Step of the build with about the same duration.
-    results: tuple[str, ...]  #: Patterns of its results.
+    results: tuple[str, ...]  #: Patterns of the command's result files.
 
 
 DLSCALE = [sys.executable, "-P", "-m", "dlscale"]
@@ -133,7 +133,7 @@ EXACT = (
     *("results/data/*/config.yaml", "results/plans/faults/*/model*.pt", "results/plans/faults/*/out/saved.pt"),
     *("results/plans/faults/*/config.yaml", "results/plans/faults/plan.yaml", "measured/saved.pt"),
 )
-#: Result files with times: they must exist, and be complete JSON; of the other formats only the end is checked.
+#: Result files with times: they must exist, and be complete. JSON is parsed; of other formats, only the end is checked.
 WHOLE = (
     *("results/plans/faults/*/provenance.json", "results/plans/faults/*/throughput.json"),
     *("results/plans/faults/*/program.json", "results/plans/faults/summary.csv", "results/plans/faults/report.html"),
@@ -148,7 +148,7 @@ class Call:
     said: Path
 
     def output(self) -> str:
-        """Return what the call has printed."""
+        """Return the output of the call."""
         return self.said.read_text(errors="replace")
 
 
@@ -208,7 +208,7 @@ class Tree:
         return Tree(path, mark)
 
     def digests(self) -> dict[str, str]:
-        """Return what must be equal after every fault: path → digest, or a word for a file with times."""
+        """Return the state of all results: path → digest; `whole` or `torn` for files with times."""
         found = {file: hashlib.sha256((self.path / file).read_bytes()).hexdigest() for file in self._files(*EXACT)}
         for file in self._files("results/plans/faults/*/*.jsonl"):
             found[file] = _digest_epochs((self.path / file).read_text(errors="replace"))
@@ -235,7 +235,7 @@ def _marked(mark: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _role(words: str, is_rank: bool, forked: bool) -> str:
-    """Return what a process does, from its command line."""
+    """Return the role of a process, derived from its command line."""
     if "train.py" in words and "dlscale" not in words:
         return "program"
     if "from snakemake import cli" in words or " dlscale run " in words:
@@ -250,7 +250,7 @@ def _role(words: str, is_rank: bool, forked: bool) -> str:
 
 
 def _digest_epochs(text: str) -> str:
-    """Return the digest of a run's epochs without times; a line that is not JSON counts as it is."""
+    """Return the digest of a run's epochs without times; a line that is not JSON counts unchanged."""
     kept = []
     for line in text.splitlines():
         try:

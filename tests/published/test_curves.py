@@ -2,8 +2,8 @@
 
 There are two kinds of tests. Exact: the tutorial's program starts with dlscale's initial weights and gets the batches
 of dlscale's steps. Then the losses and learning rates of all steps and the validation losses agree to float32's
-rounding. Free: both draw their own weights and samples, for five seeds each. Then their curves overlap within the
-spread of the seeds. Each test must also detect a changed program.
+rounding. Free: both programs draw their own weights and samples, for five seeds each. Then their curves overlap within
+the spread of the seeds. Each test must also detect a changed program.
 
 The restated programs are `repaired`: defects that affect the training are removed.
 """
@@ -117,7 +117,7 @@ def apart(found: list[float], expected: list[float]) -> float:
 
 @pytest.mark.slow
 def test_published_pairs_omit_one_and_repeat_one(era5_data: Path) -> None:
-    """In a year of n states, the tutorial never uses pair 0 and thrice pair 1; repaired, it uses n - 1 pairs once."""
+    """The tutorial never uses pair 0, and uses pair 1 three times. The repaired program uses each pair once."""
     published, mended = (Pairs(era5_data / "train", era5_data / "stats", repaired=each) for each in (False, True))
     states = published.length
     for year in (0, 1):

@@ -189,7 +189,7 @@ class Row:
     edit: Edit
     jobs: list[str]
     arguments: tuple[str, ...] = ()
-    slow: bool = False  #: Whether only the slow tests include the row, because a similar row is always tested.
+    slow: bool = False  #: Only for the slow tests, because a similar row is always tested.
 
 
 def components() -> Iterator[Row]:

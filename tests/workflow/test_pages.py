@@ -100,10 +100,10 @@ def test_snakemakes_report_refuses_unfinished_plans(small: Tree) -> None:
         assert done.status == 0 and "Report created." in done.output, done.output
     refused = small.snakemake("--config", more, "--report", "none.html")
     assert refused.status == 2 and not (small.path / "none.html").exists()
-    assert refused.output.splitlines()[-1] == (
-        "--report: unfinished: plan other (results/plans/other/new/prediction.png is not there); run the same command "
-        "without --report first, or name finished targets, such as plan_NAME"
+    said = (
+        r"--report: unfinished: plan other \(results/plans/other/new/prediction\.png .* without --report .* plan_NAME"
     )
+    assert re.match(said, refused.output.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -112,12 +112,9 @@ def test_missing_files_are_reported(small: Tree) -> None:
     run, stats = small.results / "plans/one/a", small.results / "data/squares/stats"
     for gone in (run / "tensorboard", stats):
         gone.rename(small.path / gone.name)
-    lost = "is gone, and no job would restore this; to do so: snakemake --configfile tiny.yaml --force results/"
-    told = [
-        f"one.a: tensorboard/ {lost}plans/one/a/metrics.jsonl",
-        f"data squares: stats/ {lost}data/squares/manifest.json",
-    ]
-    assert why(small.snakemake("--dry-run").output) == told
+    lost, told = " is gone, .* snakemake --configfile tiny.yaml --force ", why(small.snakemake("--dry-run").output)
+    assert len(told) == 2 and re.fullmatch(f"one.a: tensorboard/{lost}results/plans/one/a/metrics.jsonl", told[0])
+    assert re.fullmatch(f"data squares: stats/{lost}results/data/squares/manifest.json", told[1])
     asked = small.shell("python -m dlscale why --configfile tiny.yaml")
     assert asked.stdout.splitlines() == ["Nothing would run.", *told]
     for file in ("model.pt", "metrics.jsonl"):
@@ -170,10 +167,7 @@ def test_a_changed_image_is_packed_again(make_tree: Callable[..., Tree], tmp_pat
     link.symlink_to("nowhere")
     dry = tree.snakemake("-n", "--", "data_photos")
     assert dry.status == 2 and "Traceback" not in dry.output
-    broken = (
-        f"  data photos: {link}: cannot read this file's size and time (No such file or directory). Repair or "
-        "remove the file\n"
-    )
+    broken = f"  data photos: {link}: cannot read "
     assert f"\nFAIL{broken}" in dry.output
     # A broken dataset affects only its own targets.
     other = tree.snakemake("--cores", "2", "--keep-going", "--", "data_photos", "data_digits")

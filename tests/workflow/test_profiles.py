@@ -68,7 +68,7 @@ def test_profiles_run_in_the_container_and_four_by_srun(shown: tuple[str, Outcom
             assert "--env=NSYS=/global/tools/nsight/bin/nsys" in inside
             assert starter[-3:] == ["-P", "-m", "dlscale.launch.contain"]
             starter = starter[:-4]
-        # Shifter's modules set their variables after `--env`, so `env` sets ours inside the container.
+        # Shifter's modules set their variables after `--env`, so `env` sets dlscale's variables inside the container.
         prefix = "" if engine == "shifter" else "--env="
         ordered = f"{prefix}CUDA_VISIBLE_DEVICES=3,2,1,0" in inside
         if name in FOUR:

@@ -180,7 +180,7 @@ def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> N
 
 @pytest.mark.slow
 def test_plans_of_programs(tree: Tree) -> None:
-    """Rates match the program's sleeps, ratios of rates the paired timing, and losses its log; only an edit reruns."""
+    """Rates match the program's sleeps and the paired timing, losses match its log, and only an edit reruns jobs."""
     call(tree)
     check_environments(tree)
     ladder = runs(tree, "ladder")
@@ -272,6 +272,6 @@ def test_the_headroom_of_a_program_in_a_plan(tree: Tree) -> None:
     call(tree, "plan_spare")
     (run,) = runs(tree, "spare").values()
     assert 1.5 < run.records["headroom"].gain[0] < 2.1
-    assert not [*run.folder.rglob("started")], "the copy writes into a temporary folder"
+    assert not [*run.folder.rglob("started")], "the copy must write to a temporary folder"
     page = (tree.results / "plans/spare/report.html").read_text()
     assert "A faster loader gains at most" in page

@@ -43,7 +43,7 @@ def call(tree: Tree, dry: bool = False) -> list[str]:
 
 @pytest.mark.slow
 def test_halving(clone: Tree) -> None:
-    """One of two trials diverges, and the other is promoted. A new trial or metric repeats no training."""
+    """One of two trials diverges, and the other trial is promoted. A new trial or metric repeats no training."""
     clone.config["plans"]["swept"] = json.loads(json.dumps(SWEPT))
     clone.write()
     first = ["train swept lr-0p5-rung0", "train swept lr-1e30-rung0", "promote swept 1", "configure_plan swept"]

@@ -134,7 +134,7 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
-    """All telemetry rows have the CPU use of this call's other jobs, so it does not count as foreign load."""
+    """All telemetry rows have the CPU use of this call's other jobs, so this use does not count as foreign load."""
     tree, _ = finished
     files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
     assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
@@ -435,7 +435,7 @@ def test_interrupted_and_killed(clone: Tree) -> None:
     assert [line["epoch"] for line in lines] == list(range(1, 41))
     log = (clone.results / "logs/train/era5/vit.log").read_text()
     assert log.count(" started in ") >= 3 and "epoch 1 of 40" in log and "epoch 40 of 40" in log, (
-        "the log must contain all tries"
+        "the log must contain all attempts"
     )
     assert clone.planned(targets=call[3:]).names == []
 

@@ -170,7 +170,7 @@ says 'asked to end; saved after step'
 ends 0 snakemake "${mine[@]}" -- "$metrics"
 [ "$(wc -l <"$metrics")" -eq 40 ] || { echo 'TOUR: epochs are missing or occur twice'; exit 1; }
 log=results/logs/train/first/reference.log
-[ "$(grep --count ' started in ' "$log")" -ge 2 ] || { echo "TOUR: $log begins with the second try"; exit 1; }
+[ "$(grep --count ' started in ' "$log")" -ge 2 ] || { echo "TOUR: $log begins with the second attempt"; exit 1; }
 python - results/plans/first/reference/provenance.json <<'PYTHON'
 import json
 import sys
