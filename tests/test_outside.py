@@ -679,6 +679,90 @@ def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
     assert found and found.rates == pytest.approx([20.0] * 10)
 
 
+@pytest.mark.parametrize("case", ["epochs in JSON", "epochs in folders", "clock"])
+def test_a_few_points_of_another_counter_do_not_count(tmp_path: Path, case: str) -> None:
+    """Steps of 10 ms: lines of validations count epochs, or the machine's clock is set back by 1 s once."""
+    rows, when = list[tuple[str, int, float]](), BEGIN
+    for step in range(2000):
+        when += 0.01 - (case == "clock" and step == 1500)
+        if step % 10 == 0:
+            rows.append(("train", step, when))
+        if step % 200 == 199 and case != "clock":
+            when += 0.1
+            rows.append(("val", step // 200 + 1, when))
+    path = tmp_path / "log"
+    if case == "epochs in folders":
+        for name in ("train", "val"):
+            with SummaryWriter(str(path / f"loss_{name}")) as board:
+                for _, step, time in (row for row in rows if row[0] == name):
+                    board.add_scalar("loss", 1.0, step, walltime=time)
+    else:
+        path.write_text("".join(json.dumps({"step": step, "time": time}) + "\n" for _, step, time in rows))
+    points = max(logs.logged(path, logs.Start(BEGIN), when), key=len)
+    found = steps.pace_of_log(points, None)
+    assert found and found.rates == pytest.approx([100.0] * len(found.rates), rel=0.1)
+    assert 1600 < found.steps < 2000
+
+
+@pytest.mark.parametrize("case", ["time of the epoch", "two counters"])
+def test_logs_of_several_clocks_or_counters_are_refused(tmp_path: Path, case: str) -> None:
+    log, when = tmp_path / "log.jsonl", 0.0
+    with log.open("w") as file:
+        for step in range(10, 1200, 10):
+            when += 0.1
+            time = when % 2 if case == "time of the epoch" else BEGIN + when
+            file.write(json.dumps({"step": step, "time": time}) + "\n")
+            if case == "two counters" and step % 30 == 0:
+                file.write(json.dumps({"step": 8 * step, "time": time + 0.01}) + "\n")
+    os.utime(log, (BEGIN + when, BEGIN + when))
+    with pytest.raises(UserError, match=r"does not increase with `step`.*Use one clock and one counter of steps"):
+        logs.logged(log, logs.Start(BEGIN), BEGIN + when)
+
+
+def test_a_tag_of_the_training_is_chosen(tmp_path: Path) -> None:
+    """Tags of validations with more points are not chosen, nor are tags of several folders merged."""
+    for folder, tag, count in (
+        *((".", "train_loss", 20), (".", "val_loss_step", 90), ("exp/loss_val", "loss", 80)),
+        *(("a", "loss", 15), ("b", "loss", 15)),
+    ):
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for number in range(count):
+                board.add_scalar(tag, 1.0, 10 * number, walltime=BEGIN + number / 10 + 0.05 * (folder == "a"))
+    (points,) = logs.logged(tmp_path, logs.Start(BEGIN), BEGIN + 60)
+    assert points == [(pytest.approx(BEGIN + number / 10), 10 * number) for number in range(20)]
+    (points,) = logs.logged(tmp_path / "exp", logs.Start(BEGIN), BEGIN + 60)
+    assert len(points) == 80, "a validation's tag counts if there is no other"
+
+
+def test_event_files_of_other_programs_do_not_count(tmp_path: Path) -> None:
+    """Another experiment in the same folder began before the run, or is not a process of the run."""
+    for folder, count in (("old", 90), ("other", 80), ("own", 20)):
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for number in range(count):
+                board.add_scalar("loss", float(count), number, walltime=BEGIN + number / 10)
+        (file,) = (tmp_path / folder).iterdir()
+        begun, pid = (BEGIN - 60, 1) if folder == "old" else (BEGIN + 2, 2 if folder == "other" else 3)
+        file.rename(file.with_name(f"events.out.tfevents.{begun:.0f}.host.{pid}.0"))
+    start = logs.Start(BEGIN)
+    for own, expected in ((["host.3", "host.4"], 20), ([], 80), (["host.4"], 80)):
+        (points,) = logs.logged(tmp_path, start, BEGIN + 60, own)
+        assert len(points) == expected
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps/python.host.3").touch()
+    run, reading = outcome([]), running.Reading(log=tmp_path, log_start=start)
+    found, *_ = running._pace_by("log", reading, run, tmp_path / "steps", [], ())
+    assert found.end == pytest.approx(BEGIN + 1.9)
+    values = logs.values(tmp_path / "old", {"loss": "loss/train"}, start, (), BEGIN + 60)
+    assert values == {}
+
+
+def test_the_hook_names_its_process(tmp_path: Path) -> None:
+    environment = {**os.environ, **running.watched(tmp_path)}
+    program = subprocess.Popen([sys.executable, "-c", ""], env=environment)
+    assert program.wait() == 0
+    assert steps.processes(tmp_path, ("python",)) == [f"{os.uname().nodename}.{program.pid}"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("avg (", "not a regular expression"), ("avg", "one group for the number"), (r"(\d)(\d)", "one group")],
@@ -2017,17 +2101,23 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
         ("each of two optimisers", None),
         ("epoch", "epochs"),
         ("sample", "samples"),
+        ("batch of a validation", "something else, such as the steps of a validation"),
     ],
 )
 def test_a_log_counts_the_steps_of_the_training(counted: str, counts: str | None) -> None:
-    """dlscale detects that `step` in a log counts epochs or samples, which would give a wrong rate."""
+    """dlscale detects that `step` in a log counts something else, which would give a wrong rate."""
     made = [float(number) for number in range(1, 201)]  # a step per second, of two batches of 16 samples
     batches = [(second - part, "0", 0.0, 16) for second in made for part in (0.9, 0.4)]
     one = (1.0, 200.0)
     process = steps.Process(
         0, steps=made, batches=batches, optimizers={"1": one, "2": one} if "two" in counted else {"1": one}
     )
-    factor = {"step": 1, "batch": 2, "each of two optimisers": 2, "epoch": 0.02, "sample": 32}[counted]
+    factors = {"step": 1, "batch": 2, "each of two optimisers": 2, "epoch": 0.02, "sample": 32}
+    factor = factors.get(counted, 3)
     points = [(second + 0.1, factor * second) for second in made[4::5]]
-    wrong = steps.log_counts_other(points, process)
+    wrong = steps.log_counts_other([*points, (200.5, 1.0)], process)
     assert wrong is None if counts is None else wrong and wrong.endswith(f"so it seems to count {counts}")
+    half = replace(
+        process, steps=made[:100], batches=[each for each in batches if each[0] < 100], gaps=[(100.0, 201.0)]
+    )
+    assert counted != "step" or steps.log_counts_other(points, half) is None, "steps in gaps are not noted"

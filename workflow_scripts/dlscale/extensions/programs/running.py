@@ -586,7 +586,7 @@ def _pace_by(
         compute_pace = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
-        found = logs.logged(reading.log, start, run.begin + run.seconds)
+        found = logs.logged(reading.log, start, run.begin + run.seconds, seen.processes(steps, ("python",)))
         longest = max(found, key=len, default=[])
         if wrong := processes and seen.log_counts_other(longest, processes[0]):
             raise UserError(f"{reading.log}: {wrong}")
