@@ -42,7 +42,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.extensions.programs import logs, running, steps, timed
 from dlscale.extensions.programs import measure as outside_measure
 from dlscale.extensions.programs.measure import PLAN
-from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of
+from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of, value_of
 from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Throughput
 from dlscale.report.verdict import judge_run
@@ -142,7 +142,7 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
         for clock.optimizer, (count, seconds) in enumerate(((30, 0.1), (60, 0.2), (40, 0.05)), 1):
             clock.epoch(count, wait=0.0, seconds=seconds)
             clock.now += 0.3
-            printed.append((1.7e9 + clock.now - 1000, 8 / seconds))
+            printed.append((1.7e9 + clock.now - 1000, 8 * ranks / seconds))
             clock.now += 0.3
     processes = steps.read(tmp_path)[1]
     assert [len(steps.trainings(process)) for process in processes] == [3] * ranks
@@ -151,7 +151,7 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
     assert found.rates == pytest.approx([40.0 * ranks] * steps.WINDOWS) and found.training == pytest.approx(1.0)
     read = running.Reading(rate="nersc")
     found, _, trainings = running._pace_by("rate", read, outcome(printed[:3]), tmp_path, processes, ())
-    assert (found.rates, found.first_step, trainings) == ([40.0], printed[0][0], 3)
+    assert (found.rates, found.first_step, trainings) == ([40.0 * ranks], printed[0][0], 3)
 
 
 def test_steps_of_loaders_with_an_iterator_per_step_count(tmp_path: Path) -> None:
@@ -826,6 +826,45 @@ PRINTED = [
     (r"rate (\S+)", "rate 120 samples/min", ("", 2)),
     (r"(\S+) ms/sample", "5 ms/sample", ("", 200)),
     (r"Speed: (\S+)", "Speed: 84.05img/s", ("", 84.05)),
+    # A letter after a space is a suffix only before a unit or the end; it may begin the next label.
+    *(
+        (r"speed: (\S+)", f"speed: 98.5{text}", ("", pytest.approx(rate)))
+        for text, rate in (
+            *((" G=3", 98.5), (" G: 3", 98.5), (" G_L1: 30", 98.5), (" M 3", 98.5), (",M=3", 98.5), (" kimg 3", 98.5)),
+            *((" K it/s: 3", 98.5), (" M it/s 3", 98.5), ("k", 98.5e3), (" k", 98.5e3), ("k, G 3", 98.5e3)),
+            *((" ksamples/s", 98.5e3), (" M img/s", 98.5e6), (" k/s", 98.5e3)),
+        )
+    ),
+    (r"kimg/s: (\S+)", "kimg/s: 1.2", ("", 1200)),
+    # Short names, and names without a separator.
+    *(
+        (rf"{label}=(\S+)", f"ppl=240.1, {label}=48.3, lr=0.1", (expected, 48.3) if expected else None)
+        for label, expected in (
+            *(("ups", PER_STEP), ("wps", ""), ("kwps", ""), ("wpb", ""), ("fps", ""), ("sps", ""), ("ips", "")),
+            *(("StepsPerSec", PER_STEP), ("TokensPerSec", ""), ("AvgTokensPerSecond", ""), ("words_per_second", "")),
+        )
+    ),
+    (r"Sec=([\d.]+)", "RunningAvgSamplesPerSec=48.3, MemAllocated=1", ("", 48.3)),
+    *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("wps", "words/s", "frames/s", "ktok/s", "k tokens/s")),
+    (r"(\S+) ups", "| 48.3 ups", (PER_STEP, 48.3)),
+    (r"; (\S+)/\d", "; 12345/12345 tok/s; 60 sec", None),
+    (r"(\S+) \(", "12.1 (11.9) it/s", (PER_STEP, 12.1)),
+    (r"(\S+) \(", "84.05 (48.7 s)", ("", 84.05)),
+    # A group must match the complete number.
+    (r"([\d ]+) samples/s", "speed: 3 072 samples/s", ("", 3072)),
+    (r"([\d ,]+) samples/s", "speed: 1 003 072,5 samples/s", ("", 1003072.5)),
+    (r"speed: (\S+)", "speed: 3 072 samples/s", None),
+    (r"(\d+) samples/s", "speed: 3 572 samples/s", None),
+    (r"([\d.]+) samples/s", "speed: 3,572.5 samples/s", None),
+    (r".*([\d.]+) samples/s", "speed: 84.5 samples/s", None),
+    (r"(\d+)it/s", "8.13it/s", None),
+    (r"speed: (\d+)", "speed: 8,130", None),
+    (r"speed: ([\d.]+)", "speed: 1.2e3", None),
+    (r"speed: (\d+)", "speed: 84.05", ("", 84)),
+    (r"([\d.]+) img/s", "step 100 250.5 img/s", ("", 250.5)),
+    (r"([\d.]+) img/s", "10:00:00,123 250.5 img/s", ("", 250.5)),
+    (r"^\d+,([\d.]+)", "12,250.5,0.3", ("", 250.5)),
+    (r"rate (\S+)", "rate 50 %", None),
     # A label may belong to the number after it, and a unit to the number before it.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
@@ -862,6 +901,90 @@ def test_a_rates_unit_is_before_or_after_it(pattern: str, line: str, expected: t
     match = re.search(pattern, line)
     found = match and rate_of(match)
     assert (found and (found[0], pytest.approx(found[1]))) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "expected"),
+    [
+        (r"G_GAN: (\S+)", "D: 0.5 G_GAN: 1.2 G_L1: 30.1", 1.2),
+        (r"loss (\S+)", "loss 0.52 K 5", 0.52),
+        (r"D (\S+)", "val D 0.52 G 1.30", 0.52),
+        (r"loss=(\S+)", "loss=0.52,M=3", 0.52),
+        (r"loss=([\d.]+)", "loss=0.52M=3", 0.52),
+        (r"loss ([\d.]+)", "loss 0.5 kimg 4", 0.5),
+        (r"loss (\S+)", "loss 1.2k, M 3", 1200.0),
+        (r"loss (\S+)", "loss 1.2M", 1.2e6),
+        (r"loss (\S+)", "loss 5.", 5.0),
+        (r"loss (.*)", "loss 1.e-3 K", 1e-3),
+        (r"loss (\S+)", "loss 0.52/0.61", 0.52),
+        (r"loss (\d\.\d\d)", "loss 2.1999", 2.19),
+        (r"loss\D+([\d.]+)", "loss: -3.2", None),
+        (r"loss ([\d.]+)", "loss 1.2e-3", None),
+        (r"acc (\S+)", "acc 95 %", 0.95),
+    ],
+)
+def test_a_printed_loss_is_the_complete_number(pattern: str, line: str, expected: float | None) -> None:
+    match = re.search(pattern, line)
+    assert match and value_of(match) == (expected and pytest.approx(expected))
+
+
+def test_texts_without_a_complete_number_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = "for loss in (0.5, -3.2, -3.1): print('loss:', loss)"
+    ended = running.run_command(
+        [sys.executable, "-c", program], tmp_path, None, losses={"loss/valid": re.compile(r"loss\D+([\d.]+)")}
+    )
+    assert [value for _, value in ended.losses["loss/valid"]] == [0.5]
+    warned = capfd.readouterr().err
+    assert (
+        "matched 2 printed texts without a number, which dlscale skipped. The first is `loss: -3.2`. The group"
+        in warned
+    )
+
+
+#: Form of rank labels → whether the form shows that a line is of a rank.
+LABELS = {"{}: ": False, "[{}] ": False, "[rank{}]: ": True, "[1,{}]<stdout>:": True, "INFO [rank {}] ": True, "": None}
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("loader", ["known", "unknown", "none"])
+@pytest.mark.parametrize("own", [True, False])
+def test_rates_of_single_ranks_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], label: str, loader: str, own: bool
+) -> None:
+    """Four ranks with 80 samples/s each print their own rate or the run's rate: 80 is refused or causes a warning."""
+    for rank in range(4 if loader != "none" else 0):
+        Clock(tmp_path, rank).epoch(50, wait=0.0, seconds=0.1) if loader == "known" else [
+            Clock(tmp_path, rank).step(0.1) for _ in range(50)
+        ]
+    finder = Finder({"": re.compile(r"(\S+) samples/s")})
+    lines = [f"{label.format(rank)}step 3 {80.5 if own else 322.0} samples/s".encode() for rank in range(4)]
+    for number in range(4):
+        finder.look(1.7e9 + number, lines)
+    finder.close()
+    run = replace(outcome(finder.found[""]), ranks=tuple(finder.ranks()))
+    assert len(run.ranks) == (4 if label else 0)
+    processes, refused = steps.read(tmp_path)[1], False
+    try:
+        found, *_ = running._pace_by("rate", running.Reading(rate="x"), run, tmp_path, processes, ())
+        assert found.rates == pytest.approx([80.5 if own else 322.0] * len(found.rates))
+    except UserError as error:
+        refused = True
+        assert "each process seems to print its own rate. Let one process print the rate" in str(error)
+    warned = "counts as the rate of all processes" in capfd.readouterr().err
+    if loader == "known":
+        assert (refused, warned) == (own, False)
+    else:
+        sure = bool(label) and (LABELS[label] or loader == "unknown")
+        assert (refused, warned) == (sure, not sure and (bool(label) or loader == "unknown"))
+
+
+def test_labels_of_epochs_are_not_ranks() -> None:
+    finder = Finder({"": re.compile(r"(\S+) samples/s")})
+    for epoch in range(3):
+        lines = [f"{step}: epoch {epoch} 84.5 samples/s".encode() for step in range(0, 60, 20)]
+        finder.look(1.7e9 + epoch, lines)
+    finder.close()
+    assert len(finder.found[""]) == 9 and finder.ranks() == []
 
 
 def test_rates_in_steps_are_samples_with_a_batch_size() -> None:
