@@ -161,8 +161,8 @@ def number_in(text: str) -> float | None:
 def parts_of(match: re.Match[str], suffixes: re.Pattern[str]) -> tuple[float, str, str] | None:
     """Return the number in a pattern's group, the rest of the group, and the rest of the line.
 
-    A suffix such as `k` multiplies the number, and is not part of either rest. Return None if the group has no number, or
-    only a part of the line's number.
+    A suffix such as `k` multiplies the number, and is not part of either rest. Return None if the group has no number,
+    or only a part of the line's number.
     """
     group = (match[1] or "").lstrip(START)
     before, line = match.string[: match.end(1) - len(group)], match.string[match.end(1) - len(group) :]

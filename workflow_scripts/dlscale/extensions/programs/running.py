@@ -222,9 +222,8 @@ def run_command(
     for name, (count, text) in finder.refused.items() if finder else ():
         if name or printed:
             say(
-                f"dlscale measure: the pattern {looked[name].pattern} also matched {many(count, 'printed text')} without a "
-                + ("number" if name else "rate")
-                + ", which dlscale skipped. The first is "
+                f"dlscale measure: the pattern {looked[name].pattern} also matched {many(count, 'printed text')} "
+                f"without a {'number' if name else 'rate'}, which dlscale skipped. The first is "
                 + (f"`{text}`. {COMPLETE}" if name else no_rate(text))
             )
     return Outcome(
