@@ -722,7 +722,7 @@ def test_logs_of_several_clocks_or_counters_are_refused(tmp_path: Path, case: st
 def test_a_tag_of_the_training_is_chosen(tmp_path: Path) -> None:
     """Tags of validations with more points are not chosen, nor are tags of several folders merged."""
     for folder, tag, count in (
-        *((".", "train_loss", 20), (".", "val_loss_step", 90), ("exp/loss_val", "loss", 80)),
+        *((".", "train_loss", 20), (".", "val_loss_step", 90), (".", "LossVal", 90), ("exp/loss_val", "loss", 80)),
         *(("a", "loss", 15), ("b", "loss", 15)),
     ):
         with SummaryWriter(str(tmp_path / folder)) as board:
@@ -847,6 +847,9 @@ PRINTED = [
     (r"Sec=([\d.]+)", "RunningAvgSamplesPerSec=48.3, MemAllocated=1", ("", 48.3)),
     *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("wps", "words/s", "frames/s", "ktok/s", "k tokens/s")),
     (r"(\S+) ups", "| 48.3 ups", (PER_STEP, 48.3)),
+    (r"speed (\S+)", "speed 84.05 ups 48.3 wps 19300", ("", 84.05)),
+    (r"speed (\S+)", "speed 48.3 source words/s", None),
+    (r"speed (\S+)", "speed 84.05 val it/s 3", ("", 84.05)),
     (r"; (\S+)/\d", "; 12345/12345 tok/s; 60 sec", None),
     (r"(\S+) \(", "12.1 (11.9) it/s", (PER_STEP, 12.1)),
     (r"(\S+) \(", "84.05 (48.7 s)", ("", 84.05)),
@@ -919,13 +922,15 @@ def test_a_rates_unit_is_before_or_after_it(pattern: str, line: str, expected: t
         (r"loss (\S+)", "loss 0.52/0.61", 0.52),
         (r"loss (\d\.\d\d)", "loss 2.1999", 2.19),
         (r"loss\D+([\d.]+)", "loss: -3.2", None),
+        (r"loss\D+([\d.]+)", "loss −3.2", None),
+        (r"loss (\S+)", "loss -nan", math.nan),
         (r"loss ([\d.]+)", "loss 1.2e-3", None),
         (r"acc (\S+)", "acc 95 %", 0.95),
     ],
 )
 def test_a_printed_loss_is_the_complete_number(pattern: str, line: str, expected: float | None) -> None:
     match = re.search(pattern, line)
-    assert match and value_of(match) == (expected and pytest.approx(expected))
+    assert match and value_of(match) == (expected and pytest.approx(expected, nan_ok=True))
 
 
 def test_texts_without_a_complete_number_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,9 @@ MAX_BACKWARD = 0.1
 BEGUN = re.compile(r"\.tfevents\.(\d{1,12})\.")
 
 #: Words in the tags and folders of validations.
-VALIDATION = re.compile(r"(?<![a-z])(?:val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
+VALIDATION = re.compile(
+    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:val|valid|validation|eval|evaluation|test|dev)(?![a-z])"
+)
 
 #: Minimum fraction of the run's duration that a log's times must cover if they count from the start.
 MIN_GROWTH = 0.05

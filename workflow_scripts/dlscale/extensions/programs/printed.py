@@ -49,7 +49,7 @@ NUMBER = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 #: Text before a group's number that belongs to the number: digits, or a minus sign.
-HEAD = re.compile(r"\d\.?$|(?<![\w.)-])-$")
+HEAD = re.compile(r"\d\.?$|(?<![\w.)-])[-−]$")
 #: Text before a match that may belong to the number at the match's begin: `1,` of `1,234`, `1 ` of `1 234`.
 OUTSIDE = re.compile(
     r"[\d.,'’]*\d[,_'’\u00a0\u2009\u202f]$"
@@ -84,7 +84,7 @@ OTHER = re.compile(
 #: something else, and `sps` and `ips`, which may be samples/s or steps/s.
 UNIT = (
     rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}(?P<of>[a-z]+)"
-    r"|(?P<short>ups|[kmg]?(?:[wtf]ps|tgs|bps)|[si]ps)(?![a-z]))"
+    r"|(?P<short>ups|[kmg]?(?:[wtf]ps|tgs|bps)|[si]ps)(?![a-z]|\s+[-+.]?\d))"
 )
 IN_LABEL = re.compile(rf"(?<![a-z]){UNIT}", re.IGNORECASE)
 NOUN = rf"(?i:{SAMPLE}|{STEP}|tok|pts)"
@@ -98,10 +98,11 @@ SUFFIX = re.compile(
 #: Text between a number and its unit, such as the mean in `84.1 (83.9) samples/s`.
 GAP = (
     r"(?:\s?(?:(?:\+/?-|±|/)\s?[\d.,]+|\([\d.,]+\)))?"
-    r"[\s\"')\]]*[(\[]?(?:(?:train(?:ing)?|global|optimi[sz]er)[\s_-])?"
+    r"[\s\"')\]]*[(\[]?"
 )
 #: A unit after a number. A unit before `:` or `=`, and `min` before a number, belong to the next number's label.
-AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
+UNNAMED = re.sub(r"\?P<\w+>", "?:", UNIT)
+AFTER = re.compile(rf"{GAP}(?:[a-z]{{2,}}[\s_-](?!{UNNAMED}\s+[-+.]?\d))?{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
 #: A unit of time at the end of a label: `(ms)`, `_ms`, `in s`, `time ms`.
 TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
@@ -117,7 +118,7 @@ NO_RATE = re.compile(
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
 #: Number after which a label begins, with the number's unit if further words follow.
 AMOUNT = re.compile(
-    r"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s" + re.sub(r"\?P<\w+>", "?:", UNIT) + r"(?=[^\d]*[a-z]))?",
+    rf"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s{UNNAMED}(?=[^\d]*[a-z]))?",
     re.IGNORECASE,
 )
 #: Characters that are skipped if they precede the number in a pattern's group.
