@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 #: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
@@ -171,10 +172,13 @@ def parts_of(match: re.Match[str], suffixes: re.Pattern[str]) -> tuple[float, st
     number, complete = (number_in(each["number"]) if each else None for each in (found, whole))
     head = OUTSIDE.search(before) if match.start() == match.start(1) else None
     joined = NUMBER.match(head[0] + found["number"]) if head and found else None
-    if not found or number is None:
-        return None
-    begins_before = HEAD.search(before) or (joined and not joined["rest"] and number_in(joined["number"]) is not None)
-    if begins_before or (complete is not None and abs(complete - number) > MAX_CUT * abs(number)):
+    if (
+        not found
+        or number is None
+        or HEAD.search(before)
+        or (joined and not joined["rest"] and number_in(joined["number"]) is not None)
+        or (complete is not None and abs(complete - number) > MAX_CUT * abs(number))
+    ):
         return None
     after = found["rest"] + match.string[match.end(1) :]
     if suffix := suffixes.match(after):
@@ -256,8 +260,8 @@ class Finder:
 
     def __init__(self, looked: Mapping[str, re.Pattern[str]], record: Path | None = None) -> None:
         self.found = {name: list[tuple[float, float]]() for name in ["", PER_STEP, *looked]}
-        #: Number of texts that match a pattern but have no number or rate, and the first one, by the pattern's name.
-        self.refused = dict[str, tuple[int, str]]()
+        #: First text that matches a pattern but has no number or rate, and number of such texts, by the pattern's name.
+        self.refused = dict[str, list[Any]]()
         self._labels = Counter[str]()
         self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.
@@ -312,8 +316,7 @@ class Finder:
             elif name == RANK:
                 self._labels[number] += 1
             elif isinstance(number, str):
-                count, first = self.refused.get(name, (0, number))
-                self.refused[name] = count + 1, first
+                self.refused.setdefault(name, [number, 0])[1] += 1
             else:
                 self.found[name].append((when, number))
                 if self._record:

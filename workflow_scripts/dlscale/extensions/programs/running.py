@@ -219,7 +219,7 @@ def run_command(
     # A progress bar may print steps/s between rates in samples/s. If there are both, only rates in samples/s count.
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
-    for name, (count, text) in finder.refused.items() if finder else ():
+    for name, (text, count) in finder.refused.items() if finder else ():
         if name or printed:
             say(
                 f"dlscale measure: the pattern {looked[name].pattern} also matched {many(count, 'printed text')} "
@@ -231,7 +231,7 @@ def run_command(
         frameworks=frozenset(watch.frameworks),
         users=frozenset(watch.users),
         in_steps=in_steps,
-        refused=finder.refused.get("", (0, ""))[1] if finder else "",
+        refused=finder.refused.get("", [""])[0] if finder else "",
         ranks=tuple(finder.ranks()) if finder else (),
     )
 
@@ -618,10 +618,19 @@ def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen
     `own` is the pace of the steps that were seen. If its samples per step are certain, it decides.
     """
     count, total = max(processes, len(run.ranks)), sum(own.rank_rates) if own and own.samples else 0.0
-    mean = statistics.fmean(rate for _, rate in printed) if printed else 0.0
-    if run.in_steps or not printed or count < 2 or mean * count**0.5 > total > 0:
+    # Rates may be nearer to the rate of all processes than to the rate of one process.
+    if (
+        run.in_steps
+        or not printed
+        or count < 2
+        or statistics.fmean(rate for _, rate in printed) * count**0.5 > total > 0
+    ):
         return
-    what = f"lines with rates are labelled {', '.join(run.ranks)}" if run.ranks[1:] else f"{count} processes made steps"
+    what = (
+        f"lines with rates are labelled {', '.join(run.ranks[:4])}{', …' * (count > 4)}"
+        if run.ranks[1:]
+        else f"{count} processes made steps"
+    )
     remedy = "Let one process print the rate of all, and match only its lines, or leave out --rate (program.rate)"
     if total or (run.ranks[1:] and (processes > 1 or not run.ranks[0].isdecimal())):
         raise UserError(f"{what}, and each process seems to print its own rate. {remedy}")
