@@ -658,15 +658,10 @@ def pace_of_log(
     Also return None if no steps were made outside the spans `apart`. If the steps of some points do not increase with
     the time, as after the clock was set back, spans around these times and steps do not count.
     """
+    ordered = {*in_order(points)}
+    others = sorted(step for when, step in points if (when, step) not in ordered)
     # If points have the same time, as with a clock of whole seconds, the first point counts.
-    ordered, groups = (
-        {*in_order(points)},
-        [[*same] for _, same in itertools.groupby(points, key=lambda point: point[0])],
-    )
-    points = [group[0] for group in groups]
-    if len(points) < 3:
-        return None
-    others = sorted(point[1] for group in groups for point in group if point not in ordered)
+    points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
     spans = [
         (after[0] - before[0], after[1] - before[1])
         for before, after in itertools.pairwise(points[1:])
