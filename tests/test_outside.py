@@ -42,7 +42,7 @@ from dlscale.core.settings import read_yaml
 from dlscale.extensions.programs import logs, running, steps, timed
 from dlscale.extensions.programs import measure as outside_measure
 from dlscale.extensions.programs.measure import PLAN
-from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of
+from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of, value_of
 from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Throughput
 from dlscale.report.verdict import judge_run
@@ -142,7 +142,7 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
         for clock.optimizer, (count, seconds) in enumerate(((30, 0.1), (60, 0.2), (40, 0.05)), 1):
             clock.epoch(count, wait=0.0, seconds=seconds)
             clock.now += 0.3
-            printed.append((1.7e9 + clock.now - 1000, 8 / seconds))
+            printed.append((1.7e9 + clock.now - 1000, 8 * ranks / seconds))
             clock.now += 0.3
     processes = steps.read(tmp_path)[1]
     assert [len(steps.trainings(process)) for process in processes] == [3] * ranks
@@ -151,7 +151,7 @@ def test_of_several_trainings_the_longest_counts(tmp_path: Path, ranks: int) -> 
     assert found.rates == pytest.approx([40.0 * ranks] * steps.WINDOWS) and found.training == pytest.approx(1.0)
     read = running.Reading(rate="nersc")
     found, _, trainings = running._pace_by("rate", read, outcome(printed[:3]), tmp_path, processes, ())
-    assert (found.rates, found.first_step, trainings) == ([40.0], printed[0][0], 3)
+    assert (found.rates, found.first_step, trainings) == ([40.0 * ranks], printed[0][0], 3)
 
 
 def test_steps_of_loaders_with_an_iterator_per_step_count(tmp_path: Path) -> None:
@@ -679,6 +679,90 @@ def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
     assert found and found.rates == pytest.approx([20.0] * 10)
 
 
+@pytest.mark.parametrize("case", ["epochs in JSON", "epochs in folders", "clock"])
+def test_a_few_points_of_another_counter_do_not_count(tmp_path: Path, case: str) -> None:
+    """Steps of 10 ms: lines of validations count epochs, or the machine's clock is set back by 1 s once."""
+    rows, when = list[tuple[str, int, float]](), BEGIN
+    for step in range(2000):
+        when += 0.01 - (case == "clock" and step == 1500)
+        if step % 10 == 0:
+            rows.append(("train", step, when))
+        if step % 200 == 199 and case != "clock":
+            when += 0.1
+            rows.append(("val", step // 200 + 1, when))
+    path = tmp_path / "log"
+    if case == "epochs in folders":
+        for name in ("train", "val"):
+            with SummaryWriter(str(path / f"loss_{name}")) as board:
+                for _, step, time in (row for row in rows if row[0] == name):
+                    board.add_scalar("loss", 1.0, step, walltime=time)
+    else:
+        path.write_text("".join(json.dumps({"step": step, "time": time}) + "\n" for _, step, time in rows))
+    points = max(logs.logged(path, logs.Start(BEGIN), when), key=len)
+    found = steps.pace_of_log(points, None)
+    assert found and found.rates == pytest.approx([100.0] * len(found.rates), rel=0.1)
+    assert 1600 < found.steps < 2000
+
+
+@pytest.mark.parametrize("case", ["time of the epoch", "two counters"])
+def test_logs_of_several_clocks_or_counters_are_refused(tmp_path: Path, case: str) -> None:
+    log, when = tmp_path / "log.jsonl", 0.0
+    with log.open("w") as file:
+        for step in range(10, 1200, 10):
+            when += 0.1
+            time = when % 2 if case == "time of the epoch" else BEGIN + when
+            file.write(json.dumps({"step": step, "time": time}) + "\n")
+            if case == "two counters" and step % 30 == 0:
+                file.write(json.dumps({"step": 8 * step, "time": time + 0.01}) + "\n")
+    os.utime(log, (BEGIN + when, BEGIN + when))
+    with pytest.raises(UserError, match=r"does not increase with `step`.*Use one clock and one counter of steps"):
+        logs.logged(log, logs.Start(BEGIN), BEGIN + when)
+
+
+def test_a_tag_of_the_training_is_chosen(tmp_path: Path) -> None:
+    """Tags of validations with more points are not chosen, nor are tags of several folders merged."""
+    for folder, tag, count in (
+        *((".", "train_loss", 20), (".", "val_loss_step", 90), (".", "LossVal", 90), ("exp/loss_val", "loss", 80)),
+        *(("a", "loss", 15), ("b", "loss", 15)),
+    ):
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for number in range(count):
+                board.add_scalar(tag, 1.0, 10 * number, walltime=BEGIN + number / 10 + 0.05 * (folder == "a"))
+    (points,) = logs.logged(tmp_path, logs.Start(BEGIN), BEGIN + 60)
+    assert points == [(pytest.approx(BEGIN + number / 10), 10 * number) for number in range(20)]
+    (points,) = logs.logged(tmp_path / "exp", logs.Start(BEGIN), BEGIN + 60)
+    assert len(points) == 80, "a validation's tag counts if there is no other"
+
+
+def test_event_files_of_other_programs_do_not_count(tmp_path: Path) -> None:
+    """Another experiment in the same folder began before the run, or is not a process of the run."""
+    for folder, count in (("old", 90), ("other", 80), ("own", 20)):
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for number in range(count):
+                board.add_scalar("loss", float(count), number, walltime=BEGIN + number / 10)
+        (file,) = (tmp_path / folder).iterdir()
+        begun, pid = (BEGIN - 60, 1) if folder == "old" else (BEGIN + 2, 2 if folder == "other" else 3)
+        file.rename(file.with_name(f"events.out.tfevents.{begun:.0f}.host.{pid}.0"))
+    start = logs.Start(BEGIN)
+    for own, expected in ((["host.3", "host.4"], 20), ([], 80), (["host.4"], 80)):
+        (points,) = logs.logged(tmp_path, start, BEGIN + 60, own)
+        assert len(points) == expected
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps/python.host.3").touch()
+    run, reading = outcome([]), running.Reading(log=tmp_path, log_start=start)
+    found, *_ = running._pace_by("log", reading, run, tmp_path / "steps", [], ())
+    assert found.end == pytest.approx(BEGIN + 1.9)
+    values = logs.values(tmp_path / "old", {"loss": "loss/train"}, start, (), BEGIN + 60)
+    assert values == {}
+
+
+def test_the_hook_names_its_process(tmp_path: Path) -> None:
+    environment = {**os.environ, **running.watched(tmp_path)}
+    program = subprocess.Popen([sys.executable, "-c", ""], env=environment)
+    assert program.wait() == 0
+    assert steps.processes(tmp_path, ("python",)) == [f"{os.uname().nodename}.{program.pid}"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("avg (", "not a regular expression"), ("avg", "one group for the number"), (r"(\d)(\d)", "one group")],
@@ -742,6 +826,48 @@ PRINTED = [
     (r"rate (\S+)", "rate 120 samples/min", ("", 2)),
     (r"(\S+) ms/sample", "5 ms/sample", ("", 200)),
     (r"Speed: (\S+)", "Speed: 84.05img/s", ("", 84.05)),
+    # A letter after a space is a suffix only before a unit or the end; it may begin the next label.
+    *(
+        (r"speed: (\S+)", f"speed: 98.5{text}", ("", pytest.approx(rate)))
+        for text, rate in (
+            *((" G=3", 98.5), (" G: 3", 98.5), (" G_L1: 30", 98.5), (" M 3", 98.5), (",M=3", 98.5), (" kimg 3", 98.5)),
+            *((" K it/s: 3", 98.5), (" M it/s 3", 98.5), ("k", 98.5e3), (" k", 98.5e3), ("k, G 3", 98.5e3)),
+            *((" ksamples/s", 98.5e3), (" M img/s", 98.5e6), (" k/s", 98.5e3)),
+        )
+    ),
+    (r"kimg/s: (\S+)", "kimg/s: 1.2", ("", 1200)),
+    # Short names, and names without a separator.
+    *(
+        (rf"{label}=(\S+)", f"ppl=240.1, {label}=48.3, lr=0.1", (expected, 48.3) if expected else None)
+        for label, expected in (
+            *(("ups", PER_STEP), ("wps", ""), ("kwps", ""), ("wpb", ""), ("fps", ""), ("sps", ""), ("ips", "")),
+            *(("StepsPerSec", PER_STEP), ("TokensPerSec", ""), ("AvgTokensPerSecond", ""), ("words_per_second", "")),
+        )
+    ),
+    (r"Sec=([\d.]+)", "RunningAvgSamplesPerSec=48.3, MemAllocated=1", ("", 48.3)),
+    *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("wps", "words/s", "frames/s", "ktok/s", "k tokens/s")),
+    (r"(\S+) ups", "| 48.3 ups", (PER_STEP, 48.3)),
+    (r"speed (\S+)", "speed 84.05 ups 48.3 wps 19300", ("", 84.05)),
+    (r"speed (\S+)", "speed 48.3 source words/s", None),
+    (r"speed (\S+)", "speed 84.05 val it/s 3", ("", 84.05)),
+    (r"; (\S+)/\d", "; 12345/12345 tok/s; 60 sec", None),
+    (r"(\S+) \(", "12.1 (11.9) it/s", (PER_STEP, 12.1)),
+    (r"(\S+) \(", "84.05 (48.7 s)", ("", 84.05)),
+    # A group must match the complete number.
+    (r"([\d ]+) samples/s", "speed: 3 072 samples/s", ("", 3072)),
+    (r"([\d ,]+) samples/s", "speed: 1 003 072,5 samples/s", ("", 1003072.5)),
+    (r"speed: (\S+)", "speed: 3 072 samples/s", None),
+    (r"(\d+) samples/s", "speed: 3 572 samples/s", None),
+    (r"([\d.]+) samples/s", "speed: 3,572.5 samples/s", None),
+    (r".*([\d.]+) samples/s", "speed: 84.5 samples/s", None),
+    (r"(\d+)it/s", "8.13it/s", None),
+    (r"speed: (\d+)", "speed: 8,130", None),
+    (r"speed: ([\d.]+)", "speed: 1.2e3", None),
+    (r"speed: (\d+)", "speed: 84.05", ("", 84)),
+    (r"([\d.]+) img/s", "step 100 250.5 img/s", ("", 250.5)),
+    (r"([\d.]+) img/s", "10:00:00,123 250.5 img/s", ("", 250.5)),
+    (r"^\d+,([\d.]+)", "12,250.5,0.3", ("", 250.5)),
+    (r"rate (\S+)", "rate 50 %", None),
     # A label may belong to the number after it, and a unit to the number before it.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
@@ -778,6 +904,92 @@ def test_a_rates_unit_is_before_or_after_it(pattern: str, line: str, expected: t
     match = re.search(pattern, line)
     found = match and rate_of(match)
     assert (found and (found[0], pytest.approx(found[1]))) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "expected"),
+    [
+        (r"G_GAN: (\S+)", "D: 0.5 G_GAN: 1.2 G_L1: 30.1", 1.2),
+        (r"loss (\S+)", "loss 0.52 K 5", 0.52),
+        (r"D (\S+)", "val D 0.52 G 1.30", 0.52),
+        (r"loss=(\S+)", "loss=0.52,M=3", 0.52),
+        (r"loss=([\d.]+)", "loss=0.52M=3", 0.52),
+        (r"loss ([\d.]+)", "loss 0.5 kimg 4", 0.5),
+        (r"loss (\S+)", "loss 1.2k, M 3", 1200.0),
+        (r"loss (\S+)", "loss 1.2M", 1.2e6),
+        (r"loss (\S+)", "loss 5.", 5.0),
+        (r"loss (.*)", "loss 1.e-3 K", 1e-3),
+        (r"loss (\S+)", "loss 0.52/0.61", 0.52),
+        (r"loss (\d\.\d\d)", "loss 2.1999", 2.19),
+        (r"loss\D+([\d.]+)", "loss: -3.2", None),
+        (r"loss\D+([\d.]+)", "loss −3.2", None),
+        (r"loss (\S+)", "loss -nan", math.nan),
+        (r"loss ([\d.]+)", "loss 1.2e-3", None),
+        (r"acc (\S+)", "acc 95 %", 0.95),
+    ],
+)
+def test_a_printed_loss_is_the_complete_number(pattern: str, line: str, expected: float | None) -> None:
+    match = re.search(pattern, line)
+    assert match and value_of(match) == (expected and pytest.approx(expected, nan_ok=True))
+
+
+def test_texts_without_a_complete_number_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = "for loss in (0.5, -3.2, -3.1): print('loss:', loss)"
+    ended = running.run_command(
+        [sys.executable, "-c", program], tmp_path, None, losses={"loss/valid": re.compile(r"loss\D+([\d.]+)")}
+    )
+    assert [value for _, value in ended.losses["loss/valid"]] == [0.5]
+    warned = capfd.readouterr().err
+    assert (
+        "matched 2 printed texts without a number, which dlscale skipped. The first is `loss: -3.2`. The group"
+        in warned
+    )
+
+
+#: Form of rank labels → whether the form shows that a line is of a rank.
+LABELS = {"{}: ": False, "[{}] ": False, "[rank{}]: ": True, "[1,{}]<stdout>:": True, "INFO [rank {}] ": True, "": None}
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("loader", ["known", "unknown", "none"])
+@pytest.mark.parametrize("own", [True, False])
+def test_rates_of_single_ranks_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], label: str, loader: str, own: bool
+) -> None:
+    """Four ranks with 80 samples/s each print their own rate or the run's rate: 80 is refused or causes a warning."""
+    for rank in range(4 if loader != "none" else 0):
+        Clock(tmp_path, rank).epoch(50, wait=0.0, seconds=0.1) if loader == "known" else [
+            Clock(tmp_path, rank).step(0.1) for _ in range(50)
+        ]
+    finder = Finder({"": re.compile(r"(\S+) samples/s")})
+    lines = [f"{label.format(rank)}step 3 {80.5 if own else 322.0} samples/s".encode() for rank in range(4)]
+    for number in range(4):
+        finder.look(1.7e9 + number, lines)
+    finder.close()
+    run = replace(outcome(finder.found[""]), ranks=tuple(finder.ranks()))
+    assert len(run.ranks) == (4 if label else 0)
+    processes, refused = steps.read(tmp_path)[1], False
+    try:
+        found, *_ = running._pace_by("rate", running.Reading(rate="x"), run, tmp_path, processes, ())
+        assert found.rates == pytest.approx([80.5 if own else 322.0] * len(found.rates))
+    except UserError as error:
+        refused = True
+        assert "each process seems to print its own rate. Let one process print the rate" in str(error)
+    warned = "counts as the rate of all processes" in capfd.readouterr().err
+    if loader == "known":
+        assert (refused, warned) == (own, False)
+    else:
+        sure = bool(label) and (LABELS[label] or loader == "unknown")
+        assert (refused, warned) == (sure, not sure and (bool(label) or loader == "unknown"))
+
+
+def test_labels_of_epochs_are_not_ranks() -> None:
+    finder = Finder({"": re.compile(r"(\S+) samples/s")})
+    for epoch in range(3):
+        lines = [f"{step}: epoch {epoch} 84.5 samples/s".encode() for step in range(0, 60, 20)]
+        finder.look(1.7e9 + epoch, lines)
+    finder.close()
+    assert len(finder.found[""]) == 9 and finder.ranks() == []
 
 
 def test_rates_in_steps_are_samples_with_a_batch_size() -> None:
@@ -2019,17 +2231,23 @@ def test_planted_causes_are_named(tmp_path: Path) -> None:
         ("each of two optimisers", None),
         ("epoch", "epochs"),
         ("sample", "samples"),
+        ("batch of a validation", "something else, such as the steps of a validation"),
     ],
 )
 def test_a_log_counts_the_steps_of_the_training(counted: str, counts: str | None) -> None:
-    """dlscale detects that `step` in a log counts epochs or samples, which would give a wrong rate."""
+    """dlscale detects that `step` in a log counts something else, which would give a wrong rate."""
     made = [float(number) for number in range(1, 201)]  # a step per second, of two batches of 16 samples
     batches = [(second - part, "0", 0.0, 16) for second in made for part in (0.9, 0.4)]
     one = (1.0, 200.0)
     process = steps.Process(
         0, steps=made, batches=batches, optimizers={"1": one, "2": one} if "two" in counted else {"1": one}
     )
-    factor = {"step": 1, "batch": 2, "each of two optimisers": 2, "epoch": 0.02, "sample": 32}[counted]
+    factors = {"step": 1, "batch": 2, "each of two optimisers": 2, "epoch": 0.02, "sample": 32}
+    factor = factors.get(counted, 3)
     points = [(second + 0.1, factor * second) for second in made[4::5]]
-    wrong = steps.log_counts_other(points, process)
+    wrong = steps.log_counts_other([*points, (200.5, 1.0)], process)
     assert wrong is None if counts is None else wrong and wrong.endswith(f"so it seems to count {counts}")
+    half = replace(
+        process, steps=made[:100], batches=[each for each in batches if each[0] < 100], gaps=[(100.0, 201.0)]
+    )
+    assert counted != "step" or steps.log_counts_other(points, half) is None, "steps in gaps are not noted"

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from dlscale.core.files import irregular, open_regular
 from dlscale.core.text import listed, many, shorten
 from dlscale.extensions.logs.events import events, is_restart, scalar
 from dlscale.extensions.programs.printed import plain
+from dlscale.extensions.programs.steps import in_order
 
 #: Number of bytes before the old end of a log that are compared, to detect a replaced log.
 TAIL = 4096
@@ -37,8 +39,16 @@ UNITS = (1.0, 1e-3, 1e-6, 1e-9)
 #: Earliest accepted date in a log, seconds since 1970-01-01 UTC.
 OLDEST = 1e9
 
-#: Maximum fraction of a log's points, in the order of time, at which the step number may decrease.
+#: Maximum fraction of a log's points whose steps do not increase with the time of the other points.
 MAX_BACKWARD = 0.1
+
+#: Time at which an event file was begun, in its name: seconds since 1970-01-01 UTC.
+BEGUN = re.compile(r"\.tfevents\.(\d{1,12})\.")
+
+#: Words in the tags and folders of validations.
+VALIDATION = re.compile(
+    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:val|valid|validation|eval|evaluation|test|dev)(?![a-z])"
+)
 
 #: Minimum fraction of the run's duration that a log's times must cover if they count from the start.
 MIN_GROWTH = 0.05
@@ -86,11 +96,12 @@ def start_of(path: Path) -> Start:
         return Start(begin, size, file.read(TAIL))
 
 
-def logged(path: Path, start: Start, end: float | None = None) -> list[list[Point]]:
+def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str] = ()) -> list[list[Point]]:
     """Return the logged points of each training between the start and `end` (default: now).
 
     A new training begins when the step number falls to or below the first step of the current training. In event files
-    only the tag with the most points counts. In a file of JSON lines only lines with one of STEP_KEYS and `time` count.
+    only the tag with the most points in a folder counts, and tags of validations only if there are no other tags. In a
+    file of JSON lines only lines with one of STEP_KEYS and `time` count. `own` is described at `values`.
 
     Raises
     ------
@@ -98,9 +109,15 @@ def logged(path: Path, start: Start, end: float | None = None) -> list[list[Poin
         The log cannot be read, its times are not within this run, or the times do not increase with the steps.
     """
     of = defaultdict[str, list[Row]](list)
-    for row in _rows(path, start):
+    for row in _rows(path, start, own=own):
         of[row[0]].append(row)
-    dated = _dated(path, max(of.values(), key=len, default=[]), start.begin, end)
+    # Prefer tags without a word of validations, then folders without such a word, then the most points.
+    tag = max(
+        of,
+        key=lambda each: ([not VALIDATION.search(part) for part in reversed(each.split("\0"))], len(of[each])),
+        default="",
+    )
+    dated = _dated(path, of[tag], start.begin, end)
     found = list[dict[int, float]]()
     for training in _trainings(dated):
         _check_order(path, training)
@@ -143,7 +160,8 @@ def _opened(path: Path) -> BinaryIO:
 def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: Iterable[str] = ()) -> list[Row]:
     """Return the rows of a log since the start, with the given tags only.
 
-    If `tags` is None, all tags of event files are returned, and each JSON line gives one row with an empty tag.
+    If `tags` is None, all tags of event files are returned, as FOLDER, a null character and TAG, and each JSON line
+    gives one row with an empty tag. In a folder, event files that were begun before the start are left out.
     """
     files = sorted(path.rglob("*.tfevents.*")) if path.is_dir() else [path]
     if path.is_symlink():
@@ -153,6 +171,11 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
             f"log of steps {path}: no such file; expected a file of JSON lines, a TensorBoard file, or a folder of "
             "TensorBoard files"
         )
+    files = [
+        file
+        for file in files
+        if file == path or not (named := BEGUN.search(file.name)) or int(named[1]) > start.begin - 1 - SKEW_SECONDS
+    ]
     files = [file for file in files if any(f".{process}." in file.name for process in own)] or files
     if path.is_dir() or ".tfevents." in path.name:
         found = defaultdict[Path, list[Row]](list)
@@ -162,8 +185,9 @@ def _rows(path: Path, start: Start, tags: Collection[str] | None = None, own: It
             if tags is not None and is_restart(event):
                 found[folder] = [row for row in found[folder] if row[2] < event.step]
             for value in event.summary.value:
-                tag = f"{folder.relative_to(path) if path.is_dir() else '.'}/{value.tag}"
-                tag = tag if tags and tag in tags else value.tag
+                parent = folder.relative_to(path) if path.is_dir() else "."
+                tag = f"{parent}/{value.tag}" if tags else f"{parent}\0{value.tag}"
+                tag = tag if tags is None or tag in tags else value.tag
                 if (tags is None or tag in tags) and (number := scalar(value)) is not None:
                     found[folder].append((tag, event.wall_time, event.step, number))
         for tag in tags or ():
@@ -252,7 +276,7 @@ def _events(files: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
             yield from ((file.parent, event) for event in events(file))
         except UserError as error:
             damaged.append(error)
-    if len(damaged) == len(files):
+    if damaged and len(damaged) == len(files):
         raise damaged[0]
 
 
@@ -419,11 +443,13 @@ def _trainings(dated: Sequence[tuple[float, Row]]) -> list[list[tuple[float, Row
 
 def _check_order(path: Path, training: Sequence[tuple[float, Row]]) -> None:
     """Refuse times that do not increase with the steps, apart from a fraction `MAX_BACKWARD` of the points."""
-    successive = [(a, b) for a, b in itertools.pairwise(training) if a[1][2] != b[1][2]]
-    wrong = [(a, b) for a, b in successive if (a[0] - b[0]) * (a[1][2] - b[1][2]) < 0]
-    if len(successive) > 1 and (len(wrong) > MAX_BACKWARD * len(successive) or training[0][0] == training[-1][0]):
-        (_, before), (_, after) = (wrong or successive)[0]
+    first = {each[1][2]: each for each in reversed(training)}
+    points = sorted(first.values(), key=lambda each: (each[0], each[1][2]))
+    wrong = len(points) - len(in_order([(when, row[2]) for when, row in points]))
+    if len(points) > 2 and (wrong > MAX_BACKWARD * len(points) or points[0][0] == points[-1][0]):
+        pairs = (pair for pair in itertools.pairwise(points) if pair[1][1][2] < pair[0][1][2])
+        (_, before), (_, after) = next(pairs, points[:2])
         raise UserError(
             f"log of steps {path}: `time` does not increase with `step` ({before[1]} at step {before[2]}, {after[1]} "
-            f"at step {after[2]}); {EXPECTED}"
+            f"at step {after[2]}). Use one clock and one counter of steps per file or folder; {EXPECTED}"
         )

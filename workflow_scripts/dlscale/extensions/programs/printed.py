@@ -17,9 +17,13 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 #: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
+
+#: Name of the label of a rank, in place of a number's name.
+RANK = "/rank"
 
 #: Maximum number of characters of a line that are searched.
 MAX_LINE = 2000
@@ -39,13 +43,22 @@ MAX_RATE = 1e12
 #: Escape sequences of a terminal, such as colours.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 
-#: A number, and the text after the number.
+#: A number, and the text after the number. Spaces may separate groups of three digits.
 NUMBER = re.compile(
-    r"(?P<number>[-+]?(?:\d[\d,._'’\u00a0\u202f]*|[.,]\d+)(?:[eE][-+]?\d+)?|nan|[-+]?inf(?:inity)?)"
-    r"(?P<rest>.*)",
+    r"(?P<number>[-+]?(?:[1-9]\d{0,2}(?: \d{3})+(?!\d)(?:[.,]\d+)?|\d(?:[\d,._'’\u00a0\u2009\u202f]*\d)?\.?|[.,]\d+)"
+    r"(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-SUFFIX = re.compile(r"\s?([kKMG])(?![A-Za-z])|\s?([kKMG])(?=samples?|images?|im[gs]|it/|tok|seq|ex|pts|steps)")
+#: Text before a group's number that belongs to the number: digits, or a minus sign.
+HEAD = re.compile(r"\d\.?$|(?<![\w.)-])[-−]$")
+#: Text before a match that may belong to the number at the match's begin: `1,` of `1,234`, `1 ` of `1 234`.
+OUTSIDE = re.compile(
+    r"[\d.,'’]*\d[,_'’\u00a0\u2009\u202f]$"
+    r"|(?<![\w.,:/])(?<!step )(?<!iter )(?<!epoch )(?<!batch )[1-9]\d{0,2} $",
+    re.IGNORECASE,
+)
+#: Relative difference between a group's number and the complete number in the line from which on the group is refused.
+MAX_CUT = 0.05
 
 #: Names of units of time, by the unit's length in seconds.
 TIMES = {
@@ -59,18 +72,38 @@ TIMES = {
 }
 SECONDS = {word: seconds for seconds, words in TIMES.items() for word in words.split()}
 TIME = rf"(?P<time>{'|'.join(sorted(SECONDS, key=len, reverse=True))})(?![A-Za-z])"
-PER = r"(?:\s?/\s?|[\s_-]?per[\s_-])"
+PER = r"(?:\s?/\s?|[\s_-]?per[\s_-]|per(?=sec|step|iter|batch|sample))"
 STEP = r"(?:its?|iter(?:ation)?s?|steps?|(?:mini-?)?batch(?:es)?|updates?)"
 SAMPLE = r"(?:samples?|images?|im|ims|imgs?|ex|examples?|items?|rows?|records?|seqs?|sequences?)"
 #: Nouns of rates that count neither steps nor samples.
-OTHER = re.compile(r"epochs?|tok|tokens?|[kmgtp]?i?b(?:ytes?|its?)?|[kmgtp]?flops?", re.IGNORECASE)
-#: A rate (`it/s`, `steps_per_second`), or a duration (`ms/step`).
-UNIT = rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}(?P<of>[a-z]+))"
+OTHER = re.compile(
+    r"ep(?:och|isode)?s?|[kmg]?(?:tok(?:en)?|(?:sub)?word|char(?:acter)?|frame|pixel|op)s?|[kmgtp]?i?b(?:ytes?|its?)?"
+    r"|[kmgtp]?flops?",
+    re.IGNORECASE,
+)
+#: A rate (`it/s`, `steps_per_second`), a duration (`ms/step`), or a short name: `ups` (updates/s), names of rates of
+#: something else, and `sps` and `ips`, which may be samples/s or steps/s.
+UNIT = (
+    rf"(?:(?P<noun>[a-z]+){PER}{TIME}|{TIME.replace('<time>', '<each>')}{PER}(?P<of>[a-z]+)"
+    r"|(?P<short>ups|[kmg]?(?:[wtf]ps|tgs|bps)|[si]ps)(?![a-z]|\s+[-+.]?\d))"
+)
 IN_LABEL = re.compile(rf"(?<![a-z]){UNIT}", re.IGNORECASE)
-#: Text between a number and its unit.
-GAP = r"[\s\"')\]]*[(\[]?(?:(?:train(?:ing)?|global|optimi[sz]er)[\s_-])?"
+NOUN = rf"(?i:{SAMPLE}|{STEP}|tok|pts)"
+#: A suffix directly after a number, or before a noun (`kimg/s`). After a space, a letter may begin the next label
+#: (`0.52 G: 1.3`): only rates may have a suffix there, if a unit or the end of the text follows.
+GLUED = re.compile(rf"([kKMG])(?=$|[\s,;|/.)\]}}\"'>]|{NOUN})")
+SUFFIX = re.compile(
+    rf"{GLUED.pattern}|\s([kKMG])(?=(?:\s?{NOUN})?\s*(?:$|[,;|)\]}}])"
+    rf"|\s?(?i:[a-z]*{PER}{TIME.replace('?P<time>', '?:')})(?!\s*[:=]|\s+[-+.]?\d))"
+)
+#: Text between a number and its unit, such as the mean in `84.1 (83.9) samples/s`.
+GAP = (
+    r"(?:\s?(?:(?:\+/?-|±|/)\s?[\d.,]+|\([\d.,]+\)))?"
+    r"[\s\"')\]]*[(\[]?"
+)
 #: A unit after a number. A unit before `:` or `=`, and `min` before a number, belong to the next number's label.
-AFTER = re.compile(rf"{GAP}{UNIT}(?!\s*[:=])", re.IGNORECASE)
+UNNAMED = re.sub(r"\?P<\w+>", "?:", UNIT)
+AFTER = re.compile(rf"{GAP}(?:[a-z]{{2,}}[\s_-](?!{UNNAMED}\s+[-+.]?\d))?{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
 #: A unit of time at the end of a label: `(ms)`, `_ms`, `in s`, `time ms`.
 TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
@@ -78,7 +111,7 @@ TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(
 #: (`samples per epoch`), tokens and operations.
 NO_RATE = re.compile(
     r"(?<![a-z])(?:time|elapsed|duration|latency|took|eta)(?![a-z])(?!.*(?:rate|speed|throughput))"
-    r"|(?<![a-z])(?:tps|tgs|tok|tokens?|mfu|[kmgtp]?flops?)(?![a-z])"
+    r"|(?<![a-z])(?:tok|tokens?|words?|wpb|frames?|mfu|[kmgtp]?flops?)(?![a-z])"
     rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
     re.IGNORECASE,
 )
@@ -86,11 +119,18 @@ NO_RATE = re.compile(
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
 #: Number after which a label begins, with the number's unit if further words follow.
 AMOUNT = re.compile(
-    r"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s" + re.sub(r"\?P<\w+>", "?:", UNIT) + r"(?=[^\d]*[a-z]))?",
+    rf"(?<!per[\s_-])(?<![a-z]/)\b\d[\w./%µ]*(?:\s{UNNAMED}(?=[^\d]*[a-z]))?",
     re.IGNORECASE,
 )
 #: Characters that are skipped if they precede the number in a pattern's group.
 START = " \t([{:=~<\"'"
+#: Label of a rank: of `mpirun --tag-output`, of torchrun and programs (`[rank0]:`), of `srun --label` (`0: `).
+RANKED = re.compile(
+    r"^\s*\[([^\s,\]]*,\d+)\]<"
+    r"|(?:^\s*|[\[(<])((?:rank|default|trainer|worker|proc(?:ess)?|task|gpu|cuda|device)[\s:=_#-]*\d+)(?![\d.])"
+    r"|^\s*\[?(\d+)(?:\]|:)(?!\d)",
+    re.IGNORECASE,
+)
 #: Maximum length of the label before a number, characters.
 MAX_LABEL = 100
 POWERS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
@@ -107,7 +147,7 @@ def number_in(text: str) -> float | None:
     A comma before three digits separates thousands, unless the number begins with 0: `1,234` is 1234, `0,234` is 0.234.
     """
     text = text.rstrip(".,").replace("’", "'")
-    for mark in "'\u00a0\u202f":
+    for mark in "' \u00a0\u2009\u202f":
         text = text.replace(mark, "")
     if re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", text):
         text = text.replace(",", "")
@@ -120,30 +160,41 @@ def number_in(text: str) -> float | None:
     return None
 
 
-def parts_of(match: re.Match[str]) -> tuple[float, str, str] | None:
+def parts_of(match: re.Match[str], suffixes: re.Pattern[str]) -> tuple[float, str, str] | None:
     """Return the number in a pattern's group, the rest of the group, and the rest of the line.
 
-    A suffix such as `k` multiplies the number, and is not part of either rest. Return None if the group has no number.
+    A suffix such as `k` multiplies the number, and is not part of either rest. Return None if the group has no number,
+    or only a part of the line's number.
     """
-    found = NUMBER.match((match[1] or "").lstrip(START))
-    number = number_in(found["number"]) if found else None
-    if not found or number is None:
+    group = (match[1] or "").lstrip(START)
+    before, line = match.string[: match.end(1) - len(group)], match.string[match.end(1) - len(group) :]
+    found, whole = NUMBER.match(group), NUMBER.match(line)
+    number, complete = (number_in(each["number"]) if each else None for each in (found, whole))
+    head = OUTSIDE.search(before) if match.start() == match.start(1) else None
+    joined = NUMBER.match(head[0] + found["number"]) if head and found else None
+    if (
+        not found
+        or number is None
+        or HEAD.search(before)
+        or (joined and not joined["rest"] and number_in(joined["number"]) is not None)
+        or (complete is not None and abs(complete - number) > MAX_CUT * abs(number))
+    ):
         return None
-    rest, after = found["rest"], found["rest"] + match.string[match.end(1) :]
-    if suffix := SUFFIX.match(after):
+    after = found["rest"] + match.string[match.end(1) :]
+    if suffix := suffixes.match(after):
         return number * POWERS[suffix[1] or suffix[2]], "", after[suffix.end() :]
-    return number, rest, after
+    return number, found["rest"], after
 
 
 def value_of(match: re.Match[str]) -> float | None:
     """Return the number in a pattern's group; a suffix such as `k` multiplies it, and % divides it by 100.
 
-    Return None if the group has no number, or if letters that are not a unit follow the number.
+    Return None if the group has no complete number, or if letters that are not a unit follow the number.
     """
-    found = parts_of(match)
+    found = parts_of(match, GLUED)
     if not found or (re.match(r"[A-Za-z_\d]", found[1]) and not AFTER.match(found[2])):
         return None
-    return found[0] / 100 if found[2].startswith("%") else found[0]
+    return found[0] / 100 if re.match(r"\s?%", found[2]) else found[0]
 
 
 def label_of(match: re.Match[str]) -> str:
@@ -162,8 +213,8 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     The unit follows the number, or is in the label before the number. A number without a unit is a rate in samples/s,
     unless its label names another quantity.
     """
-    found = parts_of(match)
-    if not found or not 0 < found[0] < MAX_RATE or found[2].startswith("%"):
+    found = parts_of(match, SUFFIX)
+    if not found or not 0 < found[0] < MAX_RATE or re.match(r"\s?%", found[2]):
         return None
     number, rest, after = found
     label = label_of(match)
@@ -185,9 +236,13 @@ def text_of(match: re.Match[str]) -> str:
 
 
 def _in_unit(number: float, unit: re.Match[str]) -> tuple[str, float] | None:
+    if unit["short"]:
+        return (PER_STEP, number) if unit["short"].lower() == "ups" else None
     if unit["noun"]:
         kind, rate = unit["noun"], number / SECONDS[unit["time"].lower()]
-        if OTHER.fullmatch(kind):
+        if large := GLUED.match(kind):
+            kind, rate = kind[1:], rate * POWERS[large[1]]
+        if OTHER.fullmatch(kind := re.split(r"(?<=[a-z])(?=[A-Z])", kind)[-1]):
             return None
     else:
         kind, rate = unit["of"], 1 / (number * SECONDS[unit["each"].lower()])
@@ -205,8 +260,9 @@ class Finder:
 
     def __init__(self, looked: Mapping[str, re.Pattern[str]], record: Path | None = None) -> None:
         self.found = {name: list[tuple[float, float]]() for name in ["", PER_STEP, *looked]}
-        #: First text that matches the pattern of rates but is not a rate; number of such texts.
-        self.refused, self.refusals = "", 0
+        #: First text that matches a pattern but has no number or rate, and number of such texts, by the pattern's name.
+        self.refused = dict[str, list[Any]]()
+        self._labels = Counter[str]()
         self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.
         self._record = record
@@ -239,6 +295,12 @@ class Finder:
         self._process.kill()
         self._process.wait()
 
+    def ranks(self) -> list[str]:
+        """Return the labels of ranks in the lines with rates; repeated numbers 0, 1, 2 and so on count as labels."""
+        bare = sorted(int(label) for label, count in self._labels.items() if label.isdecimal() and count > 1)
+        named = (label for label in self._labels if not label.isdecimal())
+        return sorted(named) or [str(number) for number in bare if bare == [*range(len(bare))]]
+
     def _write(self) -> None:
         assert self._process.stdin
         with contextlib.suppress(OSError), self._process.stdin as stream:
@@ -251,20 +313,22 @@ class Finder:
             name, when, number = json.loads(line)
             if number is None:
                 self.slow[name] += 1
-                continue
-            if isinstance(number, str):
-                self.refused, self.refusals = self.refused or number, self.refusals + 1
-                continue
-            self.found[name].append((when, number))
-            if self._record:
-                with contextlib.suppress(OSError), self._record.open("ab") as file:
-                    file.write(line)
+            elif name == RANK:
+                self._labels[number] += 1
+            elif isinstance(number, str):
+                self.refused.setdefault(name, [number, 0])[1] += 1
+            else:
+                self.found[name].append((when, number))
+                if self._record:
+                    with contextlib.suppress(OSError), self._record.open("ab") as file:
+                        file.write(line)
 
 
 def main() -> None:
     """Read lines with their times; print each number found as JSON, with the pattern's name and the time.
 
-    In place of the number, print the text of a match that is not a rate, and null for a pattern that is too slow.
+    In place of the number, print the text of a match without a number or rate, and null for a pattern that is too slow.
+    Also print the label of a rank in a line with a rate.
     """
 
     def late(number: int, frame: object) -> None:
@@ -288,9 +352,10 @@ def main() -> None:
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             if match:
-                found = (name, value_of(match)) if name else rate_of(match) or ("", text_of(match))
-                if found[1] is not None:
-                    print(json.dumps([found[0], float(when), found[1]]), flush=True)
+                kind, number = (name, value_of(match)) if name else rate_of(match) or ("", None)
+                print(json.dumps([kind, float(when), text_of(match) if number is None else number]), flush=True)
+                if not name and number is not None and (rank := RANKED.search(text)):
+                    print(json.dumps([RANK, float(when), rank[rank.lastindex or 0]]), flush=True)
 
 
 if __name__ == "__main__":

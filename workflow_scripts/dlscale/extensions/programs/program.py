@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
         curves = before.merged(ended.losses, ends) if resumed else _by_row(ended.losses)
         if program.log:
             percent, start = registry.study(run.study).published_log.percent, program.log_start
-            writers = seen.processes(steps) if not resumed else ()
+            writers = () if resumed else seen.processes(steps) or seen.processes(steps, ("python",))
             start = start if not resumed else logs.Start(begun)  # values of earlier tries count as well
             curves = logs.values(program.log, run.program.losses, start, writers, ended.begin + ended.seconds)
             for tag in percent & run.program.losses.keys():

@@ -94,6 +94,7 @@ class Outcome:
     users: frozenset[int] = frozenset()  #: User ids of the program's processes.
     in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
     refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
+    ranks: tuple[str, ...] = ()  #: Labels of ranks in lines with rates.
 
 
 def watched(
@@ -218,17 +219,20 @@ def run_command(
     # A progress bar may print steps/s between rates in samples/s. If there are both, only rates in samples/s count.
     in_steps = not rates[""]
     printed = rates[PER_STEP if in_steps else ""]
-    if finder and finder.refusals and printed:
-        say(
-            f"dlscale measure: the pattern {looked[''].pattern} also matched {many(finder.refusals, 'printed text')} "
-            f"without a rate, which dlscale skipped. The first is {no_rate(finder.refused)}"
-        )
+    for name, (text, count) in finder.refused.items() if finder else ():
+        if name or printed:
+            say(
+                f"dlscale measure: the pattern {looked[name].pattern} also matched {many(count, 'printed text')} "
+                f"without a {'number' if name else 'rate'}, which dlscale skipped. The first is "
+                + (f"`{text}`. {COMPLETE}" if name else no_rate(text))
+            )
     return Outcome(
         *(status, begin, seconds, stalled, queued, printed, found, stopped, tuple(signals)),
         frameworks=frozenset(watch.frameworks),
         users=frozenset(watch.users),
         in_steps=in_steps,
-        refused=finder.refused if finder else "",
+        refused=finder.refused.get("", [""])[0] if finder else "",
+        ranks=tuple(finder.ranks()) if finder else (),
     )
 
 
@@ -297,11 +301,15 @@ def options(frameworks: Collection[str]) -> str:
     )
 
 
+#: Remedy for patterns.
+COMPLETE = "The group must match the complete number, with its sign and all digits"
+
+
 def no_rate(text: str) -> str:
     """Return a message for a printed text that is not a rate of steps or samples."""
     return (
         f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step. A duration needs its unit and `/step`, "
-        "after the number or in the label before it"
+        f"after the number or in the label before it. {COMPLETE}"
     )
 
 
@@ -583,10 +591,11 @@ def _pace_by(
         begin, printed = run.begin, run.printed
         if several and (own := seen.printed_in(printed, several[0], processes[0])):
             (begin, _), printed = several[0], own
+        _check_ranks(printed, run, seen.pace(processes, reading.batch_size, apart), len(processes))
         compute_pace = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
-        found = logs.logged(reading.log, start, run.begin + run.seconds)
+        found = logs.logged(reading.log, start, run.begin + run.seconds, seen.processes(steps, ("python",)))
         longest = max(found, key=len, default=[])
         if wrong := processes and seen.log_counts_other(longest, processes[0]):
             raise UserError(f"{reading.log}: {wrong}")
@@ -601,6 +610,31 @@ def _pace_by(
     if apart and (pace := compute_pace()):
         return pace, True, trainings
     raise Unseen(_unseen(way, reading, steps, run, processes))
+
+
+def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen.Pace | None, processes: int) -> None:
+    """Refuse rates in samples/s that each process prints for itself; warn if they may be rates of one process.
+
+    `own` is the pace of the steps that were seen. If its samples per step are certain, it decides.
+    """
+    count, total = max(processes, len(run.ranks)), sum(own.rank_rates) if own and own.samples else 0.0
+    # Rates may be nearer to the rate of all processes than to the rate of one process.
+    if (
+        run.in_steps
+        or not printed
+        or count < 2
+        or statistics.fmean(rate for _, rate in printed) * count**0.5 > total > 0
+    ):
+        return
+    what = (
+        f"lines with rates are labelled {', '.join(run.ranks[:4])}{', …' * (count > 4)}"
+        if run.ranks[1:]
+        else f"{count} processes made steps"
+    )
+    remedy = "Let one process print the rate of all, and match only its lines, or leave out --rate (program.rate)"
+    if total or (run.ranks[1:] and (processes > 1 or not run.ranks[0].isdecimal())):
+        raise UserError(f"{what}, and each process seems to print its own rate. {remedy}")
+    say(f"dlscale measure: {what}. A printed rate counts as the rate of all processes. If it is not: {remedy}")
 
 
 def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:

@@ -602,18 +602,35 @@ def _nearest(times: Sequence[float], time: float) -> int:
     return after - 1 if after and time - times[after - 1] < times[after] - time else after
 
 
-def processes(folder: Path) -> list[str]:
-    """Return the names HOST.PID of the processes that wrote into a folder of steps."""
-    return [path.name.partition(".")[2] for way in WAYS for path in files(folder, way)]
+def processes(folder: Path, kinds: Sequence[str] = WAYS) -> list[str]:
+    """Return the names HOST.PID of the processes that wrote files of the given kinds into a folder of steps.
+
+    The kind `python` is all processes with the hook.
+    """
+    return [path.name.partition(".")[2] for kind in kinds for path in files(folder, kind)]
+
+
+def in_order(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the most points, which are in the order of time, whose step numbers increase."""
+    ends, last, before = list[float](), list[int](), list[int]()
+    for number, (_, step) in enumerate(points):
+        length = bisect.bisect_left(ends, step)
+        ends[length : length + 1], last[length : length + 1] = [step], [number]
+        before.append(last[length - 1] if length else -1)
+    found, number = list[tuple[float, float]](), last[-1] if last else -1
+    while number >= 0:
+        found.append(points[number])
+        number = before[number]
+    return found[::-1]
 
 
 def log_counts_other(points: Sequence[tuple[float, float]], process: Process) -> str | None:
-    """Return a message if a log's step numbers count epochs or samples; None if they count steps.
+    """Return a message if a log's step numbers do not count steps; None if they count steps.
 
-    Step numbers that count micro-batches, or the steps of each of several optimisers, are accepted. They may exceed
-    the steps of `process`, because the hook does not see the steps of compiled optimisers.
+    Step numbers that count micro-batches, or the steps of each of several optimisers, are accepted. The hook does not
+    see the steps of compiled optimisers, but it sees their batches.
     """
-    if len(points) < 3:
+    if len(points := in_order(points)) < 3:
         return None
     (begin, first), (end, last) = points[1], points[-1]
     made = bisect.bisect_right(process.steps, end) - bisect.bisect_right(process.steps, begin)
@@ -622,9 +639,12 @@ def log_counts_other(points: Sequence[tuple[float, float]], process: Process) ->
     logged, samples = last - first, sum(each[3] for each in batches)
     many_samples = samples > 2 * len(batches) and abs(logged - samples) <= MAX_LOG_DIFFERENCE * samples
     few = logged < (1 - MAX_LOG_DIFFERENCE) * made / max(len(process.optimizers), 1) - 2
-    if not (few or many_samples):
+    # During gaps, steps are not noted.
+    noted = logged * (1 - _within(begin, end, merged(process.gaps)) / max(end - begin, 1e-9))
+    most = (1 + MAX_LOG_DIFFERENCE) * max(made * max(len(process.optimizers), 1), len(batches)) + 2
+    if not (few or many_samples or noted > most):
         return None
-    other = "samples" if many_samples else "epochs"
+    other = "samples" if many_samples else "epochs" if few else "something else, such as the steps of a validation"
     return (
         f"the logged step grows by {logged:,.0f} while the training makes {made:,} steps, so it seems to count {other}"
     )
@@ -635,20 +655,20 @@ def pace_of_log(
 ) -> Pace | None:
     """Return the pace of logged steps; None if fewer than three points have different times.
 
-    Also return None if no steps were made outside the spans `apart`.
+    Also return None if no steps were made outside the spans `apart`. If the steps of some points do not increase with
+    the time, as after the clock was set back, spans around these times and steps do not count.
     """
+    ordered = {*in_order(points)}
+    others = sorted(step for when, step in points if (when, step) not in ordered)
     # If points have the same time, as with a clock of whole seconds, the first point counts.
     points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
-    if len(points) < 3:
-        return None
     spans = [
         (after[0] - before[0], after[1] - before[1])
         for before, after in itertools.pairwise(points[1:])
-        if not _within(before[0], after[0], apart)
+        if {before, after} <= ordered
+        and bisect.bisect(others, before[1]) == bisect.bisect(others, after[1])
+        and not _within(before[0], after[0], apart)
     ]
-    if not spans:
-        return None
-    spans = [(seconds, steps) for seconds, steps in spans if seconds > 0 and steps > 0]
     if not spans:
         return None
     kept = _without_pauses(spans)

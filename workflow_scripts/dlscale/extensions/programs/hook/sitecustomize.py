@@ -53,6 +53,7 @@ class Watcher:
         self._log = self._timed.Log("seen")
         with contextlib.suppress(OSError):  # the program may have removed the folder
             Path(STEPS, "hook").touch()
+            Path(STEPS, f"python.{os.uname().nodename}.{os.getpid()}").touch()
         self._window: Any = None
         self._known: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count(1)
