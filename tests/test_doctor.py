@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -145,17 +146,23 @@ def test_accounts_are_those_of_the_jobs(
         ("short", 6, "warn", ["queues.short.max_jobs: 5"]),
         ("short", 5, "ok", ["debug 5, gpu_regular 7"]),
         ("regular", None, "warn", ["QOS regular accepts 7 submitted jobs per user", "queues.regular.max_jobs: 7"]),
+        ("many", None, "ok", []),
         (None, None, "ok", []),
     ],
 )
 def test_the_site_knows_how_many_jobs_a_queue_accepts(
     command: Callable[[str, str], None], queue: str | None, known: int | None, status: str, words: list[str]
 ) -> None:
-    command("sacctmgr", "printf 'normal|\\ndebug|5\\nregular|\\ngpu_regular|7\\nregularly|1\\npremium|5\\n'")
+    others = ["regular_1|5000", "regular_interactive|2", "debug_regular|1", "many|5000"]
+    qos = ["normal|", "debug|5", "regular|", "gpu_regular|7", "premium|5", *others]
+    command("sacctmgr", f"printf '%s\\n' {shlex.join(qos)}")
     given = {
         "cpu_nodes": {"cpus": 1},
         "gpu_nodes": {"cpus": 1},
-        "queues": {"short": {"qos": "debug", "max_jobs": known}, "regular": {"qos": "regular"}},
+        "queues": {
+            "short": {"qos": "debug", "max_jobs": known},
+            **{name: {"qos": name} for name in ("regular", "many")},
+        },
         "run_queues": [queue] if queue else [],
     }
     found = doctor.probe_job_limits(Scheduler.model_validate(given))

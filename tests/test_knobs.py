@@ -11,6 +11,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from dlscale.config import resolve as config
-from dlscale.config.run import load_run
+from dlscale.config.run import Geometry, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.metrics import Epoch, Metric
 from dlscale.core.settings import flat
@@ -34,7 +35,7 @@ from dlscale.extensions.cosmo_unet.scores import l1
 from dlscale.extensions.imagenet_resnet50.model import ResNet
 from dlscale.extensions.trackers import trackers
 from dlscale.results import RunResult, reached
-from dlscale.train import checkpoint
+from dlscale.train import build, checkpoint
 from dlscale.train import trainer as training
 from dlscale.train.checkpoint import read
 from dlscale.train.precision import Weights, convert
@@ -602,3 +603,12 @@ def test_an_mlflow_database_that_is_lost_for_an_epoch(
     (run,) = client.search_runs([client.get_experiment_by_name(folder.parent.name).experiment_id])
     logged = client.get_metric_history(run.info.run_id, "loss/valid")
     assert {each.step: each.value for each in logged} == {10: 3.0, 20: 2.0, 30: 1.0}
+
+
+def test_a_process_counts_only_the_cpus_to_which_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two of four GPUs of a complete node with 128 CPUs, srun binds each process to 32 CPUs."""
+    run = SimpleNamespace(threads=None, cpus=None, processes=Geometry(gpus_per_node=2))
+    monkeypatch.setattr("dlscale.train.build.os.sched_getaffinity", lambda pid: set(range(32)))
+    assert [build.own_cores(run, threads) for threads in (128, 32, 1, None)] == [32, 16, 1, None]
+    assert build.own_threads(SimpleNamespace(**{**vars(run), "threads": 64}), 128) == 64
+    assert build.own_cores(SimpleNamespace(**{**vars(run), "cpus": 8}), 128) == 8

@@ -230,12 +230,18 @@ class Session:
         return sum(weights.shard(name, p).shape.numel() for name, p in weights.named.items() if p.requires_grad)
 
 
-def own_threads(run: RunCore, threads: int | None) -> int | None:
-    """Return the number of CPU threads of each process.
+def own_cores(run: RunCore, threads: int | None) -> int | None:
+    """Return the number of CPUs of each process: the run's `cpus`, else an equal part of a node's `threads`, else None.
 
-    The number is the run's `threads`, else its `cpus`, else an equal part of a node's `threads`, else None.
+    srun may bind a process to fewer CPUs than its part of a complete node; then only these CPUs count.
     """
-    return run.threads or run.cpus or (max(1, threads // run.processes.gpus_per_node) if threads else None)
+    part = max(1, threads // run.processes.gpus_per_node) if threads else None
+    return run.cpus or (part and min(part, len(os.sched_getaffinity(0))))
+
+
+def own_threads(run: RunCore, threads: int | None) -> int | None:
+    """Return the number of CPU threads of each process: the run's `threads`, else the number of its CPUs."""
+    return run.threads or own_cores(run, threads)
 
 
 def _keep_to(cpus: int, local_rank: int, processes: int) -> None:

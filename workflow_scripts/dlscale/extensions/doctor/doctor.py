@@ -84,6 +84,8 @@ Facts = dict[str, Any]
 MIN_VERSIONS = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
 #: Seconds for which `squeue` must list ended jobs: three times dlscale-init-seconds-before-status-checks.
 MIN_JOB_AGE = 120
+#: Number of submitted jobs that a call does not reach: profiles limit Snakemake's `jobs` to less.
+MAX_JOBS = 1000
 #: First and last cuDNN version whose 3D convolutions in bf16 return wrong values.
 BAD_CUDNN = 90_800, 91_099
 
@@ -334,11 +336,15 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
             if plain.lower() in mine:
                 remedy = f"if jobs on GPUs are charged to {plain}, set site.scheduler.gpu_nodes.account_suffix to ''"
             return Finding("account", "FAIL", f"{name}: not one of your accounts", remedy)
-        # A site's submit filter may rename a QOS: shared to gpu_shared.
-        if queue and allowed and not any(queue == other or queue in other.split("_") for other in allowed):
+        if queue and allowed and not any(_is_qos(queue, other) for other in allowed):
             remedy = f"use a QOS of this account: {', '.join(sorted(allowed))} (site.scheduler)"
             return Finding("account", "FAIL", f"{name} may not use QOS {queue}", remedy)
     return Finding("account", "ok", ", ".join(sorted({name for name, _ in wanted})))
+
+
+def _is_qos(name: str, qos: str) -> bool:
+    """Return whether `qos` may be the QOS `name`, which submit filters rename: shared to gpu_shared, shared_1."""
+    return bool(re.fullmatch(rf"((cpu|gpu)_)?{re.escape(name)}(_\d+)?", qos))
 
 
 def probe_job_limits(scheduler: Scheduler) -> Finding:
@@ -351,9 +357,8 @@ def probe_job_limits(scheduler: Scheduler) -> Finding:
         return Finding("job limits", "skip", "this Slurm has no accounting database")
     limits = {name: int(most) for name, _, most in (line.partition("|") for line in listed.split()) if most}
     for name, queue in _used_queues(scheduler):
-        # A site's submit filter may rename a QOS: debug to gpu_debug.
-        most = min((n for qos, n in limits.items() if queue.qos in (qos, *qos.split("_"))), default=math.inf)
-        if (queue.max_jobs or math.inf) > most:
+        most = min((n for qos, n in limits.items() if queue.qos and _is_qos(queue.qos, qos)), default=math.inf)
+        if (queue.max_jobs or MAX_JOBS) > most:
             text = f"QOS {queue.qos} accepts {many(int(most), 'submitted job')} per user, and refuses further jobs"
             remedy = f"set site.scheduler.queues.{name}.max_jobs: {most}, so that further jobs wait in Snakemake"
             return Finding("job limits", "warn", text, remedy)

@@ -33,7 +33,7 @@ from dlscale.data.samples import samples_in
 from dlscale.extensions.tune.records import Duel, Tried, Tuning
 from dlscale.parallel.world import World, synchronize
 from dlscale.train.around import is_exhaustion, run_context
-from dlscale.train.build import Session, open_session, own_threads
+from dlscale.train.build import Session, open_session, own_cores, own_threads
 from dlscale.train.loop import Hook, run_steps
 
 #: Function: (number of a candidate, seconds to measure) → samples/s, None if the candidate cannot be measured.
@@ -81,7 +81,7 @@ def tune(run: Any, manifest: str | Path, world: World, threads: int | None = Non
 
     `threads`: CPU threads per node.
     """
-    cores = run.cpus or max(1, threads // run.processes.gpus_per_node if threads else torch.get_num_threads())
+    cores = own_cores(run, threads) or torch.get_num_threads()
     changes = candidates(run, cores, world.device)
     return compete(
         run.tune, changes, lambda progress: contextlib.closing(_Trials(run, manifest, world, cores, changes, progress))
