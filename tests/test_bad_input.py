@@ -302,13 +302,13 @@ PREPARED: dict[str, tuple[Callable[[Path], object], dict[str, Any], tuple[str, .
         {},
         ("time_means.npy: expected finite numbers", "(1, 3, 9, 16)", "(1, 3, 8, 16)"),
     ),
-    "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "names 1")),
+    "too few names": (lambda root: None, {"channels": ["u10"]}, ("3 channels", "1 channel names")),
     "fewer units": (
         lambda root: describe_fields(root / "valid/2002.h5", units=["K", "m"]),
         {},
         ("files name 2 units, ", " 3 channels of 9 x 16 points"),
     ),
-    "crop too large": (lambda root: None, {"crop": [10, 16]}, ("crop 10 x 16", "9 x 16")),
+    "crop too large": (lambda root: None, {"crop": [10, 16]}, ("crop is 10 x 16", "9 x 16")),
     "another dataset": (
         lambda root: rewrite(root / "train/2001.h5", lambda v: v, "Fields"),
         {},

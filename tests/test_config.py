@@ -293,7 +293,7 @@ UNSHARED: dict[str, tuple[str, Raw, str]] = {
     "offloaded scale": (
         "era5_vit",
         {"geometry": TWO, "parallel": {**FSDP, "cpu_offload": True}, "precision": "fp16"},
-        "use bf16",
+        "bf16",
     ),
 }
 
@@ -1250,7 +1250,7 @@ def test_secrets_are_removed_from_addresses_of_datasets() -> None:
         ),
         (plan({"optimizer": {"lr": 1e308}}), "lr: got 1e+308; expected at most 1e+30"),
         (plan({"model": {"widths": [4, 1e40]}}), "widths.1: got 1e+40; expected a smaller number"),
-        (plan(runs={"a": {"needs": [{"a": 1}]}}), "needs: expected a list of compiler, dali, bf16, got [{'a': 1}]"),
+        (plan(runs={"a": {"needs": [{"a": 1}]}}), "bf16, fp8, got [{'a': 1}]"),
         (plan({"precision": "y" * 5000}), "precision: got 'yyy"),
         (plan({"precision": ["y"] * 5000}), "precision: got ['y', 'y',"),
         (plan({"y" * 5000: 1}), "unknown key 'yyy"),

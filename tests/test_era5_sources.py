@@ -312,7 +312,7 @@ def test_grib_of_many_shapes(tmp_path: Path) -> None:
     source = open_source(settings(["z@850", "u10"]), part(), [path])
     np.testing.assert_array_equal(fields(source), np.stack([states.z.sel(level=850), states.u10], axis=1))
     message = refused(path, channels=("u10", "t2m"))
-    assert "'t2m' is missing" in message and "at 2020-02-27 00:00 (4 such times" in message
+    assert "'t2m' at 2020-02-27 00:00 is missing" in message and "(4 such times" in message
     later = open_source(settings(["u10", "t2m"]), part("2020-02-28", "2020-03-01"), [path])
     np.testing.assert_array_equal(fields(later)[:, 1], states.t2m[4:])
 
@@ -561,7 +561,7 @@ def test_a_missing_value_is_reported_with_date_and_position(tmp_path: Path, down
     place = "52.5, longitude 10" if downsample == 1 else "50, longitude 10"
     for file in [*files, tmp_path / "grib", tmp_path / "unwritten", tmp_path / "never"]:
         message = refused(file, downsample=downsample)
-        assert f"channel 't2m' has no value at 2020-02-27 12:00 at latitude {place} (1 " in message
+        assert f"channel 't2m' has no value at 2020-02-27 12:00, latitude {place} (1 " in message
         shape = (16, 1, 3, 12)
         assert fields(open_source(settings(["t2m"], crop=[3, 12]), part(), [file])).shape == shape, (
             "a missing value outside the crop must not matter"

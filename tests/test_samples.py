@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlscale.config.laws import check_fields
 from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.kind import RowSamples
@@ -585,3 +587,8 @@ def test_direct_delivers_rows_bit_for_bit(table: Manifest, input: str, workers: 
             for epoch in (1, 2):
                 assert epoch_of(loader, epoch, start) == epoch_of(truths, epoch, start)
     assert samples.bytes == sum(values.nbytes for values in samples.table())
+
+
+def test_samples_of_an_own_class_need_no_fields() -> None:
+    """A user's kind may call its samples `rows`, too, without the keys `input` and `target`."""
+    check_fields(SimpleNamespace(kind="rows"), ["x"])

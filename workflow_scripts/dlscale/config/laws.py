@@ -220,7 +220,7 @@ OF_RUNS: tuple[Law, ...] = (
 def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None:
     """Raise a `UserError` if row samples need a field that the dataset lacks; check nothing if `fields` is empty."""
     for key in ("input", "target"):
-        named = getattr(samples, key)
+        named = getattr(samples, key, ())  # a user's own class may name its fields otherwise
         for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:
             if fields and name not in fields:
                 raise UserError(
