@@ -108,7 +108,6 @@ def translate_error(error: Exception, path: str | os.PathLike[str]) -> Exception
 
 
 def _dangling(path: Any) -> Path | None:
-    """Return the first broken link in a path, or None."""
     if not isinstance(path, (str, os.PathLike)):
         return None
     try:

@@ -231,7 +231,6 @@ def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
 
 
 def _is_shown(module: str) -> bool:
-    """Return whether a module makes pages or pictures for readers."""
     return module.startswith("dlscale.report.") or module.endswith(".preview")
 
 

@@ -94,7 +94,6 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_boolean_numbers(cls, data: Any) -> Any:
-        """Refuse `true` and `false` as numbers, also in lists."""
         for name, field in cls.model_fields.items() if isinstance(data, dict) else ():
             value = data.get(key := field.alias or name)
             for each in value if isinstance(value, list) else [value]:

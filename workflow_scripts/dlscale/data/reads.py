@@ -31,8 +31,6 @@ _CODE = (".py", ".pyc", ".pyi", ".so")
 
 
 class _Guard:
-    """Guard that checks each file that this process opens."""
-
     #: Current guard, if any. A single audit hook calls it, because Python cannot remove hooks.
     active: _Guard | None = None
     hooked = False

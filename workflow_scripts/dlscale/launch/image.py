@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -108,8 +109,8 @@ def migrated(image: str) -> str | None:
     """
     name = image if ":" in image else f"{image}:latest"
     words = ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
-    rows = [line.split() for line in (command_output(words) or "").splitlines()]
-    return next((row[1] for row in rows if row[::2] == [name, "true"]), None)
+    found = re.search(rf"^{re.escape(name)} (\S+) true$", command_output(words) or "", re.MULTILINE)
+    return found and found[1]
 
 
 def _run(words: list[str]) -> None:

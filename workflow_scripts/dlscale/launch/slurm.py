@@ -28,6 +28,8 @@ WORDS = {
     **{"nodes": "--nodes", "tasks": "--ntasks", "tasks_per_node": "--ntasks-per-node"},
     **{"cpus_per_task": "--cpus-per-task", "gres": "--gres", "mem_mb": "--mem", "runtime": "--time"},
 }
+#: Longest pause between two queries for jobs of an earlier call.
+LONGEST_PAUSE_SECONDS = 300.0
 #: Names of all resources of a request.
 RESOURCES = (*WORDS, "slurm_extra", "mpi")
 
@@ -241,15 +243,14 @@ def left_running(folder: str) -> list[str] | None:
 def wait_for_left_running(folder: str, seconds: float = 30.0) -> None:
     """Wait until Slurm lists no job of an earlier workflow call in `folder`.
 
-    The jobs of a killed controller continue until they finish. The pauses between queries grow from `seconds` to ten
-    times `seconds`, because sites ask users to query rarely.
+    The jobs of a killed controller continue until they finish. The pauses between queries begin with `seconds` and
+    grow, because sites ask users to query rarely.
     """
     said: list[str] | None = []
-    pause = seconds
     while (jobs := left_running(folder)) != []:
         if jobs != said:
             earlier = f"jobs of an earlier call: {', '.join(jobs or [])}; cancel unwanted jobs with `scancel`"
             print("Waiting for", f"{earlier}." if jobs else "squeue's answer.", file=sys.stderr)
             said = jobs
-        time.sleep(pause)
-        pause = min(1.5 * pause, 10 * seconds)
+        time.sleep(seconds)
+        seconds = min(1.5 * seconds, LONGEST_PAUSE_SECONDS)

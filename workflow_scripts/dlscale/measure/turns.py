@@ -175,7 +175,6 @@ def _open(couple: Sequence[Subject], order: tuple[int, int]) -> float:
 
 
 def _rounds(couple: Sequence[Subject], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
-    """Time both runs alternately, end both, and return the rounds."""
     found: list[Round] = []
     start = time.monotonic()
     while len(found) < 2 or not _enough(found, time.monotonic() - start, seconds, error):

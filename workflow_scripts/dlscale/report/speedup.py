@@ -363,7 +363,6 @@ def _key(*parts: Any) -> str:
 
 
 def _batch(run: RunResult, weak: bool) -> int:
-    """Return the samples per step that the plan keeps constant."""
     batch, sharing = run.batch_size or 0, run.setting("geometry.tp", 1) * run.setting("geometry.cp", 1)
     return int(batch * sharing // run.devices) if weak else batch
 

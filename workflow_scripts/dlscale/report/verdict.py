@@ -129,7 +129,6 @@ def limit(evidence: Evidence) -> str:
 
 
 def _next(evidence: Evidence, bounding: Bound | None) -> tuple[str, str]:
-    """Return the next remedy to try, and its settings as YAML."""
     if evidence.outside:
         profile = "`dlscale measure --profile -- COMMAND` shows where the program's time goes."
         return "Look at the slowest entries of the program's profile." if evidence.profile else profile, ""

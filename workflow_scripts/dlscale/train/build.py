@@ -235,8 +235,9 @@ def own_cores(run: RunCore, threads: int | None) -> int | None:
 
     srun may bind a process to fewer CPUs than its part of a complete node; then only these CPUs count.
     """
-    part = max(1, threads // run.processes.gpus_per_node) if threads else None
-    return run.cpus or (part and min(part, len(os.sched_getaffinity(0))))
+    return run.cpus or (
+        min(max(1, threads // run.processes.gpus_per_node), len(os.sched_getaffinity(0))) if threads else None
+    )
 
 
 def own_threads(run: RunCore, threads: int | None) -> int | None:
