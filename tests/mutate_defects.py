@@ -327,7 +327,7 @@ DEFECTS: dict[str, Mutation | str] = {
         "        self._count += 1\n",
         "test_training.py::test_validation_is_fixed_and_counts_each_sample_once",
     ),
-    "throughput counts the last, smaller batch as a full one": Mutation(
+    "throughput counts the last, smaller batch as a full batch": Mutation(
         "last_batch_counts_as_full",
         "measure/turns.py",
         "return sum(counts), seconds",

@@ -378,6 +378,21 @@ def test_migrated(command: Callable[[str, str], None], listed: str, status: str,
 
 
 @pytest.mark.parametrize(
+    ("printed", "ready"),
+    [("status: PENDING\nstatus: READY", True), ("status: READY\nstatus: FAILURE", False), ("", False)],
+)
+def test_a_failed_pull_of_shifter(command: Callable[[str, str], None], printed: str, ready: bool) -> None:
+    """`shifterimg pull` exits with 0 after a failure, and an older image of this name may exist."""
+    command("shifterimg", f'[ "$1" = pull ] && printf "{printed}\\n" || echo 0123')
+    words = argparse.Namespace(engine="shifter", image="registry/mine:1", target="cpu", build_arg=[])
+    if ready:
+        images.main(words)
+    else:
+        with pytest.raises(UserError, match="shifterimg pull registry/mine:1 failed"):
+            images.main(words)
+
+
+@pytest.mark.parametrize(
     ("cuda", "driver", "needed"),
     [
         ("13.0", "580.65.06", None),

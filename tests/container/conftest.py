@@ -58,9 +58,9 @@ def lacking() -> str | None:
     tools = ["podman"] if "DLSCALE_BASE_IMAGE" in os.environ else ["podman", "mmdebstrap"]
     missing = " and ".join(tool for tool in tools if not shutil.which(tool))
     if missing and os.environ.get("DLSCALE_CONTAINER_TESTS") != "1":
-        return f"{missing} is not installed: run `make test-container`, which installs missing packages"
+        return f"missing: {missing}; run `make test-container`, which installs missing packages"
     if missing and not shutil.which("apt-get"):
-        return f"{missing} is not installed, and apt-get is missing"
+        return f"missing: {missing}; apt-get is missing, too"
     return None
 
 

@@ -119,7 +119,7 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
             if "use" not in own and "train" in settings.get("measure", ["train"]) and settings.get("kind") != "tune":
                 lines = (tree.results / f"plans/{plan}/{run}/metrics.jsonl").read_text().splitlines()
                 assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
-    assert [rows["again"][0][key] for key in ("source", "label")] == ["cosmo/unet", "same (cosmo.unet)"]
+    assert [rows["again"][0][key] for key in ("source", "label")] == ["cosmo/unet", "same (= cosmo.unet)"]
     for image in tree.results.rglob("*.png"):
         assert image.read_bytes().startswith(b"\x89PNG")
     throughput = json.loads((tree.results / "plans/era5/vit/throughput.json").read_text())

@@ -60,13 +60,13 @@ _OWN = {
                 action="store_true",
             ),
         ),
-        example="dlscale status --watch cosmo_demo",
+        example="dlscale status --watch starter_demo",
     ),
     "cost": Query(
         "dlscale.preflight.cost",
         "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
         (PLANS,),
-        example="dlscale cost --profile perlmutter cosmo_strong",
+        example="dlscale cost --profile perlmutter starter_strong",
     ),
 }
 
@@ -108,8 +108,6 @@ EVERYDAY = ("init", "run", "status", "why", "explain", "compare", "doctor", "new
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help formatter that shows defaults, except empty ones."""
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
 

@@ -45,7 +45,7 @@ Path = Annotated[str, BeforeValidator(seen), StringConstraints(min_length=1)]
 
 
 class Storage(Strict):
-    """Storage of preprocessed fields on disk (not for prepared files and kinds imagenet, mnist and `files`)."""
+    """Storage of preprocessed fields on disk (not for prepared files, and only for kinds that preprocess fields)."""
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
@@ -94,7 +94,7 @@ class DatasetSettings(Strict):
 
     downsample: Extent = Field(
         1,
-        description="Edge length, cells, of blocks averaged to one cell (only cosmo and era5, except prepared files).",
+        description="Edge length, cells, of blocks averaged to one cell; only for kinds with grids, not for prepared files.",
     )
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Number of pieces per file; parallel jobs preprocess the pieces.")

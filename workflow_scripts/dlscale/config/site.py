@@ -118,8 +118,8 @@ class Nodes(Strict):
     memory_mb: PositiveInt | None = Field(
         None,
         description="Memory of a node for jobs, MB. A job requests a fraction of this memory (sbatch --mem), equal to "
-        "the fraction of the node's GPUs or CPUs that the job uses. Absent: jobs request no memory, so Slurm's "
-        "default applies.",
+        "the fraction of the node's GPUs or CPUs that the job uses. Absent: jobs without `geometry.memory_mb` "
+        "request no memory, so Slurm's default applies.",
     )
     gpus: NonNegativeInt = Field(0, description="Number of GPUs of a node.")
     fixed_share: bool = Field(

@@ -236,6 +236,5 @@ class _Redaction:
 
 
 def _joined(url: str, parts: SplitResult, netloc: str, query: str) -> str:
-    """Return an address with its login, host and query replaced."""
     start = url.replace(parts.netloc, netloc, 1)
     return start.replace(f"?{parts.query}", f"?{query}", 1) if parts.query else start

@@ -77,7 +77,11 @@ def main(args: argparse.Namespace) -> None:
         if not Path(image).is_file():
             raise UserError(f"{image}: no such file; {file_remedy(engine, image)}")
     elif engine == "shifter":
-        _run(["shifterimg", "pull", image])
+        # `shifterimg` exits with 0 even if the pull failed, and an older image with this name may exist.
+        pulled = subprocess.run(["shifterimg", "pull", image], stdout=subprocess.PIPE, text=True, check=False)
+        logging.info("%s", pulled.stdout)
+        if not pulled.stdout.rpartition("status:")[2].strip().startswith("READY"):
+            raise UserError(f"shifterimg pull {image} failed; see the command's output in the log")
     elif image.startswith(LOCAL):
         if not Path("docker/Dockerfile").is_file():
             remedy = "build the image in a checkout of dlscale, or set site.image to a published image"
@@ -108,8 +112,10 @@ def migrated(image: str) -> str | None:
     images.
     """
     name = image if ":" in image else f"{image}:latest"
-    words = ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
-    found = re.search(rf"^{re.escape(name)} (\S+) true$", command_output(words) or "", re.MULTILINE)
+    listed = command_output(
+        ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
+    )
+    found = re.search(rf"^{re.escape(name)} (\S+) true$", listed or "", re.MULTILINE)
     return found and found[1]
 
 

@@ -144,20 +144,23 @@ def meeting_command(site: Site, geometry: Geometry) -> list[str]:
 
 def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     """Return the site with the environment of its stages, and with mounts of `local_disk` and `packages`."""
-    environment, mounts = dict[str, str | None](), dict[str, str]()
+    environment = dict[str, str | None]()
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
         environment |= {HOST_SUFFIX: site.host_suffix} if site.host_suffix and geometry.nodes > 1 else {}
         environment |= {FABRIC: site.fabric} if site.fabric not in (None, "ethernet") and geometry.nodes > 1 else {}
-        if site.local_disk and site.engine not in ("none", "shifter"):
-            mounts[site.local_disk] = site.local_disk
     environment |= site.environment
     if ordered:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.gpu_order or []))
     if site.packages:  # dlscale.cli.main adds this folder to Python's path
-        environment["DLSCALE_PACKAGES"] = mounts[site.packages] = site.packages
-    return site.model_copy(update={"environment": environment, "mounts": {**mounts, **site.mounts}})
+        environment["DLSCALE_PACKAGES"] = site.packages
+    # A Shifter container sees the site's file systems, and refuses to mount their folders.
+    seen = site.engine in ("none", "shifter")
+    own = [] if seen else [path for path in (geometry and site.local_disk, site.packages) if path]
+    return site.model_copy(
+        update={"environment": environment, "mounts": {**dict(zip(own, own, strict=True)), **site.mounts}}
+    )
 
 
 def device(site: Site) -> str:
@@ -227,6 +230,7 @@ def container_command(
             *(f"--volume={source}:{target}" for source, target in site.mounts.items()),
             f"--workdir={here}",
             *_env({**given, "HOME": site.environment.get("HOME", home)}),
+            *prefix,
         ]
     for path in place.data:
         _check_mount(path, site)

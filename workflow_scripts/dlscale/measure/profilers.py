@@ -94,7 +94,7 @@ class TopEntry(Record):
     kind: Literal["range", "kernel", "operator", "copy", "gap", "line", "function", "worker"]
     name: str
     calls: Known = None  #: Calls per step; None for sampling profilers.
-    #: Seconds per step: device time for kernels and copies, else host time.
+    #: Seconds per step: device time for kernels, copies and gaps (idle device), else host time.
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: `seconds` as a fraction of the step's time.

@@ -503,7 +503,7 @@ def bound_mark(rows: Iterable[Row]) -> str:
 def lines(rows: Sequence[Row]) -> list[str]:
     """Return rows as aligned text, with a total."""
     if not rows:
-        return ["Nothing to run: all results exist."]
+        return ["All results exist. Repetitions after changes are not estimated; `dlscale run -n` lists them."]
     cells = [["run", "stage", "geometry", "queue", "basis", *WORDS.values()]]
     for row in rows:
         name = f"{row.work.plan}.{row.work.run_name}" if row.work.run else row.work.plan

@@ -16,7 +16,7 @@ COMMANDS = {
             ),
             path("--out", ".npz file to write, with the batch's tensors", required=False),
         ),
-        example="dlscale batch cosmo_demo.baseline --step 4",
+        example="dlscale batch starter_demo.single --step 4",
     ),
 }
 

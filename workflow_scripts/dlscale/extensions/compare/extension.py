@@ -19,7 +19,7 @@ COMMANDS = {
             option("--force", "compare even if the studies differ", False, action="store_true"),
             option("--gate", "exit with 1 if a run is slower by more than the noise", False, action="store_true"),
         ),
-        example="dlscale compare cosmo_demo.baseline cosmo_demo.bf16",
+        example="dlscale compare starter_demo.single starter_weak_demo.b8_ddp_2",
     ),
     "history": Query(
         "dlscale.extensions.compare.history",
@@ -32,6 +32,6 @@ COMMANDS = {
             option("--since", "day of the oldest measurements to show", False, metavar="YYYY-MM-DD"),
             path("--out", "PNG chart to write", required=False),
         ),
-        example="dlscale history cosmo_demo --since 2026-11-01",
+        example="dlscale history starter_demo --since 2026-11-01",
     ),
 }

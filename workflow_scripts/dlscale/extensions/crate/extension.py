@@ -16,6 +16,6 @@ COMMANDS = {
             ),
             option("--zip", "ZIP archive to write (default: folder crates/PLAN in the results)", False, metavar="FILE"),
         ),
-        example="dlscale crate cosmo_demo --citation mine.cff --zip cosmo.zip",
+        example="dlscale crate starter_demo --citation mine.cff --zip starter.zip",
     ),
 }

@@ -7,7 +7,7 @@ COMMANDS = {
         "dlscale.extensions.doctor.doctor",
         "Check the requirements of the workflow before you submit jobs; exit with 1 if a check fails.",
         (PLANS,),
-        example="dlscale doctor --profile perlmutter cosmo_strong",
+        example="dlscale doctor --profile perlmutter starter_strong",
     ),
 }
 

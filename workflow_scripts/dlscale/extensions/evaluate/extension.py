@@ -19,6 +19,6 @@ COMMANDS = {
             ),
             path("--out", "JSON file to write", required=False),
         ),
-        example="dlscale evaluate cosmo_demo.baseline --weights best",
+        example="dlscale evaluate starter_demo.single --weights best",
     ),
 }

@@ -7,6 +7,6 @@ COMMANDS = {
         "dlscale.extensions.explain.explain",
         "Show what limits runs, how far they are from their device's limit, and what to try next.",
         (RUNS,),
-        example="dlscale explain cosmo_demo.baseline",
+        example="dlscale explain starter_demo.single",
     ),
 }

@@ -37,7 +37,7 @@ COMMANDS = {
                 metavar="THEIRS=OURS",
             ),
         ),
-        example="dlscale import runs/first --as first --study era5_vit",
+        example="dlscale import runs/first --as first --study waves",
     ),
 }
 

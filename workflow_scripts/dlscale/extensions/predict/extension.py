@@ -67,6 +67,6 @@ COMMANDS = {
             option("--model", "YAML file of a model that was not measured", False, metavar="FILE"),
             option("--validate", "compare predictions with published figures", False, action="store_true"),
         ),
-        example="dlscale predict cosmo_demo.baseline --devices 4 8 16",
+        example="dlscale predict starter_demo.single --devices 4 8 16",
     ),
 }

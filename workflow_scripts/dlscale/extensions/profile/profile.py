@@ -20,7 +20,7 @@ from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import atomic_write
-from dlscale.core.text import escape_formula
+from dlscale.core.text import escape_formula, many
 from dlscale.extensions.profile.lines import LineProfiler
 from dlscale.extensions.profile.memory import measure as measure_memory
 from dlscale.extensions.profile.operators import operator_work
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     ranks = run.processes.world_size
     if wrong := [rank for rank in settings.ranks if rank >= ranks]:
         raise UserError(
-            f"profile.ranks: {wrong[0]}: this run has {ranks} processes, numbered from 0; choose existing ranks"
+            f"profile.ranks: {wrong[0]}: this run has {many(ranks, 'process')}, numbered from 0; choose existing ranks"
         )
     with (
         run_context(run, args.manifest, args.device) as (world, _),

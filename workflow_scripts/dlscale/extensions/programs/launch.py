@@ -51,9 +51,12 @@ HOOK_VARIABLES = (STEPS, HOOKS, "DLSCALE_READ", "DLSCALE_PROFILE", "DLSCALE_STEP
 #: Placeholder for the program's working folder, in the arguments that precede the program's command.
 FOLDER = "{folder}"
 
+#: Shell command that adds the folder of dlscale's hook (`$0`) to PYTHONPATH, which the image may set.
+HOOK_SHELL = 'export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"'
+
 #: Shell script in an external program's container: adds the folder of dlscale's hook (`$0`) to PYTHONPATH, and ends the
 #: program when standard input ends.
-PROGRAM_SHELL = """export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}"
+PROGRAM_SHELL = f"""{HOOK_SHELL}
 exec 3<&0 </dev/null
 ((cat >/dev/null; kill -TERM $$; sleep 20; kill -KILL $$) 2>/dev/null <&3 3<&- &)
 exec "$@" 3<&-"""
@@ -79,7 +82,9 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
         outer = [*container_command(site.model_copy(update={"engine": "none"}), place, gpu=True), *PYTHON_HERE]
         if site.engine != "none":
             told = site.model_copy(update={"image": program.image or site.image})
-            prefix = ("sh", "-c", PROGRAM_SHELL, f"{place.sources}/{ROOT.name}/extensions/programs/hook")
+            # A Shifter container is this process's child, so it ends with this process.
+            shell = f'{HOOK_SHELL}; exec "$@"' if site.engine == "shifter" else PROGRAM_SHELL
+            prefix = ("sh", "-c", shell, f"{place.sources}/{ROOT.name}/extensions/programs/hook")
             guest = Guest(FOLDER, prefix, (*program.secret_variables(), *HOOK_VARIABLES, *registry.hooks().values()))
             container = container_command(told, place, gpu=True, guest=guest)
     else:

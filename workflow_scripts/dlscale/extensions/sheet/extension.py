@@ -32,6 +32,6 @@ COMMANDS = {
             option("--trainings", "number of production trainings", False, type=int, default=1, metavar="N"),
             option("--machine", "machine of the predictions, as for `dlscale predict`", False, metavar="NAME"),
         ),
-        example="dlscale report --sheet cosmo_strong --devices 64 128",
+        example="dlscale report --sheet starter_strong --devices 64 128",
     ),
 }

@@ -16,7 +16,7 @@ COMMANDS = {
                 },
             ),
         ),
-        example="dlscale why cosmo_demo",
+        example="dlscale why starter_demo",
     ),
 }
 

@@ -66,8 +66,8 @@ class CosmoSource(Source):
             if transform.kind == "log" and channel.min() < 0:
                 hint = "; add 1 to an overdensity (x / mean - 1)" if "density" in name else ""
                 raise UserError(
-                    f"{self._path}: {field.name}: channel '{name}': {percent((channel < 0).mean())} of its cells are "
-                    f"negative (down to {channel.min():g}); expected values of at least 0, in {unit}{hint}"
+                    f"{self._path}: {field.name}: channel '{name}': {percent((channel < 0).mean())} of the cells in "
+                    f"this block of rows are negative (down to {channel.min():g}). Expected at least 0, in {unit}{hint}"
                 )
             transform.forward(channel, out=channel)
         return values
