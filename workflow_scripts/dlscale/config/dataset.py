@@ -94,7 +94,7 @@ class DatasetSettings(Strict):
 
     downsample: Extent = Field(
         1,
-        description="Edge length, cells, of blocks averaged to one cell; only for kinds with grids, not for prepared files.",
+        description="Edge length, cells, of blocks averaged to one cell. Not for prepared files; only for grids.",
     )
     storage: Storage = Storage()
     pieces: Files = Field(1, description="Number of pieces per file; parallel jobs preprocess the pieces.")

@@ -112,11 +112,9 @@ def migrated(image: str) -> str | None:
     images.
     """
     name = image if ":" in image else f"{image}:latest"
-    listed = command_output(
-        ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
-    )
-    found = re.search(rf"^{re.escape(name)} (\S+) true$", listed or "", re.MULTILINE)
-    return found and found[1]
+    columns = "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"
+    listed = command_output(["podman-hpc", "images", "--no-trunc", "--format", columns]) or ""
+    return next(iter(re.findall(rf"^{re.escape(name)} (\S+) true$", listed, re.MULTILINE)), None)
 
 
 def _run(words: list[str]) -> None:
