@@ -388,7 +388,7 @@ def test_a_failed_pull_of_shifter(command: Callable[[str, str], None], printed: 
     if ready:
         images.main(words)
     else:
-        with pytest.raises(UserError, match="shifterimg pull registry/mine:1 failed"):
+        with pytest.raises(UserError, match="shifterimg pull registry/mine:1 failed with status 0"):
             images.main(words)
 
 

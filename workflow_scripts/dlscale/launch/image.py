@@ -78,10 +78,7 @@ def main(args: argparse.Namespace) -> None:
             raise UserError(f"{image}: no such file; {file_remedy(engine, image)}")
     elif engine == "shifter":
         # `shifterimg` exits with 0 even if the pull failed, and an older image with this name may exist.
-        pulled = subprocess.run(["shifterimg", "pull", image], stdout=subprocess.PIPE, text=True, check=False)
-        logging.info("%s", pulled.stdout)
-        if not pulled.stdout.rpartition("status:")[2].strip().startswith("READY"):
-            raise UserError(f"shifterimg pull {image} failed; see the command's output in the log")
+        _run(["shifterimg", "pull", image], "READY")
     elif image.startswith(LOCAL):
         if not Path("docker/Dockerfile").is_file():
             remedy = "build the image in a checkout of dlscale, or set site.image to a published image"
@@ -117,13 +114,15 @@ def migrated(image: str) -> str | None:
     return next(iter(re.findall(rf"^{re.escape(name)} (\S+) true$", listed, re.MULTILINE)), None)
 
 
-def _run(words: list[str]) -> None:
+def _run(words: list[str], wanted: str = "") -> None:
+    """Run a command; with `wanted`, the command's last printed status must begin with this word."""
     logging.info("%s", " ".join(words))
     try:
-        status = subprocess.run(words, check=False).returncode
+        done = subprocess.run(words, check=False, stdout=subprocess.PIPE if wanted else None, text=True)
     except FileNotFoundError:
         raise UserError(
             f"{words[0]}: no such command here; install it, or set site.engine to an installed engine"
         ) from None
-    if status:
-        raise UserError(f"{' '.join(words[:2])} failed with status {status}; see the command's output in the log")
+    logging.info("%s", done.stdout or "")
+    if done.returncode or not (done.stdout or "").rpartition("status:")[2].strip().startswith(wanted):
+        raise UserError(f"{' '.join(words[:3])} failed with status {done.returncode}; see its output in the log")
