@@ -526,7 +526,7 @@ def test_docker_without_a_daemon_is_unavailable(tmp_path: Path, monkeypatch: pyt
         ({"engine": "singularity"}, r"site\.engine"),
         # A GPU order must name each GPU exactly once.
         *(
-            ({"scheduler": SCHEDULER, "gpu_order": order}, "expected each of a node's 4 GPUs once, from 0")
+            ({"scheduler": SCHEDULER, "gpu_order": order}, "expected the numbers of a node's 4 GPUs")
             for order in ([0, 1], [0, 1, 2, 2], [1, 2, 3, 4], [3, 2, 1, 0, 4])
         ),
         (

@@ -48,7 +48,9 @@ def test_every_stage_in_a_container(container_engine: Engine, cpu_image: str, tm
         return container_engine.run(words, check=False, timeout=900)
 
     said = snakemake()
-    assert "FAIL  image: " in said and "snakemake image" in said, "a missing image must give one message"
+    assert "FAIL  image: " in said and "snakemake image" in said, (
+        "a missing image must be reported with the command that makes it"
+    )
     assert not (results / "plans").exists()
 
     container_engine("tag", cpu_image, image)

@@ -193,7 +193,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="register a study that is not shipped: its name and file",
+        help="register a study that is not shipped: its name, and its Python file or folder",
     )
     commands = top.add_subparsers(
         dest="stage", metavar="COMMAND", help="one of the commands below; COMMAND --help lists its options"

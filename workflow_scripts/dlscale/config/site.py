@@ -206,8 +206,8 @@ class Scheduler(Strict):
     )
     acquire: Literal["here", "job"] = Field(
         "here",
-        description="Node on which files are fetched. here: the controller's node, for sites whose compute nodes have "
-        "no network. job: a compute node.",
+        description="Where files are downloaded. here: on the node where `snakemake` runs, for compute nodes without "
+        "a network. job: in a job on a compute node.",
     )
 
     _before_queues = model_validator(mode="before")(_with_queues)
@@ -388,6 +388,6 @@ class Site(Lawful):
         ),
         (
             lambda site: sorted(site.gpu_order or []) != [*range(site.ordered)],
-            "gpu_order: {its.gpu_order}: expected each of a node's {its.ordered} GPUs once, from 0",
+            "gpu_order: {its.gpu_order}: expected the numbers of a node's {its.ordered} GPUs, each once",
         ),
     )

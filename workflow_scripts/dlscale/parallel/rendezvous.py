@@ -182,7 +182,7 @@ def _listen(address: str, port: int) -> int:
     except OSError as error:
         raise UserError(
             f"{where}: process 0 cannot listen there ({error.strerror}); expected an address of the first node and a "
-            "free port. On other nodes, the command needs another rank: NODE_RANK=1 on the second node, and so on"
+            "free port. If this is not the first node, set its number: NODE_RANK=1 on the second node, and so on"
         ) from None
     return listener.detach()
 

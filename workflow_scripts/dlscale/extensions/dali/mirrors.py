@@ -55,9 +55,9 @@ def locate(field: BoxField) -> NpyMirror:
             return NpyMirror(path, edges, own=False)
     if told := [f"{path.name} has {what}" for path, what in wrong.items() if what != OTHER]:
         raise UserError(
-            f"{original}: a file next to it has a mirror's name, but is not a mirror of {field.readers[0].name}: "
-            f"{'; '.join(told)}; expected {(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Remove that file, "
-            f"so that dlscale makes a mirror; or {INSTEAD}"
+            f"{original}: the file next to it is not a mirror of {field.readers[0].name}: {'; '.join(told)}; expected "
+            f"{(*edges[0].tolist(), field.shape[0])} of {field.dtype}. Delete that file, and dlscale makes the mirror; "
+            f"or {INSTEAD}"
         )
     content = hashlib.sha256(" ".join([*field.digests, str(field.dtype)]).encode()).hexdigest()[:16]
     return NpyMirror(field.stem.with_name(f"{field.stem.name}-{content}.npy"), edges, own=True)

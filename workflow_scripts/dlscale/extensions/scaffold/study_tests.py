@@ -132,7 +132,9 @@ def test_the_loss_is_of_each_sample(session: Session, batch: Batch) -> None:
     alone = torch.cat([loss(single(prediction, index), single(y, index)) for index in range(samples_in(y))])
     torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-6)
     if is_number(y):
-        assert (loss((prediction + y) / 2, y) < losses).all(), "the loss is not lower half-way to the targets"
+        assert (loss((prediction + y) / 2, y) < losses).all(), (
+            "the loss did not decrease after moving the prediction half-way to the target"
+        )
 
 
 def test_the_metrics_are_described(session: Session, batch: Batch) -> None:
