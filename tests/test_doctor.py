@@ -362,6 +362,7 @@ def test_no_image(tmp_path: Path, command: Callable[[str, str], None]) -> None:
         # Another login node has another build, which compute nodes do not see.
         ("localhost/mine:1 sha256:01 false\nlocalhost/mine:1 sha256:02 true", "ok (02)", False),
         ("localhost/mine:10 sha256:01 true", "FAIL ()", False),
+        ("docker.io/localhost/mine:1 sha256:01 true", "ok (01)", True),
     ],
 )
 def test_migrated(command: Callable[[str, str], None], listed: str, status: str, migrates: bool) -> None:

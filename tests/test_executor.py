@@ -25,7 +25,7 @@ class Slurm:
     def __init__(self) -> None:
         self.states: dict[str, str] | None = {}
         self.ended: set[str] = set()
-        self.clock = 0.0
+        self.clock, self.age = 0.0, 300
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(SlurmExecutor, "check_active_jobs", check)
     monkeypatch.setattr("snakemake_executor_plugin_dlscale.query_job_status", query)
     monkeypatch.setattr("snakemake_executor_plugin_dlscale.time.monotonic", lambda: replies.clock)
+    monkeypatch.setattr("snakemake_executor_plugin_dlscale.get_min_job_age", lambda: replies.age)
     return replies
 
 
@@ -60,7 +61,7 @@ def executor() -> Executor:
         error_callback=lambda job: made.ended.append(("failed", job.name)),
     )
     made.workflow = SimpleNamespace(scheduler=scheduler, executor_settings=SimpleNamespace(requeue=False))
-    made._reported = set()
+    made._reported, made.next_seconds_between_status_checks = set(), 180
     made.print_job_error = lambda *_, **__: None
     return made
 
@@ -81,6 +82,15 @@ def test_status_queries_list_only_the_users_jobs() -> None:
     own = query_job_status_squeue("uuid")
     assert "--me" not in own and plugin.query_job_status_squeue("uuid") == f"{own} --me"
     assert plugin.Executor.check_active_jobs.__globals__["query_job_status_squeue"]("uuid").endswith("--me")
+
+
+@pytest.mark.parametrize(("age", "expected"), [(None, 180), (600, 180), (300, 150), (120, 60), (2, 10)])
+def test_slurm_is_queried_before_it_forgets_a_job(
+    executor: Executor, slurm: Slurm, age: int | None, expected: float
+) -> None:
+    slurm.age = age
+    active(executor, [job("1")])
+    assert executor.next_seconds_between_status_checks == expected
 
 
 def test_jobs_stay_active_without_a_reply(executor: Executor, slurm: Slurm) -> None:

@@ -316,6 +316,7 @@ def test_files_belong_to_the_caller() -> None:
     found = launch(site(engine="podman-hpc"), HERE, ONE)
     assert words(found, "--user") == ["0:0"], "root in the container must be the calling user"
     assert words(found, "--group-add") == ["keep-groups"], "files may be readable by the user's groups only"
+    assert "--no-healthcheck" in found
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Snakemake's Slurm executor, extended for long calls: `executor: dlscale`.
 
 The class extends the executor of snakemake-executor-plugin-slurm 2.8.0, below called the plugin, and has the same
-settings, under the prefix `dlscale-`. Six differences follow; docs/upstream.md has the reports to the plugin's
+settings, under the prefix `dlscale-`. Seven differences follow; docs/upstream.md has the reports to the plugin's
 authors:
 
 - If Slurm does not answer a status query, jobs stay active. The plugin forgets these jobs, and Snakemake waits forever.
@@ -12,6 +12,8 @@ authors:
 - A submission that Slurm refuses because of a limit on the number of jobs, or does not answer, is repeated for an hour.
   If Slurm has accepted an unanswered submission, the executor adopts the accepted job instead. The plugin counts the
   job as failed.
+- Slurm forgets an ended job after its `MinJobAge`. At most half of this time passes between two status queries; the
+  plugin waits for up to 180 seconds, so it may miss the end of a job.
 - Status queries list only the user's own jobs. The plugin's queries list the jobs of all users.
 """
 
@@ -27,7 +29,7 @@ from typing import Any
 import snakemake_executor_plugin_slurm as plugin
 from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings
-from snakemake_executor_plugin_slurm.job_status_query import query_job_status, query_job_status_squeue
+from snakemake_executor_plugin_slurm.job_status_query import get_min_job_age, query_job_status, query_job_status_squeue
 from snakemake_executor_plugin_slurm.utils import get_job_wildcards
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
@@ -72,6 +74,10 @@ class Executor(SlurmExecutor):
         self._checked = list(active_jobs)
         async for _ in super().check_active_jobs(active_jobs):
             pass  # `report_job_success` and `report_job_error` remove ended jobs from the list
+        self.next_seconds_between_status_checks = min(
+            self.next_seconds_between_status_checks,
+            max(10, (get_min_job_age() or 3600) / 2),  # not more often than every ten seconds
+        )
         if self._checked:
             await self._report_lost_jobs()
         for job in list(self._checked):

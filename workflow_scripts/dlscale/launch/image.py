@@ -108,10 +108,11 @@ def migrated(image: str) -> str | None:
     `image inspect` would look into the storage of one login node; compute nodes and other login nodes see only migrated
     images.
     """
-    name = image if ":" in image else f"{image}:latest"
-    columns = "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"
-    listed = command_output(["podman-hpc", "images", "--no-trunc", "--format", columns]) or ""
-    return next(iter(re.findall(rf"^{re.escape(name)} (\S+) true$", listed, re.MULTILINE)), None)
+    row = rf"^(?:docker\.io/(?:library/)?|localhost/)?{re.escape(image)}(?::latest)? (\S+) true$"
+    listed = command_output(
+        ["podman-hpc", "images", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}} {{.ReadOnly}}"]
+    )
+    return next(iter(re.findall(row, listed or "", re.MULTILINE)), None)
 
 
 def _run(words: list[str], wanted: str = "") -> None:

@@ -306,7 +306,8 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
     # podman-hpc is rootless: root in the container is the user outside. The image's own user would be a subordinate ID.
     modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
     # Without the user's groups, files of a project that only its group may read could not be opened.
-    return ["--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
+    # Some versions of podman start no container with the image's health check in a job, which has no systemd session.
+    return ["--no-healthcheck", "--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
 
 
 #: Engines in the order in which `auto` tries them: engines for clusters first.
