@@ -134,6 +134,8 @@ ReturnToService=2
 KillWait=10
 OverTimeLimit=0
 MinJobAge=1800
+# Clusters on one machine share the tree of cgroups, whose names contain the job's number.
+FirstJobId={first_job}
 InactiveLimit=0
 
 {nodes}
@@ -426,6 +428,7 @@ class Cluster:
             "subnet": self.subnet,
             "folder": self.folder,
             "port": self.port,
+            "first_job": 1 + (self.port - 7400) * 10_000,
             "slurmd_port": self.port + 1,
             "slurmdbd_port": self.port + 2,
             "nodes": "\n".join([*gpus, *cpus]),
