@@ -28,7 +28,7 @@ def pass_on(number: int, frame: object = None) -> None:
     """Send a signal to the nearest descendants of this process that have a handler for it.
 
     The signal would end a descendant without a handler, such as a shell, so the children of this descendant get it.
-    The children of a process with a handler do not get the signal, because this process decides about them.
+    The children of a process with a handler do not get the signal, because that process decides about them.
     """
     import psutil
 
@@ -36,7 +36,7 @@ def pass_on(number: int, frame: object = None) -> None:
     while waiting:
         child = waiting.pop()
         caught = re.search(r"^SigCgt:\s*(\w+)", text_of(Path(f"/proc/{child.pid}/status")), re.MULTILINE)
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             if caught and int(caught[1], 16) >> (number - 1) & 1:
                 child.send_signal(number)
             else:
