@@ -271,6 +271,10 @@ def container_command(
         "--ipc=host",  # loaders share memory between processes, and NCCL shares memory between containers
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
+        "--pull=never",  # a pulled image would have another identity than the image that the rule `image` built
+        # Some versions of podman start no container with the image's health check in a job, which has no systemd
+        # session.
+        "--no-healthcheck",
         *_engine_options(site, place, gpu),
         *(f"--volume={source}:{target}" for source, target in {**folders, **site.mounts}.items()),
         # Docker and podman refuse to mount a path twice.
@@ -298,16 +302,15 @@ def _env(environment: Mapping[str, str | None]) -> list[str]:
 def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
     owner = f"--user={place.uid}:{place.gid}"
     if site.engine == "docker":
-        return ["--pull=never", "--no-healthcheck", owner, *(["--gpus=all"] if gpu else [])]
+        return [owner, *(["--gpus=all"] if gpu else [])]
     if site.engine == "podman":
         # Rootless podman has to keep the user's ID; otherwise files would belong to a subordinate ID.
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
-        return ["--pull=never", "--no-healthcheck", *mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
+        return [*mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
     # podman-hpc is rootless: root in the container is the user outside. The image's own user would be a subordinate ID.
     modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
     # Without the user's groups, files of a project that only its group may read could not be opened.
-    # Some versions of podman start no container with the image's health check in a job, which has no systemd session.
-    return ["--no-healthcheck", "--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
+    return ["--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
 
 
 #: Engines in the order in which `auto` tries them: engines for clusters first.
