@@ -1,13 +1,19 @@
-"""Overhead of `dlscale measure`: short steps of a program, timed alternately with and without the hook."""
+"""Overhead of `dlscale measure`: steps of 5 ms of a program, timed alternately with and without the hook."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import os
+import re
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
-from bench.measure import Options, Row
+from bench.measure import Options, Row, in_turns
 from bench.training import one_thread
 from bench.watching import cpu_seconds, sampling
 from dlscale.core.telemetry import sampled
@@ -24,11 +30,34 @@ from dlscale.extensions.programs.hook.sitecustomize import Watcher
 from dlscale.extensions.programs.running import watched
 from dlscale.extensions.programs.timed import FOLDER
 
-#: Minimum speed relative to steps without the hook: with the hook; with hook and telemetry.
-HOOKED, MEASURED = 0.995, 0.99
+#: Minimum speed relative to steps without the hook, also with telemetry.
+MEASURED = 0.99
 
 #: Samples per step; warm-up steps per turn, needed after the hook is added or removed; timed steps per turn.
-BATCH, WARM, STEPS = 64, 4, 4
+BATCH, WARM, STEPS = 160, 4, 4
+
+#: Options of `dlscale measure` whose cost is measured.
+FEATURES = ("--loader", "--hang-after=300", "--live")
+
+#: Program with the same steps, which prints its speed, samples per second of processor time of all its threads.
+PROGRAM = f"""
+import itertools, sys, time, torch
+from torch import nn
+torch.set_num_threads(1)
+sizes = [256, 512, 512, 8]
+layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+model = nn.Sequential(*layers[:-1])
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+steps = int(sys.argv[1])
+samples = torch.utils.data.TensorDataset(torch.randn((steps + 10) * {BATCH}, 256))
+for step, (x,) in enumerate(torch.utils.data.DataLoader(samples, batch_size={BATCH})):
+    if step == 10:
+        start = time.process_time()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+print("speed", steps * {BATCH} / (time.process_time() - start))
+"""
 
 #: Module `torch.optim.optimizer`, imported by name because PyTorch hides it behind an object of the same name.
 OPTIMIZER = importlib.import_module("torch.optim.optimizer")
@@ -65,9 +94,52 @@ def outside(options: Options) -> list[Row]:
     counted |= {"telemetry's CPU s per second": share}
     reduced = [rate * (1 - share) for rate in rates[True]]
     return [
-        Row("dlscale measure: the hook", "samples/s", rates[True], "without", rates[False], counted, HOOKED),
+        Row("dlscale measure: the hook", "samples/s", rates[True], "without", rates[False], counted, MEASURED),
         Row("dlscale measure: hook and telemetry", "samples/s", reduced, "without", rates[False], counted, MEASURED),
+        *features(options),
     ]
+
+
+def features(options: Options) -> list[Row]:
+    """Time a measured program with each of `FEATURES` and without, in turns."""
+    script = options.folder / "program.py"
+    script.write_text(PROGRAM)
+    steps, turns = (20, 1) if options.quick else (1000, 2 * options.repetitions)
+    calls = {option: partial(_measured, script, steps, option) for option in ("", *FEATURES)}
+    used: dict[str, list[float]] = {option: [] for option in calls}
+
+    def turn(option: str) -> float:
+        speed, seconds = calls[option]()
+        used[option].append(seconds)
+        return speed
+
+    found = in_turns(turns, {option: partial(turn, option) for option in calls})
+    return [
+        Row(
+            f"dlscale measure {option}",
+            "samples/s",
+            found[option],
+            "without the option",
+            found[""],
+            {
+                "steps": steps,
+                "more CPU s of all processes": statistics.median(used[option]) - statistics.median(used[""]),
+            },
+        )
+        for option in FEATURES
+    ]
+
+
+def _measured(script: Path, steps: int, option: str) -> tuple[float, float]:
+    """Measure the program; return its speed, and the processor seconds of dlscale, the program and their children."""
+    words = [sys.executable, "-P", "-m", "dlscale", "measure", *filter(None, [option]), "--", sys.executable]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*words, script.name, str(steps)], cwd=script.parent, check=True, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return float(re.findall(r"^speed (\S+)$", done.stdout, re.MULTILINE)[-1]), spent
 
 
 class Program:

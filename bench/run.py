@@ -52,6 +52,7 @@ GROUPS = {
     "images": images.images,
     "packs": packed.packs,
     "steps": training.steps,
+    "guards": training.guards,
     "full": training.full,
     "rungs": rungs.rungs,
     "models": compute.models,

@@ -6,6 +6,7 @@ Everything runs on one thread, in many short turns. The median ignores single tu
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,12 +23,16 @@ from bench import published
 from bench.cases import Case
 from bench.measure import Options, Row, in_turns
 from dlscale.config.run import Throughput
+from dlscale.config.site import Limits
+from dlscale.core.process import MEET
 from dlscale.data.loaders import DirectLoader, direct_loader
 from dlscale.data.loaders import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.base import Batch, Share
 from dlscale.data.loaders.synthetic_loader import SyntheticLoader
 from dlscale.data.samples import ArraySpec
+from dlscale.extensions.health.training import watch_training
 from dlscale.measure.throughput import trials
+from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
 from dlscale.studies.base import Metrics
 from dlscale.train.checkpoint import Checkpoints
@@ -103,9 +109,15 @@ def bare_loop(case: Case) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
     return model, call
 
 
-def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
-    """Return a function that trains for an epoch and returns the samples/s that the trainer records."""
-    run, step = case.run(), case.step(CPU)
+def trainer(options: Options, case: Case, steps: int, guarded: bool | None = None) -> Callable[[], float]:
+    """Return a function that trains for an epoch and returns the samples/s that the trainer records.
+
+    If `guarded` is true, all guards are on: the search for NaN with `on_divergence: skip`, the watchdog, and the record
+    of memory. If it is false, all are off. By default, only the search for NaN is on.
+    """
+    run, step = case.run(**({"training": {"on_divergence": "skip"}} if guarded else {})), case.step(CPU)
+    if guarded is False:
+        step._gradients.check = lambda *values: None
 
     def loader(size: int, batch_size: int) -> SyntheticLoader:
         specs = [ArraySpec(tuple(shape)) for shape in case.shapes]
@@ -117,9 +129,18 @@ def trainer(options: Options, case: Case, steps: int) -> Callable[[], float]:
 
     def epoch() -> float:
         # a new folder, so that the training does not resume from a checkpoint
-        checkpoints = Checkpoints(options.folder / case.study / str(next(turns)), keep=1)
-        fit = Trainer(run, step, Share(case.batch_size), (batches, valid), Metrics(), checkpoints, World())
-        return fit.fit()[0].samples_per_second
+        folder = options.folder / case.study / str(next(turns))
+        fit = Trainer(
+            run, step, Share(case.batch_size), (batches, valid), Metrics(), Checkpoints(folder, keep=1), World()
+        )
+        if not guarded:
+            return fit.fit()[0].samples_per_second
+        with (
+            mock.patch.dict(os.environ, {MEET: str(folder / "meet")}),
+            closing(Watchdog(0, 1, limits=Limits())),
+            watch_training(fit, folder) as (hooks, _),
+        ):
+            return fit.fit(hooks=hooks)[0].samples_per_second
 
     return epoch
 
@@ -192,6 +213,20 @@ def steps(options: Options) -> list[Row]:
                 found = in_turns(turns, {name: measure, reference: measure_reference})
                 title = f"{name}, {label(case)}"
                 rows.append(Row(title, "samples/s", found[name], reference, found[reference], counted, target))
+    return rows
+
+
+def guards(options: Options) -> list[Row]:
+    """Measure what all guards cost together, in epochs of some seconds, because the watchdog works once a second."""
+    count, turns = (2, 2) if options.quick else (100, 2 * options.repetitions)
+    rows = []
+    with one_thread():
+        for case in (UNET, VIT):
+            all_on, all_off = trainer(options, case, count, True), trainer(options, case, count, False)
+            found = in_turns(turns, {"on": all_on, "off": all_off})
+            counted = counts(case, case.step(CPU).model, count)
+            name = f"trainer with all guards, {label(case)}"
+            rows.append(Row(name, "samples/s", found["on"], "without guards", found["off"], counted, NO_SLOWER))
     return rows
 
 

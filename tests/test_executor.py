@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,22 +158,12 @@ def test_a_job_that_slurm_no_longer_lists_has_failed(executor: Executor, slurm: 
     assert active(executor, jobs) == jobs[1:] and executor.ended == [("failed", "job 1")]
 
 
-def test_jobs_under_query_are_cancelled_too(executor: Executor, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs whose status is being queried are cancelled, too, although Snakemake's list is empty during the query."""
-    cancelled = list[str]()
-    monkeypatch.setattr(
-        SlurmExecutor, "cancel_jobs", lambda self, jobs: cancelled.extend(str(each.external_jobid) for each in jobs)
-    )
-    executor._checked = [job("1"), job("2")]
-    executor.cancel_jobs([])
-    assert cancelled == ["1", "2"]
-
-
 @pytest.mark.parametrize(
     ("message", "again"),
     [
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", True),
         ("sbatch: error: AssocGrpSubmitJobsLimit\\nBatch job submission failed", True),
+        ("sbatch: error: MaxSubmitJobsPerAccount", True),
         ("sbatch: error: QOSMaxWallDurationPerJobLimit", False),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True),
@@ -291,10 +283,22 @@ def test_a_job_that_slurm_accepted_without_an_answer_is_adopted(
 
 
 def test_no_job_is_submitted_after_ctrl_c(submitting: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlurmExecutor, "cancel_jobs", lambda self, jobs: None)
-    submitting.cancel_jobs([])
+    """Ctrl-C cancels all jobs by the call's name, after the running submissions; other jobs are not submitted."""
+    Path("first").write_text("lost")
+    Path("calls").write_text("call\n")  # the next submission succeeds
+    for name, script in (("sbatch", f"sleep 0.5\n{SBATCH}"), ("scancel", 'echo "$*" >cancelled; cp accepted seen')):
+        Path(name).write_text(f"#!/bin/bash\n{script}\n")
+        Path(name).chmod(0o755)
+    monkeypatch.setattr(submitting, "shutdown", lambda: submitting._job_submission_executor.shutdown())
+    submitting.lock, submitting.active_jobs = threading.Lock(), []
+    submitting._job_submission_executor = ThreadPoolExecutor(2)
+    for _ in range(8):
+        submitting._job_submission_executor.submit(submitting.run_job, to_submit())
+    submitting.cancel()
+    assert Path("cancelled").read_text().split() == ["--me", "--name=uuid"]
+    assert Path("accepted").read_text() == Path("seen").read_text() and 1 <= len(submitting.ended) <= 2
     submitting._try_again(to_submit())
-    assert submitting.ended == [] and not Path("calls").exists()
+    assert Path("accepted").read_text() == Path("seen").read_text()
 
 
 def test_the_job_of_an_earlier_try_is_not_adopted(submitting: Executor, tmp_path: Path) -> None:

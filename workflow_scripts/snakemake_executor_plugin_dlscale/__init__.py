@@ -1,7 +1,7 @@
 """Snakemake's Slurm executor, extended for long calls: `executor: dlscale`.
 
 The class extends the executor of snakemake-executor-plugin-slurm 2.8.0, below called the plugin, and has the same
-settings, under the prefix `dlscale-`. Seven differences follow; docs/upstream.md has the reports to the plugin's
+settings, under the prefix `dlscale-`. Eight differences follow; docs/upstream.md has the reports to the plugin's
 authors:
 
 - If Slurm does not answer a status query, jobs stay active. The plugin forgets these jobs, and Snakemake waits forever.
@@ -14,6 +14,7 @@ authors:
   job as failed.
 - Slurm forgets an ended job after its `MinJobAge`. At most half of this time passes between two status queries; the
   plugin waits for up to 180 seconds, so it may miss the end of a job.
+- Ctrl-C cancels all jobs. The plugin cancels the known jobs first, and then submits the jobs that wait for `sbatch`.
 - Status queries list only the user's own jobs. The plugin's queries list the jobs of all users.
 """
 
@@ -41,7 +42,7 @@ FORGOTTEN_SECONDS = 900.0
 REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.0
 #: Pattern of Slurm's reasons for a temporary failure: a limit on submitted jobs, or a controller that does not answer.
 TEMPORARY = re.compile(
-    r"\b(?:QOS|Assoc)(?:Max|Grp)Submit\w*|Unable to contact slurm controller|Socket timed out"
+    r"\b(?:QOS|Assoc)?(?:Max|Grp)Submit\w*|Unable to contact slurm controller|Socket timed out"
     r"|Zero Bytes were transmitted|(?:Message (?:send|receive)|Communication (?:connection|shutdown)) failure"
 )
 #: Final states that the plugin takes for states of an active job; states of jobs that wait for a release.
@@ -182,7 +183,12 @@ class Executor(SlurmExecutor):
     def _end(self, job_info: SubmittedJobInfo) -> None:
         self._checked = [job for job in self._checked if job is not job_info]
 
-    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
-        """Cancel all jobs, including jobs whose status is being queried, and end repeated submissions."""
+    def cancel(self) -> None:
+        """Wait for running submissions, then cancel all jobs."""
         self.wait = False
-        super().cancel_jobs([*active_jobs, *(job for job in self._checked if job not in active_jobs)])
+        self._job_submission_executor.shutdown(cancel_futures=True)
+        super().cancel()
+
+    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
+        """Cancel all jobs of this call, also jobs that Slurm accepted without an answer."""
+        super().cancel_jobs([SubmittedJobInfo(None, f"--me --name={self.run_uuid}")])  # options of `scancel`

@@ -80,7 +80,12 @@ def environment() -> Environment:
         image=asdict(image) if image else None,
         git=git_state(),
         packages=_packages(),
-        variables={name: _shown(name) for name in sorted(os.environ) if _is_kept(name)},
+        variables={
+            name: _shown(name)
+            for name, value in sorted(os.environ.items())
+            # `dlscale.parallel.rendezvous` sets this value on a single node.
+            if name.startswith(VARIABLES) and (name, value) != ("NCCL_SOCKET_IFNAME", "lo")
+        },
     )
 
 
@@ -94,14 +99,6 @@ def record(path: Path) -> None:
         environment().write(path)
     except Exception as error:  # drivers and packages may raise any exception
         logging.warning("cannot write %s: %s", path, brief(error))
-
-
-def _is_kept(name: str) -> bool:
-    """Return whether a variable is recorded.
-
-    NCCL_SOCKET_IFNAME=lo is not recorded, because `dlscale.parallel.rendezvous` sets it on a single node.
-    """
-    return name.startswith(VARIABLES) and (name, os.environ[name]) != ("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _shown(name: str) -> str:

@@ -322,7 +322,10 @@ def convergence(plan: PlanResult) -> Section | None:
         (
             f"To {target}",
             "reached by",
-            [_share(len(a), len(b)) for a, b in zip(reached, several, strict=True)],
+            [
+                cell(len(a) / len(b), lambda _, a=a, b=b: f"{len(a)} of {many(len(b), 'run')}")
+                for a, b in zip(reached, several, strict=True)
+            ],
         ),
         (f"To {target}", "steps", spent(lambda each: each.epoch.step if each.epoch else None, _whole)),
         (f"To {target}", "samples", spent(lambda each: each.epoch.samples if each.epoch else None, _whole)),
@@ -346,10 +349,6 @@ def convergence(plan: PlanResult) -> Section | None:
             )
         ],
     )
-
-
-def _share(part: int, of: int) -> Cell:
-    return cell(part / of, lambda _: f"{part} of {many(of, 'run')}")
 
 
 def _learning_rate(run: RunResult) -> Cell:
