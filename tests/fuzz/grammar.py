@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -204,5 +205,5 @@ def load(folder: Path) -> None:
 
 
 def resolved(path: Path) -> None:
-    resolve.study_files = _studies
-    resolve.load_files(path)
+    with mock.patch.object(resolve, "study_files", _studies):
+        resolve.load_files(path)
