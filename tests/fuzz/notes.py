@@ -111,7 +111,7 @@ def resumed(folder: Path) -> None:
 def make_turns(folder: Path) -> None:
     """Write the turns of a program whose batches are replayed."""
     for pid in (7, 8):
-        _write(folder / f"turns.host.{pid}", *(f"20 {n} 8 {1 + n % 2}.5 4 4096 0 0" for n in range(12)))
+        _write(folder / f"turns.host.{pid}", *(f"20 {n} 8 {1 + n % 2}.500000 4 4096 0 0" for n in range(12)))
         _write(folder / f"turns.host.{pid}.now", "250 4")
 
 
