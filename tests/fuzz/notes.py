@@ -80,7 +80,9 @@ def make_program(folder: Path) -> None:
 def measured(folder: Path) -> None:
     """Write the records and the lines of a measured program, as `dlscale measure --loader --profile` does."""
     steps, rows = folder / "steps", folder / "telemetry.csv"
-    live.View(steps, rows, 10.0).line(BEGIN + 40)
+    view = live.View(steps, rows, 10.0)
+    view._begin = BEGIN
+    view.line(BEGIN + 40)
     LoaderWatch().finish(steps, folder)
     profilers = profiling.Profilers.__new__(profiling.Profilers)
     profilers.use(folder)

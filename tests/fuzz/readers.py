@@ -360,7 +360,7 @@ def _cosmo(kind: str) -> Settings:
 
 #: All readers, by name; the slowest reader comes last.
 READERS: dict[str, Reader] = {
-    "configurations": Reader(grammar.bases, grammar.load, "*.yaml", grammar.mistake),
+    "configurations": Reader(grammar.bases, grammar.planned, "*.yaml", grammar.mistake),
     "settings": Reader(_settings, settings),
     "records": Reader(_records, records),
     "records of a training": Reader(_trained, _of_training, "*.json*"),
