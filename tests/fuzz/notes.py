@@ -74,12 +74,13 @@ def make_program(folder: Path) -> None:
     stack = 'process 6:"sh";process 7:"python train.py";thread (7): MainThread;<module> (train.py:9);step (train.py:5)'
     _write(folder / "profile/py-spy.folded", f"{stack} 90", f"{stack};load (data.py:3) 10")
     rows = [telemetry.Sample(BEGIN + n, 1.0, 4, cpu=0.9, cpu_run=0.8, cpu_others=0.1) for n in range(40)]
-    (folder / "telemetry.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
+    (folder / "telemetry").mkdir()
+    (folder / "telemetry/throughput.csv").write_text(telemetry.header(0) + "".join(map(telemetry.line, rows)))
 
 
 def measured(folder: Path) -> None:
     """Write the records and the lines of a measured program, as `dlscale measure --loader --profile` does."""
-    steps, rows = folder / "steps", folder / "telemetry.csv"
+    steps, rows = folder / "steps", folder / "telemetry/throughput.csv"
     view = live.View(steps, rows, 10.0)
     view._begin = BEGIN
     view.line(BEGIN + 40)
@@ -90,6 +91,7 @@ def measured(folder: Path) -> None:
     run = running.Outcome(0, BEGIN, 50.0, 0.0, 0.0, [], {})
     throughput, processes = running._measured(["train"], steps, rows, run, running.Reading(), profilers.excluded_spans)
     throughput.write(folder / "throughput.json")
+    measure._write_settings(folder, {"command": ["train"]}, geometry={"gpus_per_node": throughput.nranks})
     profiling.lines(profilers.write_profile(processes, throughput))
     measure.lines(folder, throughput, judge_run(read_alone(folder)))
 
