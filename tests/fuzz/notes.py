@@ -8,6 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 from dlscale.core import progress, telemetry
 from dlscale.data.staging import RECORD
@@ -148,14 +149,15 @@ def make_hang(folder: Path) -> None:
 
 def hung(folder: Path) -> None:
     """Describe a hang, as `dlscale measure --hang-after` does for a program, and `dlscale explain` for a run."""
-    steps, collect.ANSWER = folder / "steps", 0.0
+    steps = folder / "steps"
     supervisor = HangSupervisor(steps, folder.parent / "hung", 60.0, lambda text: None)
     supervisor._look()
     supervisor._idle()
     for file in steps.iterdir():
         file.touch()
     statuses = {each["pid"]: each for each in supervisor._statuses.values()}
-    reports = collect.request_reports(steps, ())
+    with mock.patch.object(collect, "ANSWER", 0.0):
+        reports = collect.request_reports(steps, ())
     stacks = {int(file.suffix[1:]): file.read_bytes().decode(errors="replace") for file in steps.glob("hang.stacks.*")}
     found = collect.Collected(reports, stacks, collect._processes(reports, stacks, statuses, (), ()))
     any(map(supervisor._has_moved, reports.values()))
