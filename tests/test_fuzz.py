@@ -39,8 +39,9 @@ CRASHERS = (
     ("findings of hangs", "results/plans/p/a/hang/finding.txt", b"\xb9"),
     (
         "loader notes",
-        "steps/loader.host.9",
-        b'{"host": "h", "pid": 9, "parent": 7, "worker": {"batches": 1%s}}' % (b"0" * 400),
+        "steps/loader.host.7",
+        b'{"host": "h", "pid": 7, "parent": 6, "loaders": [{"dataset": "A", "workers": 1, "pin_memory": false,'
+        b' "waited": 1, "firsts": 1, "first_waited": 1, "batches": 1%s}]}' % (b"0" * 400),
     ),
     ("health notes", "steps/health.host.7", b"begin 1.7e9 1000\nm 1005 5\nm inf 1 2\nk []\n"),
     ("profiled window", "steps/torch.host.7.window", b"[]"),
