@@ -48,7 +48,7 @@ CRASHERS = (
     ("profiled window", "steps/torch.host.7.json", b'{"traceEvents": [1]}'),
     ("py-spy stacks", "profile/py-spy.folded", b'process 7:"p";thread (7): MainThread;f x\n'),
     ("progress", "logs/train/p/a.log.doing", b'{"what": "a", "unit": "b", "total": 1, "done": 1%s}' % (b"0" * 400)),
-    ("progress", "logs/train/p/a.log.doing", b'{"what": "a", "place": "elsewhere", "time": 1e300}'),
+    ("progress", "logs/train/p/a.log.doing", b'{"what": "a", "place": "elsewhere", "time": -1e300}'),
 )
 
 
