@@ -25,7 +25,6 @@ from typing import IO
 import psutil
 
 from dlscale.core import machine, registry, telemetry
-from dlscale.core.environment import environment
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
@@ -728,4 +727,4 @@ def device_of(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
         first = bus_ids(1)  # not an index: NVML's indices also count GPUs that CUDA_VISIBLE_DEVICES hides
         name = first and machine.nvml(lambda nvml: nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
-    return Device(kind="cpu", name=environment().processor)
+    return Device(kind="cpu", name=machine.processor())
