@@ -5,6 +5,7 @@ The other tests named in docs/security.md are next to the tests of the same code
 
 from __future__ import annotations
 
+import argparse
 import ast
 import base64
 import csv
@@ -26,14 +27,16 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
 from dlscale.data.manifest import Manifest
 from dlscale.extensions.crate.crate import Crate
 from dlscale.extensions.logs.reference import Reference
+from dlscale.extensions.sheet import sheet as sheets
 from dlscale.parallel import rendezvous
 from dlscale.report import report, sections
 from dlscale.results import read_plan
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY
 from tests.test_report import Page, Results, profiled
 from tests.test_starters import free_port
 from tests.waiting import PATIENCE
@@ -183,9 +186,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
+def _sheet(root: Path) -> Page:
+    """Write and read the evidence sheet of the plan `gas`; the plan's configuration is of another study."""
+    plan = {"study": "starter_cnn", "settings": {**TINY["starter_cnn"]["run"], "dataset": "tiny"}}
+    datasets = {"tiny": TINY["starter_cnn"]["dataset"]}
+    raw = {"datasets": datasets, "plans": {"gas": {**plan, "runs": {"base": {}, "once": {}}}}, "results": str(root)}
+    unset = dict.fromkeys(("production", "machine", "json", "profile", "configfile", "config"))
+    options = argparse.Namespace(plans=["gas"], trainings=1, devices=[], **unset)
+    assert sheets.main(options, config.load({"targets": ["gas"], **raw})) == 0
+    return Page((root / "plans/gas/sheet.html").read_text())
+
+
 @pytest.mark.slow
 def test_texts_of_records_run_nothing(shared: Results, tmp_path: Path) -> None:
-    """Code planted in records is shown as text on the page, in figures and in tables."""
+    """Code planted in records is shown as text on the page, on the sheet, in figures and in tables."""
     results = Results(tmp_path / "results")
     shutil.copytree(shared.root, results.root)
     for name in ("plans", "datasets", "references"):
@@ -205,6 +219,10 @@ def test_texts_of_records_run_nothing(shared: Results, tmp_path: Path) -> None:
     for kind, script in scripts:
         known = hashlib.sha256(script.encode()).digest()
         assert json.loads(script) if "application/json" in kind else base64.b64encode(known).decode() in html
+    sheet = _sheet(results.root)
+    assert sheet.text.count("<script>alert(1)</script>") > 5
+    assert {tag for tag, _, _ in sheet.attributes} <= {tag for tag, _, _ in _sheet(shared.root).attributes} - {"script"}
+    assert not [each for each in sheet.attributes if each[1].startswith(("on", "srcdoc", "href")) or "refresh" in each]
     for svg in (results.root / "report/figures").glob("*.svg"):
         for element in ElementTree.parse(svg).iter():
             assert element.tag.rpartition("}")[2] not in ("script", "foreignObject", "image", "a"), svg
