@@ -34,7 +34,13 @@ from dlscale.extensions.programs import checkout, logs, run_program, turns
 from dlscale.extensions.programs.files.preview import preview
 from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.extensions.programs.keeper import temporary_folder
-from dlscale.extensions.programs.launch import HOOK_SHELL, PROGRAM_SHELL, TORCHRUN_VARIABLES, launch_program
+from dlscale.extensions.programs.launch import (
+    HOOK_SHELL,
+    ON_LOOPBACK,
+    PROGRAM_SHELL,
+    TORCHRUN_VARIABLES,
+    launch_program,
+)
 from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at, warn_of_divergence
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
@@ -94,7 +100,8 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
             elif starter == "torchrun":
                 nodes = ["--nnodes=2", "--rdzv-endpoint=n1:29500", "--rdzv-backend=c10d"]
                 meet = ["torchrun", "--no-python", *nodes] if geometry is FOUR else launch_torchrun()
-                assert inner[-len(meet) - 1 :] == [*meet, "--nproc-per-node=2"]
+                meet = [*meet, "--nproc-per-node=2", *([] if geometry is FOUR else ON_LOOPBACK)]
+                assert inner[-len(meet) :] == meet
                 assert (inner[0] == "pdsh") is (geometry is FOUR)
             else:
                 begin = "srun" if starter == "srun" else "mpiexec"
@@ -107,7 +114,49 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
 
 
 def launch_torchrun() -> list[str]:
-    return ["torchrun", "--standalone", "--no-python"]
+    return ["torchrun", "--no-python", "--standalone"]
+
+
+#: Program that meets the other ranks, and prints its process id and interfaces in one line, which no other rank breaks.
+LISTENING = """
+import os, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+interfaces = [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")]
+print(f"{os.getpid()} {interfaces}\\n", end="", flush=True)
+while os.path.exists(os.environ["STAY"]):
+    time.sleep(0.1)
+"""
+
+
+def listening(pid: int) -> set[str]:
+    """Return the addresses at which a process listens, from the kernel's tables."""
+    there = psutil.Process(pid).net_connections("tcp")
+    return {each.laddr.ip for each in there if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.slow
+def test_ranks_of_a_program_listen_only_on_loopback(tmp_path: Path) -> None:
+    """Only torchrun listens at all addresses: if this changes with PyTorch, change docs/security.md, too."""
+    program = Program(command=["train"], folder=str(tmp_path))
+    site = Site(engine="none", starter="torchrun", gpu=False)
+    _, words = launch_program(site, HERE, SimpleNamespace(program=program, geometry=TWO))
+    (script := tmp_path / "program.py").write_text(LISTENING)
+    (stay := tmp_path / "stay").touch()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = variables(PATH=path, STAY=str(stay))
+    command = [*words, sys.executable, str(script)]
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        lines = [process.stdout.readline() for _ in range(2)]
+        try:
+            found = [listening(int(line.split()[0])) for line in lines]
+            outer = listening(process.pid)
+        finally:
+            stay.unlink()
+    assert [line.partition(" ")[2] for line in lines] == ["['lo', 'lo']\n"] * 2
+    assert found == [{"127.0.0.1"}] * 2 and outer <= {"::", "0.0.0.0"}
 
 
 @pytest.mark.parametrize(
