@@ -45,7 +45,7 @@ from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, ste
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
 from dlscale.launch.launcher import ContainerMounts
-from tests.conftest import make_run, variables
+from tests.conftest import make_run, stage, variables
 from tests.programs import TRAIN, settings, write_program
 from tests.waiting import PATIENCE, until
 
@@ -274,7 +274,9 @@ def test_other_files_begin_afresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A site's watchdog limits apply to programs; the message and `dlscale explain` name the line."""
     run = tmp_path / "plans/p/r"
     run.mkdir(parents=True)
@@ -286,6 +288,8 @@ def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     hang = "no step for 6 s: rank 0 is at hangs.py:2"
     assert code == 2 and f"{hang}. " in said and f"{run}/hang" in said, said
     assert (found := hang_of(run)) and found.startswith(hang) and found.endswith(f"{run}/hang")
+    assert stage("explain", run) == 0
+    assert capsys.readouterr().out == f"{run}\n  ended: {hang}. Stacks of all processes: {run}/hang\n"
     assert 'hangs.py", line 2' in next((run / "hang").glob("stacks.*")).read_text()
 
 

@@ -68,7 +68,11 @@ NOT_FOUND, NO_PROGRAM = 127, 126
 def say(text: str) -> None:
     """Print a line on standard error; ignore errors of the stream, so that the program's run continues."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        # On a terminal, a row of spaces ends the row of a progress bar, but keeps the cursor in an empty row.
+        begin = (
+            f"{' ' * (os.get_terminal_size(sys.stderr.fileno()).columns - 1)}\r\033[K" if sys.stderr.isatty() else ""
+        )
+        print(f"{begin}{text}\n", end="", file=sys.stderr, flush=True)  # one write, which a bar cannot overwrite
     except OSError:  # a full disk, or a closed pipe: discard the text, or Python would write it again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
