@@ -1086,6 +1086,15 @@ def test_each_published_log_has_all_losses(study: str, source: str, runs: int, s
         assert sum(sum(losses[metric]) for losses in logs.values()) == pytest.approx(total, abs=1e-9)
 
 
+def test_both_job_logs_of_the_guide_have_all_losses() -> None:
+    """Sums over the 25 epochs of each log, by awk."""
+    figures = [each for each in config.study_files()["starter_cnn"].published if each.by_epoch]
+    assert {len(each.by_epoch) for each in figures} == {25}
+    sums = [(each.metric, sum(each.by_epoch)) for each in figures]
+    assert [name for name, _ in sums] == ["train_loss", "valid_loss"] * 2
+    assert [total for _, total in sums] == pytest.approx([2.375197, 2.255814, 2.321788, 2.259265], abs=1.25e-5)
+
+
 def test_a_published_figure_has_devices_and_unit() -> None:
     """`gpus` equals the number of GPUs in a figure's label, because estimates divide the rate by `gpus`.
 
