@@ -949,6 +949,28 @@ def test_the_published_profiles_are_of_the_published_rungs(study: str, steps: in
         assert both[0] == both[1], name
 
 
+def test_profiles_of_several_gpus_are_of_the_short_forms_of_sc25() -> None:
+    """The profiled runs differ from `bs64_opt_short` and `mp_short` only in the flags of the tutorial's commands."""
+    found = load().plans
+    plan, published = found["era5_published_profile_sc25"], found["era5_published_sc25"]
+    meshes = {"dp_bs64": (1, 1, 4), "dp_bs64_bcap2": (1, 1, 4), "mp_tp4": (4, 1, 16), "mp_cp4": (1, 4, 16)}
+    assert set(plan) == set(meshes)
+    own = {"label", "geometry", "parallel", "profile", "throughput"}
+    for name, resolved in plan.items():
+        run, short = resolved.run, published["mp_short" if name.startswith("mp") else "bs64_opt_short"].run
+        assert run.model_dump(exclude=own) == short.model_dump(exclude=own), name
+        geometry = run.geometry
+        assert (geometry.tp, geometry.cp, geometry.world_size, run.local_batch_size) == (*meshes[name], 16), name
+        parallel = run.parallel.model_dump(exclude_unset=True, exclude={"kind"})
+        assert parallel == {"bucket_mb": 5 if name == "dp_bs64_bcap2" else 25, "bucket_view": False}, name
+        assert run.profile.model_dump(include={"tools", "epoch", "steps"}) == {
+            "tools": ["nsys"],
+            "epoch": 4,
+            "steps": 32,
+        }
+    assert plan["mp_cp4"].run.geometry.order == "cp-tp-dp"
+
+
 def test_the_larger_model_is_shared_in_the_published_batches() -> None:
     """Four GPUs share a model and its 16 samples; learning rates equal those of the tutorial's file."""
     runs = {name: each.run for name, each in load().plans["era5_published_mp"].items() if name.startswith("tp4")}
@@ -1062,6 +1084,15 @@ def test_each_published_log_has_all_losses(study: str, source: str, runs: int, s
         assert len(losses["train_loss"]) == len(losses["valid_loss"]), name
     for metric, total in sums.items():
         assert sum(sum(losses[metric]) for losses in logs.values()) == pytest.approx(total, abs=1e-9)
+
+
+def test_both_job_logs_of_the_guide_have_all_losses() -> None:
+    """Sums over the 25 epochs of each log, by awk."""
+    figures = [each for each in config.study_files()["starter_cnn"].published if each.by_epoch]
+    assert {len(each.by_epoch) for each in figures} == {25}
+    sums = [(each.metric, sum(each.by_epoch)) for each in figures]
+    assert [name for name, _ in sums] == ["train_loss", "valid_loss"] * 2
+    assert [total for _, total in sums] == pytest.approx([2.375197, 2.255814, 2.321788, 2.259265], abs=1.25e-5)
 
 
 def test_a_published_figure_has_devices_and_unit() -> None:

@@ -6,6 +6,7 @@ Each command is read by its program's parser. A row's tests check what the comma
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import re
@@ -23,6 +24,7 @@ from dlscale.config import resolve
 from dlscale.config.resolve import Configuration
 from dlscale.core.settings import read_yaml
 from dlscale.launch import launcher
+from dlscale.preflight import run
 from tests.conftest import ROOT
 
 COLUMNS = ["feature", "where", "command", "test"]
@@ -116,24 +118,28 @@ def snakemake(words: list[str]) -> None:
     targets |= {f"study_{known.workflow.plans[name].study}" for name in known.workflow.targets}
     assert set(args.targets) <= targets, f"no target {sorted(set(args.targets) - targets)}"
     plans = [known.plans.get(target.removeprefix("plan_"), {}) for target in args.targets]
-    for run in [run for plan in plans for run in plan.values() if known.workflow.site.scheduler]:
-        launcher.check(known.workflow.site, run.run.geometry)  # the site must not refuse the runs
+    for each in [each for plan in plans for each in plan.values() if known.workflow.site.scheduler]:
+        launcher.check(known.workflow.site, each.run.geometry)  # the site must not refuse the runs
 
 
 def dlscale(words: list[str]) -> None:
     args = parsed(of_dlscale(), words)
+    typed = run.sort(args.words if args.stage == "run" else ())
+    if typed.settings and not typed.files:  # with a file, the plans are in the named file
+        with contextlib.chdir(ROOT):
+            run.configured(typed)
     query = args.stage in cli.QUERIES
     site = (query and cli.QUERIES[args.stage].configured and args.profile) or ""
     known = configuration(site, config=tuple(getattr(args, "config", ()) if query else ()))
     for plan in getattr(args, "plans", None) or []:
         assert not query or plan in known.plans, f"no plan {plan}"
     for name in getattr(args, "runs", None) or []:
-        plan, _, run = name.partition(".")
+        plan, _, rung = name.partition(".")
         there = {
             **known.plans.get(plan, {}),
             **known.skipped_runs.get(plan, {}),
         }  # this machine lacks a requirement of the run, so the run is left out
-        assert "/" in name or run in there, f"no run {name}"
+        assert "/" in name or rung in there, f"no run {name}"
 
 
 @pytest.mark.parametrize("name", cli.QUERIES)
@@ -208,3 +214,5 @@ def test_an_unknown_setting_fails() -> None:
     changes = json.dumps({"cosmo_demo": {"settings": {"trainin": {"epochs": 1}}}})
     with pytest.raises(Exception, match="did you mean 'training'"):
         check(f"snakemake -n plan_cosmo_demo --config 'plans={changes}'")
+    with pytest.raises(Exception, match="did you mean 'training'"):
+        check("dlscale run -n cosmo_demo trainin.epochs=1")

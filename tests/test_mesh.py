@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -672,14 +673,23 @@ def test_random_numbers_are_those_of_each_axis(tmp_path: Path, ranks: int, meshe
                 )
 
 
+def test_the_example_prints_the_groups_of_the_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/examples/groups.py prints the stored output of SC25's check_rank_generator.ipynb."""
+    runpy.run_path(str(ROOT / "docs/examples/groups.py"))
+    found = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert found == {
+        "dp": str([[first + 4 * i for i in range(8)] for first in range(4)]),
+        "tp": str([[2 * i, 2 * i + 1] for i in range(16)]),
+        "cp": str([[first, first + 2] for start in range(0, 32, 4) for first in (start, start + 1)]),
+    }
+
+
 @pytest.mark.slow
-def test_the_split_mlp_of_the_tutorial_equals_the_serial_mlp(tmp_path: Path) -> None:
-    """The program in docs/dl_at_scale_vit.md finds equal outputs and gradients on two processes."""
-    page = (ROOT / "docs/dl_at_scale_vit.md").read_text()
-    program, command = re.findall(r"^```python\n(# mlp\.py\n.*?)^```\n```bash\n(torchrun[^#\n]*)", page, re.M | re.S)[0]
-    (tmp_path / "mlp.py").write_text(program)
+def test_the_split_mlp_of_the_tutorial_equals_the_serial_mlp() -> None:
+    """The program of docs/dl_at_scale_vit.md finds equal outputs and gradients on two processes."""
+    command = re.findall(r"^(torchrun[^#\n]*)", (ROOT / "docs/dl_at_scale_vit.md").read_text(), re.M)[0]
     port = f"--rdzv-endpoint=localhost:{20000 + (os.getpid() * 7) % 20000}"
     words = [sys.executable, "-m", "torch.distributed.run", port, *command.split()[1:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal gradients") == 2 * 4

@@ -61,9 +61,10 @@ def test_the_published_plan_has_the_settings_of_the_scripts() -> None:
     plan = resolve.load({"targets": ["starter_published"]}).plans["starter_published"]
     for resolved in plan.values():
         run = resolved.run
-        assert (run.batch_size, run.training.epochs, run.model.hidden, run.model.layers) == (32, 25, 64, 5)
+        assert (run.training.epochs, run.model.hidden, run.model.layers) == (25, 64, 5)
         assert (run.optimizer.kind, run.optimizer.lr, run.schedule.kind) == ("adam", 1e-3, "cosine")
-    assert [resolved.run.geometry.world_size for resolved in plan.values()] == [1, 8]
+    found = {name: (each.run.geometry.world_size, each.run.batch_size) for name, each in plan.items()}
+    assert found == {"single": (1, 32), "nodes": (8, 32), "test": (1, 16)}
 
 
 # ---- simulated data ----------------------------------------------------------------------------------
