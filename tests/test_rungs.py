@@ -397,6 +397,62 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     assert not any(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items() if "norm" in key)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16_master"])
+def test_a_constant_loss_scale_trains_as_the_dynamic_scale_of_this_value(precision: str) -> None:
+    """The scale survives growth, an overflow and a checkpoint; without these, updates equal those of PyTorch's scaler.
+
+    A dynamic scale begins at 65536.
+    """
+    x, y = batch("era5_vit", 6)
+    dynamic, constant, restored = (
+        make_step("era5_vit", precision=precision, **over) for over in ({}, *({"loss_scale": 65536.0},) * 2)
+    )
+    small = make_step("era5_vit", precision=precision, loss_scale=128.0)
+    assert (dynamic.scaler.get_scale(), small.scaler.get_scale()) == (65536.0, 128.0)
+    constant.scaler.set_growth_interval(1)
+    for _ in range(3):
+        assert torch.equal(dynamic(x, y), constant(x, y))
+    a, b = dynamic.weights.state_dict(), constant.weights.state_dict()
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+    b = copy.deepcopy(b)
+    constant(x, 1e-9 * y)  # overflows, see above
+    assert all(torch.equal(value, b[name]) for name, value in constant.weights.state_dict().items())
+    make_state(restored.optimizer)
+    restored.load({name: shard.copy("cpu") for name, shard in constant.shards().items()}, constant.scaler.state_dict())
+    for step in (restored, constant, dynamic):
+        step(x, y)
+        assert step.scaler.get_scale() == 65536.0
+        assert all(
+            torch.equal(value, step.weights.state_dict()[key]) for key, value in restored.weights.state_dict().items()
+        )
+
+
+def test_kept_norms_compute_as_those_of_master_weights() -> None:
+    """With `keep_norms_fp32`, prediction and loss equal those of fp16_master, which has its norms in 32 bits."""
+
+    def step(precision: str, **over: Any) -> Step:
+        def make() -> nn.Module:
+            layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.LayerNorm(672)
+            model = nn.Sequential(*layers, nn.Linear(672, 4))
+            for norm in (1, 2, 4):
+                nn.init.uniform_(model[norm].weight, 0.5, 2.0)
+            return model
+
+        run = settings("era5_vit", precision=precision, **over)
+        return build_step(run, make, lambda p, t: (p - t[:, 0, 0, :4]).square().mean(1))
+
+    x, y = batch("era5_vit", 6)
+    kept, master, pure = step("fp16_pure", keep_norms_fp32=True), step("fp16_master"), step("fp16_pure")
+    values = kept.predict(x)
+    assert torch.equal(values, master.predict(x)) and not torch.equal(values, pure.predict(x))
+    formats = [next(layer.parameters(), x).dtype for layer in kept.model]
+    assert formats == [torch.float16, *[torch.float32] * 4, torch.float16]  # `Flatten` has no weights
+    before = copy.deepcopy(kept.weights.state_dict())
+    loss = kept(x, y)
+    assert torch.equal(loss, master(x, y)) and loss.isfinite() and kept.predict(x).isfinite().all()
+    assert not any(torch.equal(v, before[name]) for name, v in kept.weights.state_dict().items())
+
+
 def test_a_scaled_gradient_is_clipped_after_unscaling() -> None:
     """The gradient is clipped after unscaling; the norm of the scaled gradient is thousands of times greater."""
     moved = []
@@ -854,6 +910,15 @@ def test_a_cuda_graph_trains_like_the_eager_step(study: str, over: dict[str, Any
             "accumulation_steps and compile",
         ),
         ("cosmo_unet", {"precision": "fp16_pure", "optimizer": {"kind": "adam"}}, "optimizer.eps 1e-08 is zero"),
+        ("cosmo_unet", {"precision": "bf16", "loss_scale": 128.0}, "only fp16 and fp16_master scale the loss"),
+        ("cosmo_unet", {"precision": "fp16_pure", "loss_scale": 128.0}, "loss_scale and precision fp16_pure"),
+        ("cosmo_unet", {"precision": "fp16", "loss_scale": 0.0}, "loss_scale"),
+        ("cosmo_unet", {"precision": "fp16_master", "keep_norms_fp32": True}, "keep_norms_fp32 and precision"),
+        (
+            "cosmo_unet",
+            {"precision": "bf16_pure", "keep_norms_fp32": True, "parallel": {"kind": "fsdp"}},
+            "keep_norms_fp32 and parallel.kind fsdp",
+        ),
         ("cosmo_unet", {"cuda_graph": True}, "optimizer.fused"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "max-autotune"}}, "compile.mode max-autotune"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "reduce-overhead"}}, "compile.mode reduce-overhead"),
