@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config import resolve as config
-from dlscale.config.run import Geometry, RunCore, stage_class
+from dlscale.config.run import RunCore, stage_class
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import missing
 from dlscale.core.settings import validate
@@ -812,18 +813,20 @@ def test_gradient_averaging_is_created_on_the_graphs_stream(monkeypatch: pytest.
     assert log == ["aside", None, "back", 2**31 - 1] and two.exchanges
 
 
-def _train_graphed(rank: int, port: int, folder: str) -> None:
+def _train_graphed(rank: int, port: int, folder: str, tp: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    with join(Geometry(gpus_per_node=2), "cpu") as world:
-        run = settings("era5_vit", geometry={"gpus_per_node": 2})
-        step, recorder = build_step(run, lambda: build("era5_vit", run), relative_l2, world), Recorder()
+    run, recorder = settings("era5_vit", geometry={"gpus_per_node": 2, "tp": tp}), Recorder()
+    with join(run.geometry, "cpu") as world:
+        divide = registry.study("era5_vit").sharding
+        step = build_step(run, lambda: build("era5_vit", run), relative_l2, world, divide)
+        assert (step.divided is not None) == (tp > 1)
         for group in step.optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"])
         step.capture(recorder)  # type: ignore[arg-type]
-        share = Share(6, rank, 2)
+        share = Share(6, world.data_rank, world.data_size)
         for number in range(SHARED):
             for part, samples in enumerate((6, 5)):
                 x, y = batch("era5_vit", samples, seed=2 * number + part)
@@ -836,13 +839,18 @@ def _train_graphed(rank: int, port: int, folder: str) -> None:
 SHARED = 14  #: Number of full batches, each followed by a batch in which one rank has one sample more.
 
 
-def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2], ids=["data parallel", "tensor parallel"])
+def test_ranks_record_and_replay_alike(tmp_path: Path, tp: int) -> None:
     """Two processes, even with unequal numbers of samples, record and replay at the same steps, and train like one."""
-    spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), 2)
+    spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path), tp), 2)
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
-    assert EAGER_STEPS_OF_RANKS == 11
-    assert kinds == [("reset", 0)] + [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
+    assert (EAGER_STEPS, EAGER_STEPS_OF_RANKS) == (3, 11)
+    if tp == 1:
+        assert kinds == [("reset", 0)] + [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
+    else:  # both processes have all samples, so each size of batch has a graph
+        recorded = [("record", 6), ("replay", 6), ("record", 5), ("replay", 5)]
+        assert kinds == [("reset", 0)] + [("run", 0)] * 6 + recorded + [("replay", 6), ("replay", 5)] * 10
     plain = make_step("era5_vit")
     for number in range(SHARED):
         for part, samples in enumerate((6, 5)):
