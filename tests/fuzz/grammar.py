@@ -74,7 +74,7 @@ YAML_TRAPS = (
     ),
 )
 #: One of this number of accepted configurations is also planned by a dry run, which takes seconds.
-DRY_RUNS = 50
+DRY_RUNS = 10
 #: Minimum similarity of keys (`difflib`) at which a message must suggest the right key.
 SIMILAR = 0.6
 #: Words of a message that states the expected value or the remedy.
