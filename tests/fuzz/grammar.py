@@ -155,7 +155,8 @@ def mistake(file: Path, other: bytes, random: Random) -> None:
         found = [*re.finditer(r"(?<=: )[^\n|>]+$", text, re.MULTILINE)]
         start, end = random.choice(found).span()
         text, places, misspelt = text[:start] + random.choice(YAML_TRAPS) + text[end:], [], {}
-    file.write_bytes(text.encode("latin-1" if text.isascii() or random.random() < 0.02 else "utf-8", "surrogatepass"))
+    latin = text.isascii() or random.random() < 0.02
+    file.write_bytes(text.encode("latin-1", "replace") if latin else text.encode("utf-8", "surrogatepass"))
     (file.parent / "changed").write_text(json.dumps([places, misspelt, file.name]))
 
 
