@@ -165,7 +165,7 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
 
     Note a misspelt key of the schema, with the right key, in `misspelt`.
     """
-    models, node, holder, key, keys = _schema()["$defs"], _schema(), raw, "", list[str]()
+    models, node, holder, key, keys, valid = _schema()["$defs"], _schema(), raw, "", list[str](), Node()
     while True:
         while "$ref" in node or "anyOf" in node:
             node = models[node["$ref"].rpartition("/")[2]] if "$ref" in node else random.choice(node["anyOf"])
@@ -180,7 +180,7 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
             holder["kind"] = inner["kind"]["const"]
         likely = [each for each in inner or () if each in holder or each in ("plans", "settings", "runs")]
         key = random.choice(likely if likely and random.random() < 0.7 else [*(inner or [*holder, "b"])])
-        node = inner[key] if inner else named
+        node, valid = inner[key] if inner else named, inner or {}
         keys.append(key)
     match random.randrange(10):
         case 0 | 1 | 2:
@@ -191,7 +191,7 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
                 [key[:at] + key[at + 1 :], key[:at] + "e" + key[at:], key.replace("_", ""), key + "s"]
             )
             holder[wrong] = holder.pop(key, sample(node, models, random))
-            misspelt |= {wrong: key} if inner and wrong not in inner else {}
+            misspelt |= {wrong: key} if key in valid and wrong not in valid else {}
             return [*keys[:-1], wrong]
         case 5:
             holder.pop(key, None)
