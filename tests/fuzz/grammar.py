@@ -75,7 +75,7 @@ YAML_TRAPS = (
     ),
 )
 #: One of this number of accepted configurations is also planned by a dry run, which takes seconds.
-DRY_RUNS = 50
+DRY_RUNS = 10
 #: Minimum similarity of keys (`difflib`) at which a message must suggest the right key.
 SIMILAR = 0.6
 #: Words of a message that states the expected value or the remedy.
@@ -156,7 +156,8 @@ def mistake(file: Path, other: bytes, random: Random) -> None:
         found = [*re.finditer(r"(?<=: )[^\n|>]+$", text, re.MULTILINE)]
         start, end = random.choice(found).span()
         text, places, misspelt = text[:start] + random.choice(YAML_TRAPS) + text[end:], [], {}
-    file.write_bytes(text.encode("latin-1" if text.isascii() or random.random() < 0.02 else "utf-8", "surrogatepass"))
+    latin = text.isascii() or random.random() < 0.02
+    file.write_bytes(text.encode("latin-1", "replace") if latin else text.encode("utf-8", "surrogatepass"))
     (file.parent / "changed").write_text(json.dumps([places, misspelt, file.name]))
 
 
@@ -165,7 +166,7 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
 
     Note a misspelt key of the schema, with the right key, in `misspelt`.
     """
-    models, node, holder, key, keys = _schema()["$defs"], _schema(), raw, "", list[str]()
+    models, node, holder, key, keys, valid = _schema()["$defs"], _schema(), raw, "", list[str](), Node()
     while True:
         while "$ref" in node or "anyOf" in node:
             node = models[node["$ref"].rpartition("/")[2]] if "$ref" in node else random.choice(node["anyOf"])
@@ -180,7 +181,7 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
             holder["kind"] = inner["kind"]["const"]
         likely = [each for each in inner or () if each in holder or each in ("plans", "settings", "runs")]
         key = random.choice(likely if likely and random.random() < 0.7 else [*(inner or [*holder, "b"])])
-        node = inner[key] if inner else named
+        node, valid = inner[key] if inner else named, inner or {}
         keys.append(key)
     match random.randrange(10):
         case 0 | 1 | 2:
@@ -191,7 +192,7 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
                 [key[:at] + key[at + 1 :], key[:at] + "e" + key[at:], key.replace("_", ""), key + "s"]
             )
             holder[wrong] = holder.pop(key, sample(node, models, random))
-            misspelt |= {wrong: key} if inner and wrong not in inner else {}
+            misspelt |= {wrong: key} if key in valid and wrong not in valid else {}
             return [*keys[:-1], wrong]
         case 5:
             holder.pop(key, None)

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+
 from dlscale.core import progress, telemetry
 from dlscale.data.staging import RECORD
 from dlscale.extensions.dali import mirrors, prepare
@@ -229,4 +231,7 @@ def mirrored(folder: Path) -> None:
         for field in (samples.input, samples.target):
             prepare.make_mirror(field)
             found = mirrors.mirror(field)
-            assert not mirrors.compare(found, field), f"{found.path}: wrong values"
+            values = np.load(found.path)
+            for reader, first, (depth, height, width) in zip(field.readers, found.first, found.edges, strict=True):
+                own = np.moveaxis(reader.stored(()), 0, -1)
+                np.testing.assert_array_equal(values[first : first + depth, :height, :width], own)

@@ -164,9 +164,11 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     known = Earlier()
     if file.exists():
         with reading(file, "delete this file, then losses of earlier tries are left out"):
-            step, counted, curves = (json.loads(read_text(file))[key] for key in ("step", "counted", "curves"))
-            curves = {name: [(_time(time), int(n), float(value)) for time, n, value in curves[name]] for name in curves}
-            known = Earlier(int(step), bool(counted), curves)
+            kept = json.loads(read_text(file))
+            points = (
+                (name, [(_time(t), int(n), float(x)) for t, n, x in each]) for name, each in kept["curves"].items()
+            )
+            known = Earlier(int(kept["step"]), bool(kept["counted"]), dict(points))
     losses = defaultdict[str, list[tuple[float, float]]](list)
     with contextlib.suppress(FileNotFoundError):
         for line in read_text(steps / PRINTED, errors="replace").splitlines():
