@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import changed
 from tests.faults import __main__ as campaign
-from tests.faults.kinds import FAULTS, Trial
+from tests.faults.kinds import FAULTS, Trial, shim
 from tests.faults.tree import COMMANDS, Command, Tree
 
 #: Program that needs two seconds for its result. Its argument is its defect.
@@ -98,6 +102,59 @@ def test_an_uncommitted_change_begins_a_campaign_anew(tmp_path: Path, monkeypatc
         (tmp_path / name).write_text(text)
         keys.append(changed.commit("code"))
     assert [keys.index(key) for key in keys] == [0, 0, 2, 3]
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_the_shim_shifts_the_clock_and_delays_writes_in_one_folder(tmp_path: Path) -> None:
+    """The clock is a day ahead of this process's clock, and only writes in the slow folder wait."""
+    code = """
+import os, sys, time
+print(time.time())
+for folder in sys.argv[1:]:
+    begin = time.monotonic()
+    with open(folder + "/part", "w") as file:
+        file.write("a")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(folder + "/part", folder + "/whole")
+    print(time.monotonic() - begin)
+"""
+    folders = [tmp_path / "slow", tmp_path / "fast"]
+    for folder in folders:
+        folder.mkdir()
+    (tmp_path / "control").write_bytes(struct.pack("qq", 86400, 500_000))
+    variables = {"LD_PRELOAD": shim(tmp_path), "FAULTS_SHIM": tmp_path / "control", "FAULTS_SLOW": folders[0]}
+    command = [sys.executable, "-S", "-c", code, *folders]
+    printed = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+    clock, slow, fast = map(float, printed.split())
+    assert clock - time.time() == pytest.approx(86400, abs=60)
+    assert slow - fast > 1, "three operations wait for half a second each"
+
+
+def test_a_message_must_name_the_lost_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed call whose message lacks the expected name is unclear, although the repeated call is right."""
+    tree = Tree(tmp_path / "tree", f"named-{tmp_path}")
+    tree.path.mkdir()
+    code = (
+        "import pathlib, sys; f = pathlib.Path('t'); g = f.exists(); f.touch(); sys.exit(0 if g else 'process 1 ended')"
+    )
+    monkeypatch.setitem(COMMANDS, "run", Command([sys.executable, "-c", code], (), "", ("results/*",)))
+
+    def outcome(expects: str) -> str:
+        def fault(trial: Trial):  # type: ignore[no-untyped-def]
+            yield
+            trial.expects = expects
+            yield
+
+        (tree.path / "t").unlink(missing_ok=True)
+        for said in tmp_path.glob("call-*"):
+            said.unlink()
+        try:
+            return campaign.judge(Trial(random.Random(0), tree, "fresh", "run", usual=1.0), fault, {}, limit=60)
+        except campaign.Failed as failure:
+            return failure.outcome
+
+    assert (outcome("process [01]"), outcome("process [23]")) == ("right", "unclear")
 
 
 def test_a_campaign_is_continued(

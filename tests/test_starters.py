@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import re
 import shutil
@@ -17,10 +16,10 @@ import pytest
 
 from dlscale.config.run import Geometry
 from dlscale.core.errors import PeerLost, UserError
+from dlscale.core.machine import WATCHDOG
 from dlscale.core.process import VARIABLES, Ranks, ranks
 from dlscale.launch import launcher
 from dlscale.launch.contain import PASSED_ON
-from dlscale.parallel import rendezvous
 from dlscale.parallel.rendezvous import join
 from tests.conftest import ROOT, make_run, train
 from tests.test_launcher import HERE, site
@@ -129,7 +128,7 @@ def test_nodes_that_cannot_meet_are_one_message(
     for name, value in who.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    monkeypatch.setattr(rendezvous, "TIMEOUT", dt.timedelta(seconds=1))
+    monkeypatch.setenv(WATCHDOG, "between=5")
     with pytest.raises(error, match=message), join(Geometry(nodes=2, gpus_per_node=each), "cpu"):
         pass
 

@@ -31,7 +31,7 @@ from typing import Any
 from tests import changed
 from tests.faults import kinds
 from tests.faults.kinds import FAULTS, Fault, Trial
-from tests.faults.tree import COMMANDS, Call, Tree, build
+from tests.faults.tree import COMMANDS, STEPS, Call, Tree, build
 
 #: Paths whose changes begin a campaign anew.
 SOURCES = ("workflow_scripts", "rules", "Snakefile", "profiles", "tests/faults/tree.py")
@@ -52,9 +52,12 @@ OUTCOMES = {
 ON_FILES = ("damage", "clock")
 #: Commands that are suitable for a kind (default: all).
 SUITABLE = {
-    **dict.fromkeys(ON_FILES, ("train", "program", "run")),
-    **dict.fromkeys(("kill a rank", "kill a worker", "hang of a rank"), ("train", "run")),
+    **dict.fromkeys(ON_FILES, tuple({*COMMANDS} - {"data", "measure", "nodes"})),
+    **dict.fromkeys(("kill a rank", "kill a worker", "hang of a rank", "hang of a worker"), ("train", "tp", "fsdp")),
+    "network": ("nodes",),
 }
+#: Commands for all other kinds: nodes have networks only in trials of the kind `network`.
+USUAL = tuple({*COMMANDS} - {"nodes"})
 #: Repeated calls after a fault.
 REPEATS = 4
 #: Seconds in which processes must end after the last call.
@@ -62,13 +65,13 @@ GRACE_S = 60.0
 #: Trials of the short form: kind of fault, command, and state from which the trial starts.
 SHORT = (
     ("kill", "train", "interrupted"),
-    ("ctrl_c", "program", "data"),
-    ("killed_all", "data", "fresh"),
-    ("kill a rank", "train", "data"),
-    ("damage", "train", "interrupted"),
-    ("full_disk", "train", "data"),
+    ("ctrl_c", "measure", "data"),
     ("two_controllers", "data", "fresh"),
-    ("term", "measure", "done"),
+    ("kill a worker", "train", "data"),
+    ("damage", "train", "interrupted"),
+    ("full_disk", "data", "fresh"),
+    ("clock_jump", "data", "fresh"),
+    ("memory", "data", "fresh"),
 )
 
 
@@ -92,11 +95,12 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds in which a call must end")
     args = parser.parse_args()
 
-    commit = changed.commit(*SOURCES)
-    folder = args.work / commit
+    began, commit = time.monotonic(), changed.commit(*SOURCES)
+    folder = args.work / (commit if args.count else f"{commit}-short")
     if not (folder / "base/expected.json").exists():
         print(f"Building the study without faults in {folder}", flush=True)
-        build(folder)
+        short = {step for _, what, state in SHORT for step in (COMMANDS[what].step, state)}
+        build(folder, {*STEPS, *COMMANDS} if args.count else short)
     expected = json.loads((folder / "base/expected.json").read_text())
     log = args.log or args.work / "log.jsonl"
     done = {row["k"]: row for row in _read(log) if (row["commit"], row["seed"]) == (commit, args.seed)}
@@ -116,6 +120,7 @@ def main() -> int:
                 print(f"      {row['reason'][-600:]}", flush=True)
         rows.append(row)
     print(f"\ncommit {commit}, version {version('dlscale')}, seed {args.seed}\n{table(rows)}")
+    print(f"{time.monotonic() - began:.0f} s")
     failed = [row for row in rows if not OUTCOMES[row["outcome"]]]
     for row in failed:
         form = f" --count {args.count}" if args.count else ""
@@ -128,11 +133,16 @@ def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str
     draw = random.Random(f"{args.seed}/{k}")
     if args.count:
         kind = draw.choice(sorted(args.kinds or FAULTS))
-        what = draw.choice(sorted(SUITABLE.get(kind, COMMANDS)))
+        what = draw.choice(sorted(SUITABLE.get(kind, USUAL)))
         state = draw.choice([*COMMANDS[what].states, *(["done"] if kind in ON_FILES else [])])
     else:
         kind, what, state = SHORT[k]
-    usual = expected["seconds"][COMMANDS[what].step] if state != "done" or what == "measure" else 5.0
+    # a finished result takes as long as a dry run
+    usual = (
+        expected["seconds"].get(COMMANDS[what].step, 5.0)
+        if state != "done" or COMMANDS[what].step not in STEPS
+        else 5.0
+    )
     place = folder / f"trial-{args.seed}-{k}"
     shutil.rmtree(place, ignore_errors=True)
     tree = Tree(folder / "base" / state / "tree", "").copy(place / "tree", f"{os.getpid()}-{args.seed}-{k}")
@@ -178,10 +188,17 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
         if trial.random.random() < 0.5:  # otherwise the next call meets processes that outlived the fault
             _wait_for_others(trial, limit)
         call = trial.call
+        if trial.expects and call.process.returncode and not re.search(trial.expects, call.output()):
+            raise Failed("unclear", f"the message names no process: {call.output()[-600:]}")
+        before = list(COMMANDS[trial.what].before)
         for _ in range(REPEATS):
             if call.process.returncode == 0 and not _differing(trial, expected):
                 break
             followed |= follow(trial, call.output(), limit)
+            if before:
+                made = trial.tree.start(before)
+                _wait(trial, made, limit)
+                followed |= follow(trial, made.output(), limit)
             call = trial.tree.start(COMMANDS[trial.what].words)
             _wait(trial, call, limit)
             if call.process.returncode == 0:
@@ -219,7 +236,7 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
         return True
     # such as FILE: not valid JSON; delete the file and run its stage again
     for line in reversed(said.splitlines()):
-        for found in re.finditer(r"(?:^|: |\s)((?:/|results/)[^:]*?): [^\n]*\b(?:delete|[Rr]emove)\b", line):
+        for found in re.finditer(r"(?:^|: |\s)((?:/|results/|older/)[^:]*?): [^\n]*\b(?:delete|[Rr]emove)\b", line):
             path = trial.tree.path / found[1]
             if path.exists() and path.is_relative_to(trial.tree.path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -13,13 +13,14 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.tree import COMMANDS, Call, Tree
+from tests.faults.tree import COMMANDS, Call, Tree, networks
 
 #: Files to damage, by content: patterns in the tree.
 VICTIMS = {
@@ -28,6 +29,10 @@ VICTIMS = {
     "manifest": ["results/data/*/manifest.json", "results/data/*/verified.json"],
     "record": ["results/plans/*/*/*.json", "results/plans/*/*/telemetry/*.json"],
     "settings": ["results/plans/*/*/config.yaml", "results/plans/*/plan.yaml", "results/data/*/config.yaml"],
+    "raw file": ["results/data/*/source/*"],
+    "profile": ["results/plans/*/*/profile/*", "results/plans/*/*/tuned.yaml", "results/plans/*/rung*.json"],
+    "crate": ["results/crates/**/*"],
+    "history": ["older/plans/*/*/*.json"],
     "metrics": ["results/plans/*/*/*.jsonl"],
     "weights": ["results/plans/*/*/model*.pt"],
     "program": ["results/plans/*/*/out/*.pt"],
@@ -61,7 +66,7 @@ class Trial:
     point: str = ""
     damaged: list[str] = field(default_factory=list)
     others: list[Call] = field(default_factory=list)  #: Further calls, to wait for.
-    limits: Callable[[], None] | None = None
+    expects: str = ""  #: Pattern in the output of the disturbed call, if this call fails.
 
     @property
     def running(self) -> bool:
@@ -104,6 +109,46 @@ def _fault(function: Fault) -> Fault:
     return function
 
 
+def shim(folder: Path) -> Path:
+    """Compile `shim.c` into a library for LD_PRELOAD in `folder`; return its path.
+
+    Raises
+    ------
+    Skip
+        This machine has no C compiler.
+    """
+    library, compiler = folder / "shim.so", shutil.which("cc") or shutil.which("gcc")
+    if not library.exists():
+        if not compiler:
+            raise Skip("no C compiler")
+        part = folder / f".shim.{os.getpid()}"
+        source = Path(__file__).with_name("shim.c")
+        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", part, source, "-ldl"], check=True)
+        part.replace(library)
+    return library
+
+
+@contextlib.contextmanager
+def _shimmed(trial: Trial) -> Iterator[Callable[[int, int], None]]:
+    """Load the shim into the processes of a call; yield a function that sets its seconds and microseconds."""
+    place = trial.tree.path.parent
+    control = place / "shim"
+    control.write_bytes(bytes(16))
+    trial.tree.variables = {
+        **{"LD_PRELOAD": str(shim(place.parent)), "FAULTS_SHIM": str(control)},
+        "FAULTS_SLOW": str(trial.tree.results.resolve()),
+    }
+
+    def set_shim(seconds: int, microseconds: int) -> None:
+        with control.open("r+b") as file:
+            file.write(struct.pack("qq", seconds, microseconds))
+
+    try:
+        yield set_shim
+    finally:
+        trial.tree.variables = {}
+
+
 def _signals(number: signal.Signals, *roles: str) -> Fault:
     def fault(trial: Trial) -> Generator[None]:
         yield
@@ -122,6 +167,7 @@ FAULTS["int"] = _signals(signal.SIGINT)
 FAULTS["kill a rank"] = _signals(signal.SIGKILL, "rank")
 FAULTS["kill a worker"] = _signals(signal.SIGKILL, "worker")
 FAULTS["hang of a rank"] = _signals(signal.SIGSTOP, "rank")
+FAULTS["hang of a worker"] = _signals(signal.SIGSTOP, "worker")
 
 
 @_fault
@@ -335,3 +381,54 @@ def clock(trial: Trial) -> Generator[None]:
     for file in chosen:
         os.utime(file, (time.time() + 86400,) * 2)
     yield
+
+
+@_fault
+def clock_jump(trial: Trial) -> Generator[None]:
+    """Let the clock of the call's processes jump by an hour, a day or a year at a random moment."""
+    with _shimmed(trial) as set_shim:
+        yield
+        moment, hours = trial.sleep(), trial.random.choice([-8760, -24, -1, 1, 24, 8760])
+        trial.point = f"after {moment:.1f} s: by {hours} h"
+        set_shim(3600 * hours, 0)
+        yield
+
+
+@_fault
+def slow_disk(trial: Trial) -> Generator[None]:
+    """Slow the disk of the results down for 25 seconds from a random moment on."""
+    with _shimmed(trial) as set_shim:
+        yield
+        moment, seconds = trial.sleep(), trial.random.choice([0.02, 0.5, 5])
+        trial.point = f"after {moment:.1f} s: {seconds} s per write"
+        set_shim(0, int(1e6 * seconds))
+        end = time.monotonic() + 25
+        while trial.running and time.monotonic() < end:
+            time.sleep(0.05)
+        set_shim(0, 0)
+        yield
+
+
+@_fault
+def network(trial: Trial) -> Generator[None]:
+    """Cut the network between two nodes: at a random moment, or while they train. Connect it again after the call."""
+    with networks(trial.tree) as possible:
+        if not possible:
+            raise Skip("network namespaces cannot be made here")
+        yield
+        if trial.random.random() < 0.3:
+            trial.point = f"after {trial.sleep():.1f} s:"
+        else:
+            while trial.running and not (trial.tree.results / "plans/nodes/two/metrics.jsonl").exists():
+                time.sleep(0.01)
+            time.sleep(trial.random.uniform(0, 1))
+            trial.point = "in training:"
+        node = trial.random.randrange(2)
+        link = ["ip", "-n", f"{trial.tree.mark}-{node}", "link", "set", "eth0"]
+        trial.expects = r"process \d|processes connected to"
+        subprocess.run([*link, "down"], check=True)
+        began = time.monotonic()
+        yield
+        trial.point += f" node {node}; the call ended {time.monotonic() - began:.0f} s later"
+        subprocess.run([*link, "up"], check=True)
+        yield

@@ -1,4 +1,4 @@
-"""The tiny study of the campaign: a plan with a training of two ranks and an external program."""
+"""The tiny study of the campaign: plans that use every stage, also on meshes and on two nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.conftest import TIMES, TINY
+from tests.conftest import ERA5, ERA5_RUN, TIMES, TINY
 from tests.workflow.conftest import copy_tree
 
 #: Environment variable that all processes of a trial inherit. Its value finds the processes that a call left running.
@@ -55,29 +55,90 @@ for epoch in range(first, 4):
     print(json.dumps({"step": 8 * epoch + 8, "loss": loss.item()}), flush=True)
 """
 
+#: Starts a node's command in each of the two networks of a trial (`networks`).
+NODES = f"""\
+import os, signal, subprocess, sys
+
+nodes = [
+    subprocess.Popen(
+        ["nsenter", f"--net=/run/netns/{{os.environ['{MARK}']}}-{{node}}", *sys.argv[1:]],
+        env={{**os.environ, "NODE_RANK": str(node)}},
+    )
+    for node in range(2)
+]
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: [node.send_signal(number) for node in nodes])
+sys.exit(max([node.wait() for node in nodes]))
+"""
+
+_RAW = {**ERA5, "source": {**ERA5["source"], "days": 3, "train": [2001], "valid": [2002]}}
+_STARTER = {**TINY["starter_cnn"]["run"], "dataset": "tiny"}
+_ALONE = {"study": "starter_cnn", "settings": _STARTER}
+_THEIRS = {"program": {"command": ["python", "train.py", "--out", "{out}", "{resume}"], "resume": ["--resume"]}}
+_TWO = {"geometry": {"gpus_per_node": 2}, "loader": {"workers": 1}, "training": {"epochs": 40}}
+
 CONFIG: dict[str, Any] = {
     "results": "results",
     "targets": ["faults"],
-    "datasets": {"tiny": TINY["starter_cnn"]["dataset"]},
+    "datasets": {"tiny": TINY["starter_cnn"]["dataset"], "raw": _RAW},
     # the shortest timeouts that a busy machine does not exceed
     "site": {"watchdog": {"silent": 20, "stuck": 30, "between": 60}},
     "plans": {
         "faults": {
-            "study": "starter_cnn",
-            "settings": {
-                **TINY["starter_cnn"]["run"],
-                "dataset": "tiny",
-                "throughput": {**TINY["starter_cnn"]["run"]["throughput"], "batches": 3},
-            },
+            **_ALONE,
+            "settings": {**_STARTER, "throughput": {**_STARTER["throughput"], "batches": 3}},
+            "runs": {"ours": _TWO, "theirs": _THEIRS},
+        },
+        "meshes": {
+            "study": "era5_vit",
+            "measure": ["train"],
+            "settings": {**ERA5_RUN, "dataset": "raw", **_TWO, "training": {"epochs": 10}},
             "runs": {
-                "ours": {"geometry": {"gpus_per_node": 2}, "loader": {"workers": 1}, "training": {"epochs": 40}},
-                "theirs": {
-                    "program": {"command": ["python", "train.py", "--out", "{out}", "{resume}"], "resume": ["--resume"]}
-                },
+                "tp": {"geometry": {"gpus_per_node": 2, "tp": 2}},
+                "fsdp": {"parallel": {"kind": "fsdp"}},
             },
-        }
+        },
+        "profiled": {
+            **_ALONE,
+            "measure": ["profile"],
+            "settings": {**_STARTER, "profile": {"tools": ["torch"], "skip": 1, "steps": 2}},
+            "runs": {"one": {}},
+        },
+        "tuned": {
+            **_ALONE,
+            "kind": "tune",
+            "settings": {
+                **_STARTER,
+                "tune": {"seconds": 0.3, "workers": [0, 1], "prefetch": [2], "threads": [1], "rounds": 3},
+            },
+            "runs": {"one": {}},
+        },
+        "rates": {
+            **_ALONE,
+            "kind": "sweep",
+            "settings": {**_STARTER, "training": {"epochs": 3}},
+            "sweep": {
+                "method": "halving",
+                "over": {"optimizer.lr": [0.01, 0.02, 0.03]},
+                "trials": 3,
+                "metric": "valid_loss",
+            },
+        },
+        "replayed": {
+            **_ALONE,
+            "measure": ["headroom"],
+            "settings": {"batch_size": 2, "throughput": {"trials": 2, "batches": 3, "seconds": 0}},
+            "runs": {"theirs": _THEIRS},
+        },
+        "nodes": {
+            **_ALONE,
+            "measure": ["train"],
+            "runs": {"two": {**_TWO, "geometry": {"nodes": 2, "gpus_per_node": 1}, "training": {"epochs": 80}}},
+        },
     },
 }
+#: The same study on a site whose runs start on two nodes.
+NODES_SITE = {**CONFIG["site"], "starter": "torchrun", "start": ["python", "nodes.py"], "rendezvous": "10.0.0.1:29500"}
 
 
 @dataclass(frozen=True)
@@ -88,13 +149,14 @@ class Command:
     states: tuple[str, ...]  #: States of completion from which a trial starts the command.
     step: str  #: Step of the build with about the same duration.
     results: tuple[str, ...]  #: Patterns of the command's result files.
+    before: tuple[str, ...] = ()  #: Command that a user runs before the repetition, to make missing results again.
 
 
 DLSCALE = [sys.executable, "-P", "-m", "dlscale"]
 
 
-def _run(target: str) -> list[str]:
-    return [*DLSCALE, "run", target, "--configfile", "tiny.yaml"]
+def _run(target: str, file: str = "tiny.yaml") -> list[str]:
+    return [*DLSCALE, "run", target, "--configfile", file]
 
 
 #: Steps of the build, in their order: state of completion → target that makes the state. The state `interrupted` is a
@@ -103,40 +165,74 @@ STEPS = {
     "data": "data_tiny",
     "trained": "results/plans/faults/ours/model.pt",
     "programmed": "results/plans/faults/theirs/program.json",
+    "raw": "data_raw",
+    "tp": "results/plans/meshes/tp/model.pt",
+    "fsdp": "results/plans/meshes/fsdp/model.pt",
+    "profile": "results/plans/profiled/one/profile/profile.json",
+    "tune": "results/plans/tuned/one/tune.json",
+    "sweep": "rates",
+    "headroom": "results/plans/replayed/theirs/headroom.json",
     "done": "faults",
 }
+
+
+def _stage(step: str, states: tuple[str, ...], *results: str) -> Command:
+    return Command(_run(STEPS[step]), states, step, results)
+
+
+def _query(step: str, *words: str, result: str) -> Command:
+    return Command([*DLSCALE, *words], ("done",), step, (result,), before=tuple(_run(STEPS["done"])))
+
+
+_CONFIGURED = ("--configfile", "tiny.yaml")
 COMMANDS = {
-    "data": Command(_run(STEPS["data"]), ("fresh",), "data", ("results/data/*",)),
-    "train": Command(
-        _run(STEPS["trained"]),
-        ("data", "interrupted"),
-        "trained",
-        ("results/data/*", "results/plans/faults/ours/[mcp]*"),
-    ),
-    "program": Command(
-        _run(STEPS["programmed"]),
-        ("data", "trained"),
-        "programmed",
-        ("results/data/*", "results/plans/faults/theirs/[op]*"),
-    ),
-    "run": Command(_run(STEPS["done"]), ("trained", "programmed"), "done", ("results/*",)),
+    "data": _stage("data", ("fresh",), "results/data/tiny/*"),
+    "train": _stage("trained", ("data", "interrupted"), "results/data/tiny/*", "results/plans/faults/ours/[mcp]*"),
+    "program": _stage("programmed", ("data", "trained"), "results/data/tiny/*", "results/plans/faults/theirs/[op]*"),
+    "run": _stage("done", ("trained", "programmed"), "results/data/tiny/*", "results/plans/faults/*"),
     "measure": Command(
         [*DLSCALE, "measure", "--name", "fit", "--", sys.executable, "train.py", "--out", "measured"],
-        ("done",),
+        ("data", "done"),
         "measure",
         ("measured/*",),
     ),
+    "raw": _stage("raw", ("fresh", "data"), "results/data/raw/*"),
+    "tp": _stage("tp", ("raw",), "results/data/raw/*", "results/plans/meshes/tp/*"),
+    "fsdp": _stage("fsdp", ("raw",), "results/data/raw/*", "results/plans/meshes/fsdp/*"),
+    "profile": _stage("profile", ("data", "raw"), "results/plans/profiled/*"),
+    "tune": _stage("tune", ("data", "raw"), "results/plans/tuned/*"),
+    "sweep": _stage("sweep", ("data", "raw"), "results/plans/rates/*"),
+    "headroom": _stage("headroom", ("data", "raw"), "results/plans/replayed/*"),
+    "nodes": Command(
+        _run("results/plans/nodes/two/model.pt", "nodes.yaml"), ("data",), "nodes", ("results/plans/nodes/*",)
+    ),
+    "evaluate": _query(
+        "evaluate", "evaluate", "faults.ours", "--out", "scores.json", *_CONFIGURED, result="scores.json"
+    ),
+    "crate": _query("crate", "crate", "faults", "--citation", "CITATION.cff", *_CONFIGURED, result="results/crates/*"),
+    "history": _query("history", "history", "results", "older", "--out", "history.png", result="history.png"),
 }
 #: Result files that must be equal bit by bit, as patterns in the tree.
 EXACT = (
     *("results/data/*/*.h5", "results/data/*/*/*.h5", "results/data/*/manifest.json", "results/data/*/stats/*.npy"),
-    *("results/data/*/config.yaml", "results/plans/faults/*/model*.pt", "results/plans/faults/*/out/saved.pt"),
-    *("results/plans/faults/*/config.yaml", "results/plans/faults/plan.yaml", "measured/saved.pt"),
+    *("results/data/*/config.yaml", "measured/saved.pt", "scores.json", "results/crates/*/plans/*/*/model*.pt"),
+    *(
+        f"results/plans/{plan}/{file}"
+        for plan in CONFIG["plans"]
+        for file in ("*/model*.pt", "*/out/saved.pt", "*/config.yaml", "plan.yaml", "rung*.json")
+    ),
 )
 #: Result files with times: they must exist, and be complete. JSON is parsed; of other formats, only the end is checked.
 WHOLE = (
-    *("results/plans/faults/*/provenance.json", "results/plans/faults/*/throughput.json"),
-    *("results/plans/faults/*/program.json", "results/plans/faults/summary.csv", "results/plans/faults/report.html"),
+    *("results/crates/*/ro-crate-metadata.json", "history.png"),
+    *(
+        f"results/plans/{plan}/{file}"
+        for plan in CONFIG["plans"]
+        for file in (
+            *(f"*/{name}.json" for name in ("provenance", "throughput", "program", "tune", "headroom")),
+            *("*/profile/profile.json", "*/tuned.yaml", "summary.csv", "report.html"),
+        )
+    ),
 )
 
 
@@ -159,6 +255,7 @@ class Tree:
     path: Path
     mark: str
     calls: int = 0
+    variables: dict[str, str] = field(default_factory=dict)  #: Further environment variables of calls.
 
     @property
     def results(self) -> Path:
@@ -177,6 +274,7 @@ class Tree:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             MARK: self.mark,
+            **self.variables,
         }
         with said.open("wb") as file:
             process = subprocess.Popen(
@@ -210,7 +308,7 @@ class Tree:
     def digests(self) -> dict[str, str]:
         """Return the state of all results: path → digest; `whole` or `torn` for files with times."""
         found = {file: hashlib.sha256((self.path / file).read_bytes()).hexdigest() for file in self._files(*EXACT)}
-        for file in self._files("results/plans/faults/*/*.jsonl"):
+        for file in self._files(*(f"results/plans/{plan}/*/*.jsonl" for plan in CONFIG["plans"])):
             found[file] = _digest_epochs((self.path / file).read_text(errors="replace"))
         return found | {file: "whole" if _is_whole(self.path / file) else "torn" for file in self._files(*WHOLE)}
 
@@ -262,6 +360,8 @@ def _digest_epochs(text: str) -> str:
 
 def _is_whole(file: Path) -> bool:
     text = file.read_text(errors="replace")
+    if file.suffix == ".png":
+        return file.read_bytes().endswith(b"IEND\xaeB`\x82")
     if file.suffix == ".json":
         try:
             return bool(json.loads(text))
@@ -270,8 +370,31 @@ def _is_whole(file: Path) -> bool:
     return text.rstrip().endswith("</html>") if file.suffix == ".html" else text.endswith("\n") and "\0" not in text
 
 
-def build(folder: Path) -> None:
+@contextlib.contextmanager
+def networks(tree: Tree) -> Iterator[bool]:
+    """Connect two network namespaces `MARK-0` and `MARK-1` by a cable; yield whether this machine allows this."""
+    names = [f"{tree.mark}-{node}" for node in range(2)]
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+
+    try:
+        yield (
+            shutil.which("ip") is not None
+            and all([ip("netns", "add", name) for name in names])
+            and ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+            and all(ip("-n", name, "addr", "add", f"10.0.0.{k}/24", "dev", "eth0") for k, name in enumerate(names, 1))
+            and all(ip("-n", name, "link", "set", dev, "up") for name in names for dev in ("lo", "eth0"))
+        )
+    finally:
+        for name in names if shutil.which("ip") else ():
+            ip("netns", "del", name)
+
+
+def build(folder: Path, wanted: Collection[str]) -> None:
     """Make the study in `folder/base/STATE`, one tree per state of completion, and the expected digests.
+
+    `wanted` has the names of all steps of the build (`STEPS`), and of commands that are not steps.
 
     Raises
     ------
@@ -283,25 +406,36 @@ def build(folder: Path) -> None:
     tree = Tree(base / "done" / "tree", f"build-{os.getpid()}")
     copy_tree(tree.path)
     (tree.path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG, sort_keys=False))
+    (tree.path / "nodes.yaml").write_text(yaml.safe_dump({**CONFIG, "site": NODES_SITE}, sort_keys=False))
     (tree.path / "train.py").write_text(PROGRAM)
+    (tree.path / "nodes.py").write_text(NODES)
     tree.copy(base / "fresh" / "tree", "")
+    last = {name: command.words for name, command in COMMANDS.items() if command.step == name and name not in STEPS}
     seconds = {}
     try:
-        commands = {step: _run(target) for step, target in STEPS.items()}
-        for step, words in {**commands, "measure": COMMANDS["measure"].words}.items():
-            began = time.monotonic()
-            call = tree.start(words)
-            if call.process.wait(timeout=900):
-                raise RuntimeError(f"without a fault: {step} failed:\n{call.output()}")
-            seconds[step] = time.monotonic() - began
-            if step not in ("done", "measure"):
+        for step, words in {**{step: _run(target) for step, target in STEPS.items()}, **last}.items():
+            if step not in wanted:
+                continue
+            if step == "history":
+                shutil.copytree(tree.results / "plans", tree.path / "older/plans")
+            with networks(tree) if step == "nodes" else contextlib.nullcontext(True) as possible:
+                if not possible:
+                    continue
+                began = time.monotonic()
+                call = tree.start(words)
+                if call.process.wait(timeout=900):
+                    raise RuntimeError(f"without a fault: {step} failed:\n{call.output()}")
+                seconds[step] = time.monotonic() - began
+            if step in STEPS and step != "done":
                 tree.copy(base / step / "tree", "")
             if step == "data":
                 _interrupt(tree.copy(base / "interrupted" / "tree", tree.mark))
         expected = {"digests": tree.digests(), "seconds": seconds}
-        # a trial of `measure` starts with the plan's results, but without a measured program
-        shutil.rmtree(tree.path / "measured")
-        shutil.rmtree(tree.results / "plans/measured")
+        # a trial of a command that is not a step starts with the results of all steps, but without its own result
+        for path in ("measured", "results/plans/measured", "results/plans/nodes", "results/crates"):
+            shutil.rmtree(tree.path / path, ignore_errors=True)
+        for path in ("scores.json", "history.png"):
+            (tree.path / path).unlink(missing_ok=True)
         (base / "expected.json").write_text(json.dumps(expected, indent=1))
     finally:
         tree.end()

@@ -49,15 +49,16 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
     limits = Limits.from_environment()
-    store, names = _meet(geometry, rank), {each: f"started/{each}" for each in range(size)}
+    patience = dt.timedelta(seconds=limits.between) if limits else TIMEOUT
+    store, names = _meet(geometry, rank, patience), {each: f"started/{each}" for each in range(size)}
     # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.
     store.set(names[rank], "")
     try:
-        store.wait([*names.values()], dt.timedelta(seconds=limits.between) if limits else TIMEOUT)
+        store.wait([*names.values()], patience)
     except RuntimeError as error:
         raise PeerLost(
             f"process {', '.join(str(each) for each, name in names.items() if not store.check([name]))} of {size} did "
-            f"not join in {f'{limits.between:g} s (site.watchdog.between)' if limits else f'{TIMEOUT.seconds} s'}: it "
+            f"not join in {patience.total_seconds():g} s{' (site.watchdog.between)' if limits else ''}: it "
             "hangs, was stopped, or is slow to start. This process also ends"
         ) from error
     with nccl_log() if kind == "cuda" and geometry.nodes > 1 else contextlib.nullcontext() as log:
@@ -132,8 +133,8 @@ def _device(geometry: Geometry, kind: str, rank: int, size: int, local_rank: int
     return own
 
 
-def _meet(geometry: Geometry, rank: int) -> Any:
-    """Return the key-value store through which the ranks meet.
+def _meet(geometry: Geometry, rank: int, patience: dt.timedelta) -> Any:
+    """Return the key-value store through which the ranks meet within the time `patience`.
 
     If a user started torchrun, torchrun's process hosts the store. Otherwise, on one node, the store is a file, or rank
     0 listens at a port of the loopback interface. On several nodes, rank 0 listens only at MASTER_ADDR, because PyTorch
@@ -146,7 +147,7 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
-        return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=TIMEOUT))[0]
+        return next(stores.rendezvous("env://", rank, geometry.world_size, timeout=patience))[0]
     _rendezvous(geometry)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if geometry.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_to(address)):
@@ -155,9 +156,11 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     if rank == 0 and geometry.nodes > 1:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "its default interface")
         logging.info("ranks meet at %s:%d; gloo uses %s", address, port, interface)
-    mine = _listen(address, port) if rank == 0 else None
     try:
-        return stores.TCPStore(address, port, geometry.world_size, mine is not None, TIMEOUT, master_listen_fd=mine)
+        return stores.TCPStore(
+            *(address, port, geometry.world_size, rank == 0, patience),
+            master_listen_fd=_listen(address, port) if rank == 0 else None,
+        )
     except dist.DistError as error:
         raise PeerLost(
             f"not all of the run's {geometry.world_size} processes connected to {address}:{port} ({brief(error)}). "

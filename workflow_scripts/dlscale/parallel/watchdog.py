@@ -47,7 +47,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 THERE = "still running"
 STOPPED = "stopped by a signal"
 ENDED = "gone: killed, or ended by itself"
-UNSEEN = "killed or stopped, or its node is gone, or its code holds Python's lock (GIL)"
+UNSEEN = "killed or stopped, or its node or network is gone, or its code holds Python's lock (GIL)"
 
 
 class Heartbeat(NamedTuple):
