@@ -376,7 +376,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
             clock.batch(0.0, samples)
             clock.step(0.1)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.batch_size == 51, (
+    assert found and found.batch_size == 53, (
         "the batch size must be the mean, because a fifth of the batches is much smaller"
     )
     for _ in range(2):
@@ -387,6 +387,50 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
     found = steps.pace(steps.read(tmp_path)[1])
     assert found and found.batch_size == 64
     assert found.rates[0] == pytest.approx((7 * 64 + 8) / 0.8), "the first window has one smaller batch"
+
+
+@pytest.mark.parametrize(("batches", "accumulated"), [(9, 8), (11, 8), (17, 16), (31, 16)])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+@pytest.mark.parametrize("how", ["", "ahead", "validated"])
+def test_a_shorter_accumulation_at_an_epochs_end_counts(
+    tmp_path: Path, batches: int, accumulated: int, seconds: float, how: str
+) -> None:
+    """Long and short steps alternate: neither is a pause, and rate and samples per step are those of all epochs."""
+    clock = Clock(tmp_path)
+    for _ in range(20):
+        clock.iterator += 1
+        if how == "ahead":
+            clock.batch(seconds / 10)
+        for number in range(1, batches + 1):
+            if how != "ahead" or number < batches:
+                clock.batch(seconds / 10)
+            clock.now += seconds
+            if number % accumulated == 0 or number == batches:
+                clock.step(0.0)
+        if how == "validated":
+            clock.validate(3, seconds=2.0)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.batch_size == pytest.approx(8 * batches / 2, abs=0.5)
+    assert interval(found.rates)[0] == pytest.approx(8 / (1.1 * seconds), rel=0.015)
+    assert sum(found.rank_rates) == pytest.approx(8 / (1.1 * seconds), rel=0.005)
+
+
+@pytest.mark.parametrize("at_epochs", [False, True])
+@pytest.mark.parametrize("loader", [False, True])
+def test_long_steps_that_recur_are_pauses_only_between_epochs(tmp_path: Path, at_epochs: bool, loader: bool) -> None:
+    """Every eighth step takes 2 s, the others 0.1 s. One step of 100 s is a pause."""
+    clock = Clock(tmp_path)
+    for number in range(160):
+        clock.iterator += at_epochs and number % 8 == 0
+        if number % 8 == 0 and at_epochs:
+            clock.now += 1.9
+        if loader:
+            clock.batch(0.0)
+        clock.step(100.0 if number == 99 else 2.0 if number % 8 == 7 and not at_epochs else 0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.samples == loader
+    expected = 10.0 if at_epochs and loader else 8 / 2.7
+    assert interval(found.rates)[0] == pytest.approx(expected * (8 if loader else 1), rel=0.03)
 
 
 @pytest.mark.parametrize("sizes", [(4, 8, 16, 32), (32, 16, 8, 4)])
