@@ -912,6 +912,11 @@ PRINTED = [
     (r"([\d.]+) img/s", "10:00:00,123 250.5 img/s", ("", 250.5)),
     (r"^\d+,([\d.]+)", "12,250.5,0.3", ("", 250.5)),
     (r"rate (\S+)", "rate 50 %", None),
+    *((r"([\d.]+) samples/s", f"speed {text} samples/s", None) for text in ("1.2e+06", "5.1e2", "1e-1", "1.2e−3")),
+    *((r"([\d.]+) samples/s", f"speed {text} samples/s", None) for text in ("1.2D+06", "0x10", "0x1.8p3", "1.2×10^6")),
+    *((r".*?([\d.]+) samples/s", f"{text} samples/s", None) for text in ("1_200", "1'200", "1\u2009200", "1,200")),
+    *((r"speed ([\d.]+)", f"speed {text} samples/s", None) for text in ("1.2D+06", "1.2e−3", "0x10", "1.2×10^6")),
+    (r"speed ([\d.e+]+)", "speed 1.2e+06 samples/s", ("", 1.2e6)),
     # A label may belong to the number after it, and a unit to the number before it.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),

@@ -49,8 +49,13 @@ NUMBER = re.compile(
     r"(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-#: Text before a group's number that belongs to the number: digits, or a minus sign.
-HEAD = re.compile(r"\d\.?$|(?<![\w.)-])[-−]$")
+#: Text before a group's number that belongs to the number: digits, `1.2e+`, `10^`, `0x`, `1_`, or a minus sign.
+HEAD = re.compile(
+    r"\d\.?(?:[eEdD][-+−]?)?$|(?<![\w.])0[xXoObB][\da-fA-F_.]*(?:[pP][-+−]?)?$|10(?:\^|\*\*)[({]?[-+−]?$"
+    r"|\d[_'’\u00a0\u2009\u202f]$|(?<![\w.)-])[-−]$"
+)
+#: Text after a number that belongs to the number: exponents such as `D+06` and `×10^6`, hexadecimal digits.
+TAIL = re.compile(r"(?:[eEdDpP][-+−]?|[xXoObB]|_)\d|\s?[×·*xX]\s?10(?:\^|\*\*|[⁰¹²³⁴-⁹⁺⁻])")
 #: Text before a match that may belong to the number at the match's begin: `1,` of `1,234`, `1 ` of `1 234`.
 OUTSIDE = re.compile(
     r"[\d.,'’]*\d[,_'’\u00a0\u2009\u202f]$"
@@ -170,12 +175,16 @@ def parts_of(match: re.Match[str], suffixes: re.Pattern[str]) -> tuple[float, st
     before, line = match.string[: match.end(1) - len(group)], match.string[match.end(1) - len(group) :]
     found, whole = NUMBER.match(group), NUMBER.match(line)
     number, complete = (number_in(each["number"]) if each else None for each in (found, whole))
-    head = OUTSIDE.search(before) if match.start() == match.start(1) else None
+    # A pattern may name the separator before its group: `^\d+,([\d.]+)` matches the second number of a list.
+    separator = re.escape(before[-1:]) + (r"|\\s" if before.endswith(" ") else "")
+    named = re.search(rf"(?:{separator})[+*]?\(", match.re.pattern)
+    head = None if match.start() < match.start(1) and named else OUTSIDE.search(before)
     joined = NUMBER.match(head[0] + found["number"]) if head and found else None
     if (
         not found
         or number is None
         or HEAD.search(before)
+        or TAIL.match(whole["rest"] if whole else "")
         or (joined and not joined["rest"] and number_in(joined["number"]) is not None)
         or (complete is not None and abs(complete - number) > MAX_CUT * abs(number))
     ):
