@@ -917,6 +917,29 @@ PRINTED = [
     *((r".*?([\d.]+) samples/s", f"{text} samples/s", None) for text in ("1_200", "1'200", "1\u2009200", "1,200")),
     *((r"speed ([\d.]+)", f"speed {text} samples/s", None) for text in ("1.2D+06", "1.2e−3", "0x10", "1.2×10^6")),
     (r"speed ([\d.e+]+)", "speed 1.2e+06 samples/s", ("", 1.2e6)),
+    (r"([\d:]+)/it", "3/10 [00:51<01:02,  1:31/it]", None),
+    # Rates of one device, and of micro-batches, are no rates of the run.
+    *(
+        (r"([\d.]+) im", f"step 3: 120.5 im{text}", None)
+        for text in (
+            "ages/s/gpu on 8 GPUs (total 961 images/s)",
+            "g/s/device",
+            "g/sec per GPU",
+            "g/s (per rank)",
+            "g/s/chip",
+        )
+    ),
+    *(
+        (r"([\d.]+)$", f"{text} 120.5", None)
+        for text in ("samples_per_sec_per_gpu:", "Img/sec per GPU:", "SamplesPerSecPerDevice")
+    ),
+    (r"total ([\d.]+)", "step 3: 120.5 images/s/gpu on 8 GPUs (total 961 images/s)", ("", 961)),
+    (r"([\d.]+) im", "on 8 GPUs: 120.5 img/s, max. memory per GPU 3 GB", ("", 120.5)),
+    *(
+        (r"([\d.]+) mic", f"12 {text}/s", None)
+        for text in ("micro-batches", "microbatch", "micro_steps", "micro batches")
+    ),
+    (r"per second: (\S+)", "micro-batches per second: 12", None),
     # A label may belong to the number after it, and a unit to the number before it.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),

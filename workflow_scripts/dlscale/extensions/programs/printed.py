@@ -54,8 +54,8 @@ HEAD = re.compile(
     r"\d\.?(?:[eEdD][-+−]?)?$|(?<![\w.])0[xXoObB][\da-fA-F_.]*(?:[pP][-+−]?)?$|10(?:\^|\*\*)[({]?[-+−]?$"
     r"|\d[_'’\u00a0\u2009\u202f]$|(?<![\w.)-])[-−]$"
 )
-#: Text after a number that belongs to the number: exponents such as `D+06` and `×10^6`, hexadecimal digits.
-TAIL = re.compile(r"(?:[eEdDpP][-+−]?|[xXoObB]|_)\d|\s?[×·*xX]\s?10(?:\^|\*\*|[⁰¹²³⁴-⁹⁺⁻])")
+#: Text after a number that belongs to the number: exponents such as `D+06` and `×10^6`, hexadecimal digits, `:31`.
+TAIL = re.compile(r"(?:[eEdDpP][-+−]?|[xXoObB]|[_:])\d|\s?[×·*xX]\s?10(?:\^|\*\*|[⁰¹²³⁴-⁹⁺⁻])")
 #: Text before a match that may belong to the number at the match's begin: `1,` of `1,234`, `1 ` of `1 234`.
 OUTSIDE = re.compile(
     r"[\d.,'’]*\d[,_'’\u00a0\u2009\u202f]$"
@@ -120,6 +120,14 @@ NO_RATE = re.compile(
     rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
     re.IGNORECASE,
 )
+#: Rates of one device or process, and of micro-batches: neither is a rate of the run's samples or steps.
+OF_DEVICE = re.compile(
+    r"(?:/\s?|per[\s_-]?)(?:[gt]pu|device|rank|worker|chip|card|accelerator|core|proc(?:ess)?|node|gcd)(?![a-z]{2})",
+    re.IGNORECASE,
+)
+MICRO = re.compile(r"micro[\s_-]?(?:batch|step)", re.IGNORECASE)
+#: Text between a unit and `/gpu` or `per device`.
+BEFORE_DEVICE = re.compile(r"[\s,]*[(\[]?\s?", re.IGNORECASE)
 #: Words for one step in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
 #: Number after which a label begins, with the number's unit if further words follow.
@@ -230,6 +238,14 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     unit, named = AFTER.match(after), list(IN_LABEL.finditer(label))[-1:]
     if named and (not unit or re.match(r"\s+[-+.]?\d", after[unit.end() :])):
         unit = named[0]
+    own = AFTER.match(after) or DURATION.match(after)
+    rest_of_line = BEFORE_DEVICE.sub("", after[own.end() if own else 0 :], count=1)
+    if (
+        OF_DEVICE.match(rest_of_line)
+        or OF_DEVICE.search(label)
+        or MICRO.search(label + after[: own.end() if own else 0])
+    ):
+        return None
     if unit:
         return _in_unit(number, unit)
     if (time := DURATION.match(after) or TIME_LABEL.search(label)) and ONE_STEP.search(label):

@@ -308,8 +308,9 @@ COMPLETE = "The group must match the complete number, with its sign and all digi
 def no_rate(text: str) -> str:
     """Return a message for a printed text that is not a rate of steps or samples."""
     return (
-        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step. A duration needs its unit and `/step`, "
-        f"after the number or in the label before it. {COMPLETE}"
+        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step, of all devices: not per GPU or process, and "
+        "not micro-batches. A duration needs its unit and `/step`, after the number or in the label before it. "
+        f"{COMPLETE}"
     )
 
 
