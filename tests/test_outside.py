@@ -918,7 +918,7 @@ PRINTED = [
     *((r"speed ([\d.]+)", f"speed {text} samples/s", None) for text in ("1.2D+06", "1.2e−3", "0x10", "1.2×10^6")),
     (r"speed ([\d.e+]+)", "speed 1.2e+06 samples/s", ("", 1.2e6)),
     (r"([\d:]+)/it", "3/10 [00:51<01:02,  1:31/it]", None),
-    # Rates of one device, and of micro-batches, are no rates of the run.
+    # Refused: rates of one device, and of micro-batches.
     *(
         (r"([\d.]+) im", f"step 3: 120.5 im{text}", None)
         for text in (
@@ -1053,6 +1053,71 @@ def test_rates_of_single_ranks_are_refused(
     else:
         sure = bool(label) and (LABELS[label] or loader == "unknown")
         assert (refused, warned) == (sure, not sure and (bool(label) or loader == "unknown"))
+
+
+def printed_by(lines: Iterable[str], pattern: str) -> running.Outcome:
+    """Return the outcome of a program that prints a line per second."""
+    finder = Finder({"": re.compile(pattern)})
+    for number, line in enumerate(lines):
+        finder.look(1.7e9 + number, [line.encode()])
+    finder.close()
+    kind = "" if finder.found[""] else PER_STEP
+    ambiguous = "" if "clear" in finder.texts else finder.texts.get("ambiguous", "")
+    found = replace(outcome(finder.found[kind]), in_steps=kind == PER_STEP, bars=finder.bars[kind])
+    return replace(found, ambiguous=ambiguous)
+
+
+@pytest.mark.parametrize("names", [("Epoch {}: ", "Validation: "), ("", "")])
+@pytest.mark.parametrize(("speed", "refused"), [(21.5, False), (200.0, True)])
+def test_rates_of_several_bars_are_not_mixed(
+    tmp_path: Path, names: tuple[str, str], speed: float, refused: bool
+) -> None:
+    """Bars of training (20 it/s) and validation alternate; without seen steps, their mean is a rate of nothing."""
+    lines = list[str]()
+    for epoch in range(6):
+        for name, count, rate in ((names[0].format(epoch), 60, 20.0 + epoch / 10), (names[1], 200, speed)):
+            lines += [f"{name}{n}%|## | {n}/{count} [00:01<00:02, {rate:.2f}it/s, loss=1]" for n in (10, 30, 50)]
+    run, read = printed_by(lines, r"([\d.]+)it/s"), running.Reading(rate=r"([\d.]+)it/s")
+    if refused:
+        with pytest.raises(UserError, match=r"matches lines of different speeds \(.* 20.2, .* 200\), such as training"):
+            running._pace_by("rate", read, run, tmp_path, [], ())
+    else:
+        assert running._pace_by("rate", read, run, tmp_path, [], ())[0].rates
+
+
+@pytest.mark.parametrize(
+    ("text", "agrees"),
+    [("10.1 it/s", True), ("82 samples/s", True), ("2.5 it/s", False), ("40 it/s", False), ("82,125 samples/s", False)],
+)
+def test_seen_steps_decide_on_printed_rates(tmp_path: Path, text: str, agrees: bool) -> None:
+    """A training makes 10 steps/s of 8 samples; a printed rate of epochs, of micro-batches or 82.125 is refused."""
+    Clock(tmp_path).epoch(100, wait=0.01, seconds=0.09)
+    processes = steps.read(tmp_path)[1]
+    run, read = printed_by([f"rate {text}"] * 9, r"rate ([\d.,]+)"), running.Reading(rate=r"rate ([\d.,]+)")
+    if agrees:
+        assert running._pace_by("rate", read, run, tmp_path, processes, ())[0].rates
+    else:
+        with pytest.raises(UserError, match=r"the program printed .*, but made (10.0 steps|80.0 samples)/s"):
+            running._pace_by("rate", read, run, tmp_path, processes, ())
+
+
+@pytest.mark.parametrize(
+    ("rates", "warned"),
+    [
+        (["1.234", "1.240", "998"], "decimals"),
+        (["1,234", "12,345", "998"], "thousands"),
+        (["1.234", "1.24"], ""),
+        (["1,234.5"], ""),
+        (["0.234"], ""),
+        (["1234"], ""),
+    ],
+)
+def test_an_ambiguous_mark_causes_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], rates: list[str], warned: str
+) -> None:
+    run = printed_by([f"speed {rate} samples/s" for rate in rates * 4], r"speed ([\d.,]+)")
+    assert running._pace_by("rate", running.Reading(rate="x"), run, tmp_path, [], ())[0].rates
+    assert capfd.readouterr().err.count(f"the mark in `{rates[0]}` counts as a separator of {warned}") == bool(warned)
 
 
 def test_labels_of_epochs_are_not_ranks() -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 #: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
 
-#: Name of the label of a rank, in place of a number's name.
-RANK = "/rank"
+#: Names of the label of a rank, and of the label and digits of a rate, in place of a number's name.
+RANK, LABEL = "/rank", "/label"
 
 #: Maximum number of characters of a line that are searched.
 MAX_LINE = 2000
@@ -144,6 +144,12 @@ RANKED = re.compile(
     r"|^\s*\[?(\d+)(?:\]|:)(?!\d)",
     re.IGNORECASE,
 )
+#: Words before a rate that name a progress bar or phase, and the bar's number of steps.
+WORDS = re.compile(r"(?<![\w.+-])[A-Za-z][A-Za-z_]+(?!\w)|(?<=/)\d+(?= \[)")
+#: Maximum number of such words.
+MAX_WORDS = 8
+#: A number with a mark that may separate thousands or decimals, and a number without marks that is too small to differ.
+AMBIGUOUS, NEUTRAL = re.compile(r"[1-9]\d{0,2}[.,]\d{3}"), re.compile(r"\d{1,3}")
 #: Maximum length of the label before a number, characters.
 MAX_LABEL = 100
 POWERS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
@@ -255,6 +261,12 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     return "", number
 
 
+def digits_of(match: re.Match[str]) -> str:
+    """Return the number in a pattern's group as it is printed."""
+    found = NUMBER.match((match[1] or "").lstrip(START))
+    return found["number"].rstrip(".,") if found else ""
+
+
 def text_of(match: re.Match[str]) -> str:
     """Return the text that a pattern matched, with some of the text after the match."""
     return match.string[match.start() : match.end() + 20].strip()[:MAX_SHOWN]
@@ -288,6 +300,8 @@ class Finder:
         #: First text that matches a pattern but has no number or rate, and number of such texts, by the pattern's name.
         self.refused = dict[str, list[Any]]()
         self._labels = Counter[str]()
+        self.bars = defaultdict[str, defaultdict[str, list[float]]](lambda: defaultdict(list))  #: Rates by kind, words.
+        self.texts = dict[str, str]()  #: First number of each form: `ambiguous` and `clear` use of `.` and `,`.
         self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.
         self._record = record
@@ -340,6 +354,11 @@ class Finder:
                 self.slow[name] += 1
             elif name == RANK:
                 self._labels[number] += 1
+            elif name == LABEL:
+                kind, words, rate, text = number
+                self.bars[kind][words].append(rate)
+                if not NEUTRAL.fullmatch(text):
+                    self.texts.setdefault("ambiguous" if AMBIGUOUS.fullmatch(text) else "clear", text)
             elif isinstance(number, str):
                 self.refused.setdefault(name, [number, 0])[1] += 1
             else:
@@ -353,7 +372,7 @@ def main() -> None:
     """Read lines with their times; print each number found as JSON, with the pattern's name and the time.
 
     In place of the number, print the text of a match without a number or rate, and null for a pattern that is too slow.
-    Also print the label of a rank in a line with a rate.
+    For a rate, also print the words before it and its digits, and the label of a rank in its line.
     """
 
     def late(number: int, frame: object) -> None:
@@ -379,7 +398,11 @@ def main() -> None:
             if match:
                 kind, number = (name, value_of(match)) if name else rate_of(match) or ("", None)
                 print(json.dumps([kind, float(when), text_of(match) if number is None else number]), flush=True)
-                if not name and number is not None and (rank := RANKED.search(text)):
+                if name or number is None:
+                    continue
+                words = " ".join(WORDS.findall(text[: match.start(1)])[:MAX_WORDS])
+                print(json.dumps([LABEL, float(when), [kind, words, number, digits_of(match)]]), flush=True)
+                if rank := RANKED.search(text):
                     print(json.dumps([RANK, float(when), rank[rank.lastindex or 0]]), flush=True)
 
 
