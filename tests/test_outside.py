@@ -376,7 +376,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
             clock.batch(0.0, samples)
             clock.step(0.1)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.batch_size == 51, (
+    assert found and found.batch_size == 53, (
         "the batch size must be the mean, because a fifth of the batches is much smaller"
     )
     for _ in range(2):
@@ -387,6 +387,50 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path: Path) -> None:
     found = steps.pace(steps.read(tmp_path)[1])
     assert found and found.batch_size == 64
     assert found.rates[0] == pytest.approx((7 * 64 + 8) / 0.8), "the first window has one smaller batch"
+
+
+@pytest.mark.parametrize(("batches", "accumulated"), [(9, 8), (11, 8), (17, 16), (31, 16)])
+@pytest.mark.parametrize("seconds", [0.1, 1.0])
+@pytest.mark.parametrize("how", ["", "ahead", "validated"])
+def test_a_shorter_accumulation_at_an_epochs_end_counts(
+    tmp_path: Path, batches: int, accumulated: int, seconds: float, how: str
+) -> None:
+    """Long and short steps alternate: neither is a pause, and rate and samples per step are those of all epochs."""
+    clock = Clock(tmp_path)
+    for _ in range(20):
+        clock.iterator += 1
+        if how == "ahead":
+            clock.batch(seconds / 10)
+        for number in range(1, batches + 1):
+            if how != "ahead" or number < batches:
+                clock.batch(seconds / 10)
+            clock.now += seconds
+            if number % accumulated == 0 or number == batches:
+                clock.step(0.0)
+        if how == "validated":
+            clock.validate(3, seconds=2.0)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.batch_size == pytest.approx(8 * batches / 2, abs=0.5)
+    assert interval(found.rates)[0] == pytest.approx(8 / (1.1 * seconds), rel=0.015)
+    assert sum(found.rank_rates) == pytest.approx(8 / (1.1 * seconds), rel=0.005)
+
+
+@pytest.mark.parametrize("at_epochs", [False, True])
+@pytest.mark.parametrize("loader", [False, True])
+def test_long_steps_that_recur_are_pauses_only_between_epochs(tmp_path: Path, at_epochs: bool, loader: bool) -> None:
+    """Every eighth step takes 2 s, the others 0.1 s. One step of 100 s is a pause."""
+    clock = Clock(tmp_path)
+    for number in range(160):
+        clock.iterator += at_epochs and number % 8 == 0
+        if number % 8 == 0 and at_epochs:
+            clock.now += 1.9
+        if loader:
+            clock.batch(0.0)
+        clock.step(100.0 if number == 99 else 2.0 if number % 8 == 7 and not at_epochs else 0.1)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.samples == loader
+    expected = 10.0 if at_epochs and loader else 8 / 2.7
+    assert interval(found.rates)[0] == pytest.approx(expected * (8 if loader else 1), rel=0.03)
 
 
 @pytest.mark.parametrize("sizes", [(4, 8, 16, 32), (32, 16, 8, 4)])
@@ -886,6 +930,34 @@ PRINTED = [
     (r"([\d.]+) img/s", "10:00:00,123 250.5 img/s", ("", 250.5)),
     (r"^\d+,([\d.]+)", "12,250.5,0.3", ("", 250.5)),
     (r"rate (\S+)", "rate 50 %", None),
+    *((r"([\d.]+) samples/s", f"speed {text} samples/s", None) for text in ("1.2e+06", "5.1e2", "1e-1", "1.2e−3")),
+    *((r"([\d.]+) samples/s", f"speed {text} samples/s", None) for text in ("1.2D+06", "0x10", "0x1.8p3", "1.2×10^6")),
+    *((r".*?([\d.]+) samples/s", f"{text} samples/s", None) for text in ("1_200", "1'200", "1\u2009200", "1,200")),
+    *((r"speed ([\d.]+)", f"speed {text} samples/s", None) for text in ("1.2D+06", "1.2e−3", "0x10", "1.2×10^6")),
+    (r"speed ([\d.e+]+)", "speed 1.2e+06 samples/s", ("", 1.2e6)),
+    (r"([\d:]+)/it", "3/10 [00:51<01:02,  1:31/it]", None),
+    # Refused: rates of one device, and of micro-batches.
+    *(
+        (r"([\d.]+) im", f"step 3: 120.5 im{text}", None)
+        for text in (
+            "ages/s/gpu on 8 GPUs (total 961 images/s)",
+            "g/s/device",
+            "g/sec per GPU",
+            "g/s (per rank)",
+            "g/s/chip",
+        )
+    ),
+    *(
+        (r"([\d.]+)$", f"{text} 120.5", None)
+        for text in ("samples_per_sec_per_gpu:", "Img/sec per GPU:", "SamplesPerSecPerDevice")
+    ),
+    (r"total ([\d.]+)", "step 3: 120.5 images/s/gpu on 8 GPUs (total 961 images/s)", ("", 961)),
+    (r"([\d.]+) im", "on 8 GPUs: 120.5 img/s, max. memory per GPU 3 GB", ("", 120.5)),
+    *(
+        (r"([\d.]+) mic", f"12 {text}/s", None)
+        for text in ("micro-batches", "microbatch", "micro_steps", "micro batches")
+    ),
+    (r"per second: (\S+)", "micro-batches per second: 12", None),
     # A label may belong to the number after it, and a unit to the number before it.
     (r"it/s (\S+)", "it/s 12.5 ms/step 80", (PER_STEP, 12.5)),
     (r"avg (\S+)", "Epoch 1: 2.5 s/it avg 84.05", ("", 84.05)),
@@ -999,6 +1071,71 @@ def test_rates_of_single_ranks_are_refused(
     else:
         sure = bool(label) and (LABELS[label] or loader == "unknown")
         assert (refused, warned) == (sure, not sure and (bool(label) or loader == "unknown"))
+
+
+def printed_by(lines: Iterable[str], pattern: str) -> running.Outcome:
+    """Return the outcome of a program that prints a line per second."""
+    finder = Finder({"": re.compile(pattern)})
+    for number, line in enumerate(lines):
+        finder.look(1.7e9 + number, [line.encode()])
+    finder.close()
+    kind = "" if finder.found[""] else PER_STEP
+    ambiguous = "" if "clear" in finder.texts else finder.texts.get("ambiguous", "")
+    found = replace(outcome(finder.found[kind]), in_steps=kind == PER_STEP, bars=finder.bars[kind])
+    return replace(found, ambiguous=ambiguous)
+
+
+@pytest.mark.parametrize("names", [("Epoch {}: ", "Validation: "), ("", "")])
+@pytest.mark.parametrize(("speed", "refused"), [(21.5, False), (200.0, True)])
+def test_rates_of_several_bars_are_not_mixed(
+    tmp_path: Path, names: tuple[str, str], speed: float, refused: bool
+) -> None:
+    """Bars of training (20 it/s) and validation alternate; without seen steps, their mean is a rate of nothing."""
+    lines = list[str]()
+    for epoch in range(6):
+        for name, count, rate in ((names[0].format(epoch), 60, 20.0 + epoch / 10), (names[1], 200, speed)):
+            lines += [f"{name}{n}%|## | {n}/{count} [00:01<00:02, {rate:.2f}it/s, loss=1]" for n in (10, 30, 50)]
+    run, read = printed_by(lines, r"([\d.]+)it/s"), running.Reading(rate=r"([\d.]+)it/s")
+    if refused:
+        with pytest.raises(UserError, match=r"matches lines of different speeds \(.* 20.2, .* 200\), such as training"):
+            running._pace_by("rate", read, run, tmp_path, [], ())
+    else:
+        assert running._pace_by("rate", read, run, tmp_path, [], ())[0].rates
+
+
+@pytest.mark.parametrize(
+    ("text", "agrees"),
+    [("10.1 it/s", True), ("82 samples/s", True), ("2.5 it/s", False), ("40 it/s", False), ("82,125 samples/s", False)],
+)
+def test_seen_steps_decide_on_printed_rates(tmp_path: Path, text: str, agrees: bool) -> None:
+    """A training makes 10 steps/s of 8 samples; a printed rate of epochs, of micro-batches or 82.125 is refused."""
+    Clock(tmp_path).epoch(100, wait=0.01, seconds=0.09)
+    processes = steps.read(tmp_path)[1]
+    run, read = printed_by([f"rate {text}"] * 9, r"rate ([\d.,]+)"), running.Reading(rate=r"rate ([\d.,]+)")
+    if agrees:
+        assert running._pace_by("rate", read, run, tmp_path, processes, ())[0].rates
+    else:
+        with pytest.raises(UserError, match=r"the program printed .*, but made (10.0 steps|80.0 samples)/s"):
+            running._pace_by("rate", read, run, tmp_path, processes, ())
+
+
+@pytest.mark.parametrize(
+    ("rates", "warned"),
+    [
+        (["1.234", "1.240", "998"], "decimals"),
+        (["1,234", "12,345", "998"], "thousands"),
+        (["1.234", "1.24"], ""),
+        (["1,234.5"], ""),
+        (["0.234"], ""),
+        (["1234"], ""),
+    ],
+)
+def test_an_ambiguous_mark_causes_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], rates: list[str], warned: str
+) -> None:
+    run = printed_by([f"speed {rate} samples/s" for rate in rates * 4], r"speed ([\d.,]+)")
+    assert running._pace_by("rate", running.Reading(rate="x"), run, tmp_path, [], ())[0].rates
+    assert capfd.readouterr().err.count(f"the mark in `{rates[0]}` counts as a separator of {warned}") == bool(warned)
 
 
 def test_labels_of_epochs_are_not_ranks() -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 #: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
 
-#: Name of the label of a rank, in place of a number's name.
-RANK = "/rank"
+#: Names of the label of a rank, and of the label and digits of a rate, in place of a number's name.
+RANK, LABEL = "/rank", "/label"
 
 #: Maximum number of characters of a line that are searched.
 MAX_LINE = 2000
@@ -49,8 +49,13 @@ NUMBER = re.compile(
     r"(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<rest>.*)",
     re.IGNORECASE | re.DOTALL,
 )
-#: Text before a group's number that belongs to the number: digits, or a minus sign.
-HEAD = re.compile(r"\d\.?$|(?<![\w.)-])[-−]$")
+#: Text before a group's number that belongs to the number: digits, `1.2e+`, `10^`, `0x`, `1_`, or a minus sign.
+HEAD = re.compile(
+    r"\d\.?(?:[eEdD][-+−]?)?$|(?<![\w.])0[xXoObB][\da-fA-F_.]*(?:[pP][-+−]?)?$|10(?:\^|\*\*)[({]?[-+−]?$"
+    r"|\d[_'’\u00a0\u2009\u202f]$|(?<![\w.)-])[-−]$"
+)
+#: Text after a number that belongs to the number: exponents such as `D+06` and `×10^6`, hexadecimal digits, `:31`.
+TAIL = re.compile(r"(?:[eEdDpP][-+−]?|[xXoObB]|[_:])\d|\s?[×·*xX]\s?10(?:\^|\*\*|[⁰¹²³⁴-⁹⁺⁻])")
 #: Text before a match that may belong to the number at the match's begin: `1,` of `1,234`, `1 ` of `1 234`.
 OUTSIDE = re.compile(
     r"[\d.,'’]*\d[,_'’\u00a0\u2009\u202f]$"
@@ -115,6 +120,14 @@ NO_RATE = re.compile(
     rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
     re.IGNORECASE,
 )
+#: Rates of one device or process, and of micro-batches: neither is a rate of the run's samples or steps.
+OF_DEVICE = re.compile(
+    r"(?:/\s?|per[\s_-]?)(?:[gt]pu|device|rank|worker|chip|card|accelerator|core|proc(?:ess)?|node|gcd)(?![a-z]{2})",
+    re.IGNORECASE,
+)
+MICRO = re.compile(r"micro[\s_-]?(?:batch|step)", re.IGNORECASE)
+#: Text between a unit and `/gpu` or `per device`.
+BEFORE_DEVICE = re.compile(r"[\s,]*[(\[]?\s?", re.IGNORECASE)
 #: Words for one step in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
 #: Number after which a label begins, with the number's unit if further words follow.
@@ -131,6 +144,12 @@ RANKED = re.compile(
     r"|^\s*\[?(\d+)(?:\]|:)(?!\d)",
     re.IGNORECASE,
 )
+#: Words before a rate that name a progress bar or phase, and the bar's number of steps.
+WORDS = re.compile(r"(?<![\w.+-])[A-Za-z][A-Za-z_]+(?!\w)|(?<=/)\d+(?= \[)")
+#: Maximum number of such words.
+MAX_WORDS = 8
+#: A number with a mark that may separate thousands or decimals, and a number without marks that is too small to differ.
+AMBIGUOUS, NEUTRAL = re.compile(r"[1-9]\d{0,2}[.,]\d{3}"), re.compile(r"\d{1,3}")
 #: Maximum length of the label before a number, characters.
 MAX_LABEL = 100
 POWERS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
@@ -170,12 +189,16 @@ def parts_of(match: re.Match[str], suffixes: re.Pattern[str]) -> tuple[float, st
     before, line = match.string[: match.end(1) - len(group)], match.string[match.end(1) - len(group) :]
     found, whole = NUMBER.match(group), NUMBER.match(line)
     number, complete = (number_in(each["number"]) if each else None for each in (found, whole))
-    head = OUTSIDE.search(before) if match.start() == match.start(1) else None
+    # A pattern may name the separator before its group: `^\d+,([\d.]+)` matches the second number of a list.
+    separator = re.escape(before[-1:]) + (r"|\\s" if before.endswith(" ") else "")
+    named = re.search(rf"(?:{separator})[+*]?\(", match.re.pattern)
+    head = None if match.start() < match.start(1) and named else OUTSIDE.search(before)
     joined = NUMBER.match(head[0] + found["number"]) if head and found else None
     if (
         not found
         or number is None
         or HEAD.search(before)
+        or TAIL.match(whole["rest"] if whole else "")
         or (joined and not joined["rest"] and number_in(joined["number"]) is not None)
         or (complete is not None and abs(complete - number) > MAX_CUT * abs(number))
     ):
@@ -221,6 +244,14 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     unit, named = AFTER.match(after), list(IN_LABEL.finditer(label))[-1:]
     if named and (not unit or re.match(r"\s+[-+.]?\d", after[unit.end() :])):
         unit = named[0]
+    own = AFTER.match(after) or DURATION.match(after)
+    rest_of_line = BEFORE_DEVICE.sub("", after[own.end() if own else 0 :], count=1)
+    if (
+        OF_DEVICE.match(rest_of_line)
+        or OF_DEVICE.search(label)
+        or MICRO.search(label + after[: own.end() if own else 0])
+    ):
+        return None
     if unit:
         return _in_unit(number, unit)
     if (time := DURATION.match(after) or TIME_LABEL.search(label)) and ONE_STEP.search(label):
@@ -228,6 +259,12 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     if time or NO_RATE.search(label) or re.match(r"[A-Za-z_\d]", rest):
         return None
     return "", number
+
+
+def digits_of(match: re.Match[str]) -> str:
+    """Return the number in a pattern's group as it is printed."""
+    found = NUMBER.match((match[1] or "").lstrip(START))
+    return found["number"].rstrip(".,") if found else ""
 
 
 def text_of(match: re.Match[str]) -> str:
@@ -263,6 +300,8 @@ class Finder:
         #: First text that matches a pattern but has no number or rate, and number of such texts, by the pattern's name.
         self.refused = dict[str, list[Any]]()
         self._labels = Counter[str]()
+        self.bars = defaultdict[str, defaultdict[str, list[float]]](lambda: defaultdict(list))  #: Rates by kind, words.
+        self.texts = dict[str, str]()  #: First number of each form: `ambiguous` and `clear` use of `.` and `,`.
         self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.
         self._record = record
@@ -315,6 +354,11 @@ class Finder:
                 self.slow[name] += 1
             elif name == RANK:
                 self._labels[number] += 1
+            elif name == LABEL:
+                kind, words, rate, text = number
+                self.bars[kind][words].append(rate)
+                if not NEUTRAL.fullmatch(text):
+                    self.texts.setdefault("ambiguous" if AMBIGUOUS.fullmatch(text) else "clear", text)
             elif isinstance(number, str):
                 self.refused.setdefault(name, [number, 0])[1] += 1
             else:
@@ -328,7 +372,7 @@ def main() -> None:
     """Read lines with their times; print each number found as JSON, with the pattern's name and the time.
 
     In place of the number, print the text of a match without a number or rate, and null for a pattern that is too slow.
-    Also print the label of a rank in a line with a rate.
+    For a rate, also print the words before it and its digits, and the label of a rank in its line.
     """
 
     def late(number: int, frame: object) -> None:
@@ -354,7 +398,11 @@ def main() -> None:
             if match:
                 kind, number = (name, value_of(match)) if name else rate_of(match) or ("", None)
                 print(json.dumps([kind, float(when), text_of(match) if number is None else number]), flush=True)
-                if not name and number is not None and (rank := RANKED.search(text)):
+                if name or number is None:
+                    continue
+                words = " ".join(WORDS.findall(text[: match.start(1)])[:MAX_WORDS])
+                print(json.dumps([LABEL, float(when), [kind, words, number, digits_of(match)]]), flush=True)
+                if rank := RANKED.search(text):
                     print(json.dumps([RANK, float(when), rank[rank.lastindex or 0]]), flush=True)
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,15 +27,16 @@ import psutil
 from dlscale.core import machine, registry, telemetry
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
-from dlscale.core.text import duration, many
+from dlscale.core.text import duration, many, number
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram, adopt_orphans
 from dlscale.extensions.programs.launch import HOOKS
 from dlscale.extensions.programs.printed import MAX_SECONDS, PER_STEP, Finder
+from dlscale.extensions.programs.settings import RATES
 from dlscale.extensions.programs.timed import EVERY, FOLDER
 from dlscale.launch.contain import FORWARDED, GRACE
-from dlscale.measure.records import Outside, Throughput, Trials, Usage
+from dlscale.measure.records import SAMPLE_RATE, STEP_RATE, Outside, Throughput, Trials, Usage
 from dlscale.measure.telemetry import bus_ids
 from dlscale.parallel.records import Device
 
@@ -98,6 +99,8 @@ class Outcome:
     in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
     refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
     ranks: tuple[str, ...] = ()  #: Labels of ranks in lines with rates.
+    bars: Mapping[str, Sequence[float]] = field(default_factory=dict)  #: Printed rates, by the words before the rate.
+    ambiguous: str = ""  #: First printed rate, if the mark in all rates may separate thousands or decimals.
 
 
 def watched(
@@ -236,6 +239,8 @@ def run_command(
         in_steps=in_steps,
         refused=finder.refused.get("", [""])[0] if finder else "",
         ranks=tuple(finder.ranks()) if finder else (),
+        bars=dict(finder.bars[PER_STEP if in_steps else ""]) if finder else {},
+        ambiguous=finder.texts.get("ambiguous", "") if finder and "clear" not in finder.texts else "",
     )
 
 
@@ -311,8 +316,9 @@ COMPLETE = "The group must match the complete number, with its sign and all digi
 def no_rate(text: str) -> str:
     """Return a message for a printed text that is not a rate of steps or samples."""
     return (
-        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step. A duration needs its unit and `/step`, "
-        f"after the number or in the label before it. {COMPLETE}"
+        f"`{text}`. Expected samples/s, or steps in it/s, s/it or ms/step, of all devices: not per GPU or process, and "
+        "not micro-batches. A duration needs its unit and `/step`, after the number or in the label before it. "
+        f"{COMPLETE}"
     )
 
 
@@ -592,9 +598,12 @@ def _pace_by(
     trainings = (several[1] if several else 1) + sum(len(each.others) for each in processes)
     if way == "rate":
         begin, printed = run.begin, run.printed
-        if several and (own := seen.printed_in(printed, several[0], processes[0])):
-            (begin, _), printed = several[0], own
-        _check_ranks(printed, run, seen.pace(processes, reading.batch_size, apart), len(processes))
+        if several and (inside := seen.printed_in(printed, several[0], processes[0])):
+            (begin, _), printed = several[0], inside
+        own = seen.pace(processes, reading.batch_size, apart)
+        _check_ranks(printed, run, own, len(processes))
+        _check_bars(run, reading)
+        _check_steps(printed, run, reading, own)
         compute_pace = partial(seen.pace_of_rates, printed, begin, reading.batch_size, steps=run.in_steps)
     elif way == "log" and reading.log:
         start = reading.log_start or logs.Start(run.begin)
@@ -638,6 +647,44 @@ def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen
     if total or (run.ranks[1:] and (processes > 1 or not run.ranks[0].isdecimal())):
         raise UserError(f"{what}, and each process seems to print its own rate. {remedy}")
     say(f"dlscale measure: {what}. A printed rate counts as the rate of all processes. If it is not: {remedy}")
+
+
+#: Minimum number and fraction of the rates with the same words before them that are compared with other rates.
+MIN_BAR_RATES, MIN_BAR_FRACTION = 3, 0.1
+
+#: Maximum ratio of printed rates of several bars, and of printed rates and the steps that were seen.
+MAX_RATIO = 1.3
+
+
+def _check_bars(run: Outcome, reading: Reading) -> None:
+    """Refuse rates of several progress bars or phases that disagree, such as training and validation."""
+    least = max(MIN_BAR_RATES, MIN_BAR_FRACTION * sum(map(len, run.bars.values())))
+    usual = {words: statistics.median(rates) for words, rates in run.bars.items() if len(rates) >= least}
+    if usual and max(usual.values()) > MAX_RATIO * min(usual.values()):
+        names = [f"`{words or 'no text'}` {number(rate)}" for words, rate in usual.items()]
+        first = next(iter(usual)).split(" ")[0] or "train"
+        raise UserError(
+            f"the pattern {reading.rate} matches lines of different speeds ({', '.join(names[:4])}), such as training "
+            f"and validation. Put the text of the training's lines into the pattern, such as '{first}.*?…'"
+        )
+
+
+def _check_steps(printed: Sequence[tuple[float, float]], run: Outcome, reading: Reading, own: seen.Pace | None) -> None:
+    """Refuse rates that disagree with the steps that were seen; if nothing was seen, warn of ambiguous marks.
+
+    `own` is the pace of the steps that were seen. Rates in samples/s are compared if the samples per step are certain.
+    """
+    if own and own.steps >= seen.MIN_TRAINING_STEPS and printed and (own.samples or run.in_steps):
+        rate = interval(own.rates)[0] / ((own.batch_size if run.in_steps and own.samples else None) or 1)
+        usual, unit = statistics.median(each for _, each in printed), STEP_RATE if run.in_steps else SAMPLE_RATE
+        if not 1 / MAX_RATIO <= usual / rate <= MAX_RATIO:
+            raise UserError(f"the program printed {number(usual)} {unit}, but made {number(rate)} {unit}")
+    elif run.ambiguous and reading.rate not in RATES:
+        separates = "thousands" if "," in run.ambiguous else "decimals"
+        say(
+            f"dlscale measure: the mark in `{run.ambiguous}` counts as a separator of {separates}. If it is not, print "
+            "rates with another number of digits after the mark"
+        )
 
 
 def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:

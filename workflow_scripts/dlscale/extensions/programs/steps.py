@@ -42,8 +42,8 @@ MIN_TRAINING_STEPS = 12
 #: PAUSE times the median step, and longer than PAUSE_SECONDS.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
-#: Minimum distance between the pauses in a log, steps. If long steps are more frequent, they are waits, such as for
-#: loader workers. Then only steps at least PAUSE_IN_WAITS times as long as the usual wait are pauses.
+#: Minimum distance between pauses, steps. If long steps are more frequent, they belong to the training, such as waits
+#: for loader workers. Then only steps at least PAUSE_IN_WAITS times as long as the usual long step are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
 
 #: Maximum relative difference at which a log's step number is taken for a process's number of steps, or of samples.
@@ -51,6 +51,12 @@ MAX_LOG_DIFFERENCE = 0.2
 
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
 MAX_CLOCK_ERROR = 0.05
+
+#: The same difference if long and short steps alternate.
+MAX_PATTERN_ERROR = 0.01
+
+#: Relative difference from the mean samples per step from which on the usual number differs from the mean.
+MAX_UNUSUAL = 0.1
 
 
 #: Begin and end, seconds since 1970-01-01 UTC.
@@ -236,6 +242,10 @@ class _Step:
     waited: float
     end: float
     computed: float
+    batches: int  #: Number of training batches fetched during the step.
+    samples: int  #: Samples of these batches; 0 for a batch of unknown size.
+    first: bool  #: Whether the step fetched an iterator's first batch, as at the begin of an epoch.
+    alone: bool  #: Whether the step fetched no batch of another loader, and no batch of unknown size that matters.
 
 
 def training_iterators(process: Process) -> set[str]:
@@ -323,32 +333,90 @@ def _is_ahead(process: Process, training: set[str]) -> bool:
     return any(process.fetchers.get(iterator, set()) - process.trainers for iterator in training)
 
 
-def _kept(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the steps of a process that count: no warm-up, validations, pauses or steps in the spans `away`.
+def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
+    """Return the steps of a process after the warm-up and outside the spans `away` whose begin is known.
 
-    A step counts only if its begin is known. If batches are `sized`, a step with a batch of unknown size does not
-    count. If batches are fetched `ahead`, the waiting time of all steps is 0.
+    If batches are `sized`, a step with a batch of unknown size is not `alone`. If batches are fetched `ahead`, the
+    waiting time of all steps is 0. If the samples per step differ, only complete epochs are returned.
     """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
-    found = list[_Step | None]()
+    found, iterators = list[_Step | None](), set[str]()
     computed = itertools.pairwise(process.computed)
     for (before, end), (since, until) in zip(itertools.pairwise(process.steps), computed, strict=True):
         begun = bisect.bisect_left(process.loops, end)
         before = max([before, *process.loops[begun - 1 : begun]])
+        within = process.batches[bisect.bisect_left(times, before) : bisect.bisect_left(times, end)]
+        own = [batch for batch in within if batch[1] in training]
+        first = not iterators.issuperset(batch[1] for batch in own)
+        iterators.update(batch[1] for batch in own)
         nearest = bisect.bisect_right(ends, before)
-        if nearest < len(away) and away[nearest][0] < end:
+        if end <= before or (nearest < len(away) and away[nearest][0] < end):
             found.append(None)
             continue
-        within = process.batches[bisect.bisect_right(times, before) : bisect.bisect_right(times, end)]
         waited = 0.0 if ahead else min(sum(batch[2] for batch in within), end - before)
-        alone = all(batch[1] in training and (batch[3] or not sized) for batch in within) and end > before
-        found.append(_Step(end - before, waited, end, until - since) if alone else None)
+        samples = sum(batch[3] for batch in own) if all(batch[3] for batch in own) else 0
+        alone = len(own) == len(within) and (samples > 0 or not own or not sized)
+        found.append(_Step(end - before, waited, end, until - since, len(own), samples, first, alone))
     skipped = min(max(math.ceil(WARM_UP * len(found)), MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS)
     steps = [step for step in found[skipped:] if step]
-    if not steps:
+    starts = [number for number, step in enumerate(steps) if step.first]
+    if len(starts) < 2 or not _differ(_sizes(steps)):
+        return steps
+    fetched = [sum(step.batches for step in steps[a:b]) for a, b in itertools.pairwise([*starts, None])]
+    return steps[starts[0] : None if fetched[-1] == fetched[-2] else starts[-1]]
+
+
+def _sizes(steps: Sequence[_Step]) -> list[int]:
+    """Return the samples of each step, without steps with a batch of unknown size."""
+    return [step.samples for step in steps if step.samples or not step.batches]
+
+
+def _differ(samples: Sequence[int]) -> bool:
+    """Return whether steps have different numbers of samples, as with a shorter accumulation at an epoch's end."""
+    mean = statistics.fmean(samples or [0])
+    return abs(statistics.mode(samples or [0]) - mean) >= MAX_UNUSUAL * mean > 0
+
+
+def _has_frequent_long_steps(steps: Sequence[_Step]) -> bool:
+    """Return whether long steps recur, so that windows with more and fewer long steps have different rates."""
+    limit = PAUSE * statistics.median(step.seconds for step in steps)
+    return sum(step.seconds > limit for step in steps) * MIN_STEPS_BETWEEN_PAUSES > len(steps)
+
+
+def _rates_of_windows(
+    each: Sequence[Sequence[_Step]], amounts: Sequence[Sequence[float]], count: int
+) -> tuple[list[float], list[float]]:
+    """Divide the steps of each process into `count` windows; return rates of all, and seconds in the first process."""
+    rates, seconds = [0.0] * count, list[float]()
+    for kept, amount in zip(each, amounts, strict=True):
+        edges = itertools.pairwise([len(kept) * number // count for number in range(count + 1)])
+        windows = [(sum(amount[a:b]), sum(step.seconds for step in kept[a:b])) for a, b in edges]
+        rates = [rate + part / length for rate, (part, length) in zip(rates, windows, strict=True)]
+        seconds = seconds or [length for _, length in windows]
+    return rates, seconds
+
+
+def _without_long_steps(steps: Sequence[_Step]) -> list[_Step]:
+    """Return the steps that are `alone`, without pauses.
+
+    A step is judged per batch, because with gradient accumulation steps have different numbers of batches. Long steps
+    within an epoch that recur soon are not pauses; then the steps between the first and the last long step count.
+    """
+    if not (steps := [step for step in steps if step.alone]):
         return []
-    longest = max(PAUSE * statistics.median(step.seconds for step in steps), PAUSE_SECONDS)
-    return [step for step in steps if step.seconds - step.waited <= longest]
+    usual = PAUSE * statistics.median(step.seconds / max(step.batches, 1) for step in steps)
+    busy = [step.seconds - step.waited for step in steps]
+    limits = [max(usual * max(step.batches, 1), PAUSE_SECONDS) for step in steps]
+    long = [number for number, (seconds, limit) in enumerate(zip(busy, limits, strict=True)) if seconds > limit]
+    inner = [number for number in long if not steps[number].first]
+    distances = [after - before for before, after in itertools.pairwise(inner)]
+    if len(distances) > 1 and statistics.median(distances) < MIN_STEPS_BETWEEN_PAUSES:
+        least = PAUSE_IN_WAITS * statistics.median_low(busy[number] for number in inner)
+        long = [number for number in long if steps[number].first or busy[number] > least]
+        steps = steps[: inner[-1] + 1]
+        long += range(inner[0] + 1)  # the counted steps begin after a long step and end with one
+    pauses = set(long)
+    return [step for number, step in enumerate(steps) if number not in pauses]
 
 
 def trainings(process: Process) -> list[Span]:
@@ -403,25 +471,28 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     # Mean samples per step, since a batch that is fetched ahead belongs to a later step than the step that fetches it.
     sizes = [0.0 if batch_size else _samples(*one) for one in zip(processes, iterators, ahead, strict=True)]
     known = all(sizes)
-    each = [_kept(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
+    every = [_after_warm_up(*one, known) for one in zip(processes, iterators, away, ahead, strict=True)]
+    each = [_without_long_steps(one) for one in every]
     if not each or min(map(len, each)) < 2:
         return None
     if not known:
         sizes = [(batch_size or 1) / len(each)] * len(each)
-    windows = max(1, min(WINDOWS, min(map(len, each)) // 3))
-    rates, seconds, rank_rates, whole = [0.0] * windows, list[float](), list[float](), 0
-    for process, training, kept, size in zip(processes, iterators, each, sizes, strict=True):
-        edges = [len(kept) * number // windows for number in range(windows + 1)]
-        lengths = [sum(step.seconds for step in kept[a:b]) for a, b in itertools.pairwise(edges)]
-        parts = [size * (b - a) for a, b in itertools.pairwise(edges)]
-        if known:
-            spans = [kept[a:b] for a, b in itertools.pairwise(edges)]
-            relative = _relative_sizes(process, training, spans)
-            parts = [part * one for part, one in zip(parts, relative, strict=True)]
-            whole += _usual_samples(process, training, sum(parts) / len(kept))
-        rates = [rate + part / length for rate, part, length in zip(rates, parts, lengths, strict=True)]
-        seconds = seconds or lengths
-        rank_rates.append(sum(parts) / sum(lengths))
+    usual, amounts = 0, list[list[float]]()
+    for steps, kept, size in zip(every, each, sizes, strict=True):
+        samples = _sizes(steps) if known else []
+        mean = statistics.fmean(samples) if _differ(samples) else size
+        often = statistics.mode(samples or [0])
+        usual += round(mean) if _differ(samples) or 4 * samples.count(often) < 3 * len(samples) else often
+        exact = known and all(step.batches for step in steps)  # otherwise batches are fetched for later steps
+        one = sum(samples) / max(sum(step.batches for step in steps if step.samples), 1)  # samples of a batch
+        relative = [step.samples / step.batches / one if known and step.batches else 1.0 for step in kept]
+        amounts.append([step.samples if exact else mean * of for step, of in zip(kept, relative, strict=True)])
+    rank_rates = [sum(amount) / sum(step.seconds for step in kept) for amount, kept in zip(amounts, each, strict=True)]
+    uneven = any(map(_differ, map(_sizes, every))) or any(map(_has_frequent_long_steps, each))
+    for count in range(max(1, min(WINDOWS, min(map(len, each)) // 3)), 0, -1):
+        rates, seconds = _rates_of_windows(each, amounts, count)
+        if not uneven or abs(interval(rates)[0] / sum(rank_rates) - 1) <= MAX_PATTERN_ERROR:
+            break
     begin, end = each[0][0].end - each[0][0].seconds, each[0][-1].end
     lasted = [sum(step.seconds for step in kept) for kept in each]
     waited = [sum(step.waited for step in kept) for kept in each]
@@ -433,7 +504,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         processes=len(each),
         steps=len(each[0]),
         samples=known or batch_size is not None,
-        batch_size=whole if known else batch_size,
+        batch_size=usual if known else batch_size,
         rates=rates,
         seconds=seconds,
         rank_rates=rank_rates,
@@ -468,16 +539,6 @@ def _samples(process: Process, training: set[str], ahead: bool) -> float:
     return statistics.fmean(sizes) * (each if exact else count / steps)
 
 
-def _relative_sizes(process: Process, training: set[str], spans: Sequence[Sequence[_Step]]) -> list[float]:
-    """Return the mean batch size during each span of successive steps, relative to the mean of all batches."""
-    sized = [(time, samples) for time, iterator, _, samples in process.batches if iterator in training and samples]
-    times, sizes, found = [time for time, _ in sized], [samples for _, samples in sized], list[float]()
-    for span in spans:
-        begin, end = (bisect.bisect_left(times, time) for time in (span[0].end - span[0].seconds, span[-1].end))
-        found.append(statistics.fmean(sizes[begin:end] or sizes) / statistics.fmean(sizes))
-    return found
-
-
 def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
     """Return whether an iterator delivers a batch between two batches of another iterator."""
     last, ended = "", set[str]()
@@ -488,14 +549,6 @@ def _overlap(batches: Sequence[tuple[float, str, float, int]]) -> bool:
             ended.add(last)
             last = iterator
     return False
-
-
-def _usual_samples(process: Process, training: set[str], mean: float) -> int:
-    """Return the usual number of samples per step; the last step of an epoch may have fewer samples."""
-    sizes = [samples for _, iterator, _, samples in process.batches if iterator in training and samples]
-    usual = statistics.mode(sizes or [0])
-    found = usual * max(round(mean / usual), 1) if usual else 0
-    return found if abs(found - mean) < 0.1 * mean else round(mean)
 
 
 # ---- printed rates and logged steps -----------------------------------------------------------------
