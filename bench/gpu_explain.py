@@ -256,10 +256,14 @@ def snapshot(bench: Bench) -> Values:
     bench.need_cuda()
     recorder = SimpleNamespace(_folder=bench.folder, _world=World(device=bench.device))
     held = [torch.empty(size, dtype=torch.uint8, device=bench.device) for size in (2**9, 2**20, 2**28)]
-    used = torch.cuda.memory_allocated(bench.device)
-    state = pickle.loads(Path(HealthRecorder.write_snapshot(recorder)).read_bytes())  # type: ignore[arg-type]
-    blocks = [block for segment in state["segments"] for block in segment["blocks"]]
-    active = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    used, written = torch.cuda.memory_allocated(bench.device), HealthRecorder.write_snapshot(recorder)  # type: ignore[arg-type]
+    state = pickle.loads(Path(written).read_bytes())
+    active = sum(
+        block["size"]
+        for segment in state["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
     if active != used:
         raise AssertionError(f"the snapshot has {active} bytes in use, the allocator {used}; expected equal numbers")
     return {"tensors": len(held), "segments": len(state["segments"]), "MB in use": active / 1e6}
@@ -403,10 +407,9 @@ def units(bench: Bench) -> Values:
     activity = gpm.Activity(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
     a, b = (torch.randn(8192, 8192, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     bench.seconds_of(partial(torch.mm, a, b), 500)
-    found: Values = {**activity()}
-    if not found:
-        raise Skip("the card or its driver has no GPM counters, which Hopper and newer cards have")
-    return found
+    if found := activity():
+        return {**found}
+    raise Skip("the card or its driver has no GPM counters, which Hopper and newer cards have")
 
 
 # --- the tests that need a GPU ---------------------------------------------------------------------------------
