@@ -183,7 +183,6 @@ RUNGS: dict[str, Rung] = {
     "all but compile": ({**FUSED, **OTHER_SETTINGS, "precision": "bf16"}, BF16, BOTH),
 }
 COMPILED: dict[str, Rung] = {
-    "compile default": ({"compile": {"mode": "default"}}, FP32, BOTH),
     "compile, bf16": ({**FUSED, "compile": {"mode": "default"}, "precision": "bf16"}, BF16, BOTH),
 }
 
@@ -370,11 +369,11 @@ def quick(bench: Bench) -> list[Task]:
 
 def ahead(bench: Bench) -> list[Task]:
     """Return the checks for batches that are overwritten too early; slow, because they keep the device busy."""
-    forms: dict[str, dict[str, Any]] = {"": {}, ", CUDA graph": {"cuda_graph": True}}
     return [
-        Task("check", f"samples ahead, {kind}{name}", 20, partial(samples_ahead, bench, kind, over))
-        for kind in ("resident", "streamed", "dali")
-        for name, over in forms.items()
+        Task("check", "samples ahead, streamed", 20, partial(samples_ahead, bench, "streamed", {})),
+        Task(
+            "check", "samples ahead, dali, CUDA graph", 20, partial(samples_ahead, bench, "dali", {"cuda_graph": True})
+        ),
     ]
 
 
@@ -385,8 +384,4 @@ def slow(bench: Bench) -> list[Task]:
         Task("check", f"CUDA graph, {name}", 20, partial(graph_equals_eager, bench, over))
         for name, over in GRAPHS_COMPILED.items()
     ]
-    last += [
-        Task("check", mode, 20 if mode == "reduce-overhead" else 40, partial(mode_runs, bench, mode))
-        for mode in ("reduce-overhead", "max-autotune")
-    ]
-    return last
+    return [*last, Task("check", "reduce-overhead", 20, partial(mode_runs, bench, "reduce-overhead"))]

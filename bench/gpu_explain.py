@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import pickle
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,13 +24,15 @@ from bench import loading
 from bench.cases import Case, sizes
 from bench.gpu_kernels import BEST, MAX_ROWS, _short, host_and_device, kind_of
 from bench.gpu_machine import COPY, PRODUCT, is_h200
-from bench.gpu_timings import COMPILE, WORKERS, Data, data
+from bench.gpu_timings import WORKERS, Data, data
 from bench.tasks import Bench, Skip, Task, Values
 from bench.watching import watched_and_alone
 from dlscale.config.run import Run, run_class
 from dlscale.core import registry
 from dlscale.core import telemetry as record
 from dlscale.data.store import Field
+from dlscale.extensions.health import gpm
+from dlscale.extensions.health.training import HealthRecorder
 from dlscale.extensions.memory import prediction
 from dlscale.extensions.profile.profile import measure as profiled
 from dlscale.measure import throughput
@@ -70,15 +73,9 @@ def peaks(bench: Bench, precision: str) -> Values:
 
 # --- runs, explained ---------------------------------------------------------------------------------------------
 
-#: Settings of the first rung of each study's ladder.
-FIRST: dict[str, dict[str, Any]] = {
-    "cosmo_unet": {"precision": "tf32", "loader": {"kind": "torch", "workers": 2}},
-    "era5_vit": {"precision": "tf32", "loader": {"kind": "torch", "workers": 0}},
-}
 #: Activity that tables leave out, because rows of kind `gap` have the same times.
 IDLE = {"idle_seconds"}
 STREAMED = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "never"}}
-RESIDENT = {"loader": {"kind": "direct", "workers": WORKERS, "resident": "auto"}}
 
 
 def explained(bench: Bench, run: Run, manifest: Path) -> tuple[Evidence, list[TopEntry], Values]:
@@ -114,13 +111,10 @@ def _batch(session: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def of_study(bench: Bench, source: Data, over: dict[str, Any], tool: str = "torch") -> Values:
     """Profile and judge a run of a study at full size."""
-    if over.get("cuda_graph") or "compile" in over:
-        bench.need_cuda()
     if tool == "nsys" and not shutil.which(os.environ.get("NSYS") or "nsys"):
         raise Skip("nsys is missing: set NSYS to its path")
-    slow = over["loader"]["kind"] == "torch"
-    trials = {"warmup": 1, "trials": 2, "batches": 2 if bench.quick else 3 if slow else 15}
-    window = {"tools": [tool], "skip": 3 if slow else 8, "steps": 3 if bench.quick or slow else 10}
+    trials = {"warmup": 1, "trials": 2, "batches": 2 if bench.quick else 15}
+    window = {"tools": [tool], "skip": 8, "steps": 3 if bench.quick else 10}
     run = source.case.run(**{"throughput": trials, "profile": window, **over})
     return values_of(*explained(bench, run, source.manifest()))
 
@@ -257,6 +251,24 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     return {**found, "measured peak": real / 1e9, "measured / predicted": off}
 
 
+def snapshot(bench: Bench) -> Values:
+    """Write a snapshot of the allocator, as after an out-of-memory error; its blocks must add up to the used memory."""
+    bench.need_cuda()
+    recorder = SimpleNamespace(_folder=bench.folder, _world=World(device=bench.device))
+    held = [torch.empty(size, dtype=torch.uint8, device=bench.device) for size in (2**9, 2**20, 2**28)]
+    used, written = torch.cuda.memory_allocated(bench.device), HealthRecorder.write_snapshot(recorder)  # type: ignore[arg-type]
+    state = pickle.loads(Path(written).read_bytes())
+    active = sum(
+        block["size"]
+        for segment in state["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
+    if active != used:
+        raise AssertionError(f"the snapshot has {active} bytes in use, the allocator {used}; expected equal numbers")
+    return {"tensors": len(held), "segments": len(state["segments"]), "MB in use": active / 1e6}
+
+
 # --- planted bottlenecks -----------------------------------------------------------------------------------------
 
 STUDY = Path(__file__).with_name("bottlenecks") / "plant.py"
@@ -290,7 +302,6 @@ class Planted:
 
 PLANTS = {
     "clean": Planted(None),
-    "clean, bf16": Planted(None, {"precision": "bf16", "batch_size": 4096, "model": {"depth": 48}}),
     "tiny kernels": Planted("launches", {"batch_size": 8, "model": {"kind": "tiny", "depth": 200, "size": 16}}),
     "host sync": Planted("sync", {"batch_size": 256, "model": {"depth": 64, "size": 2048, "item": True}}),
     "pageable copies": Planted(
@@ -387,6 +398,20 @@ def _of_gpu(bench: Bench, rows: list[record.Sample]) -> Values:
     return {**means, "J": used, "J / (W × s)": used / by_power, "throttled": throttled or "no"}
 
 
+def units(bench: Bench) -> Values:
+    """Return the activity of the GPU's units (GPM counters) during large matrix products, which use tensor cores."""
+    bench.need_cuda()
+    import pynvml
+
+    pynvml.nvmlInit()
+    activity = gpm.Activity(pynvml, pynvml.nvmlDeviceGetHandleByIndex(0))
+    a, b = (torch.randn(8192, 8192, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    bench.seconds_of(partial(torch.mm, a, b), 500)
+    if found := activity():
+        return {**found}
+    raise Skip("the card or its driver has no GPM counters, which Hopper and newer cards have")
+
+
 # --- the tests that need a GPU ---------------------------------------------------------------------------------
 
 TESTS = ("test_telemetry", "test_memory", "test_rungs", "test_loaders")
@@ -412,31 +437,30 @@ def marked(bench: Bench) -> Values:
 # --- all -------------------------------------------------------------------------------------------------------
 
 
-def tasks(bench: Bench) -> list[Task]:
-    """Return the checks of the diagnosis, the most valuable first."""
-    unet, vit, _ = sizes(bench.quick)
-    boxes, years = data(bench)
-    studies = (("U-Net 64³", boxes), ("ViT-384", years))
-    rungs: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
-        "eager": (30, lambda study: {**BEST[study], **STREAMED}),
-        "top": (90, lambda study: {**BEST[study], **RESIDENT, **COMPILE, "cuda_graph": True}),
-        "first": (40, lambda study: FIRST[study]),
-    }
+def units_and_memory(bench: Bench) -> list[Task]:
+    """Return the checks of peaks, GPM counters and the allocator's snapshot, which take seconds."""
     targets = (
         {"TFLOP/s": 700.0, "TB/s": 4.0, "product / machine's": 0.9, "copy / machine's": 0.9} if is_h200(bench) else {}
     )
     found = [
         Task("peaks", name, 3, partial(peaks, bench, name), targets if name == "bf16" else {}) for name in DATASHEET
     ]
+    return [
+        *found,
+        Task("GPM counters", "bf16 matrix product", 3, partial(units, bench), {"tensor_active": 0.5}),
+        Task("memory", "snapshot", 5, partial(snapshot, bench)),
+    ]
 
-    def explain(rung: str) -> list[Task]:
-        seconds, over = rungs[rung]
-        return [
-            Task(f"explain {label}", rung, seconds, partial(of_study, bench, source, over(source.case.study)))
-            for label, source in studies
-        ]
 
-    found += [*explain("eager"), *explain("top")]
+def tasks(bench: Bench) -> list[Task]:
+    """Return the checks of the diagnosis, the most valuable first."""
+    unet, vit, _ = sizes(bench.quick)
+    boxes, years = data(bench)
+    studies = (("U-Net 64³", boxes), ("ViT-384", years))
+    found = [
+        Task(f"explain {label}", "eager", 30, partial(of_study, bench, source, {**BEST[source.case.study], **STREAMED}))
+        for label, source in studies
+    ]
     found += [
         Task("planted", name, 20 if planted.width > 1024 else 12, partial(plant, bench, planted), {"named": 1.0})
         for name, planted in PLANTS.items()
@@ -444,26 +468,12 @@ def tasks(bench: Bench) -> list[Task]:
     free = {"watched / alone": 0.99} if bench.cuda else {}
     found += [Task("telemetry", "U-Net 64³", 30, partial(telemetry, bench, unet), free)]
     bf16: dict[str, Any] = {"precision": "bf16", "optimizer": {"fused": True}}
-    forms: tuple[dict[str, Any], ...] = ({}, bf16)
     found += [
-        Task(
-            "memory",
-            f"{label}, {'bf16' if over else 'fp32'}",
-            60 if case is unet else 8,
-            partial(predicted, bench, case, over),
-        )
-        for (label, case), over in itertools.product((("U-Net 64³", unet), ("ViT-384", vit)), forms)
+        Task("memory", f"{label}, bf16", 60 if case is unet else 8, partial(predicted, bench, case, bf16))
+        for label, case in (("U-Net 64³", unet), ("ViT-384", vit))
     ]
     checkpointed = {**bf16, "activation_checkpointing": True}
     found += [Task("memory", "ViT-384, checkpointing", 8, partial(predicted, bench, vit, checkpointed))]
-    found += explain("first")
-    found += [
-        Task(
-            f"explain {label}",
-            "eager, nsys",
-            60,
-            partial(of_study, bench, source, rungs["eager"][1](source.case.study), "nsys"),
-        )
-        for label, source in studies
-    ]
+    nsys = partial(of_study, bench, boxes, {**BEST["cosmo_unet"], **STREAMED}, "nsys")
+    found += [Task("explain U-Net 64³", "eager, nsys", 60, nsys)]
     return [*found, Task("tests", "marked gpu", 60, partial(marked, bench))]

@@ -1,4 +1,4 @@
-"""Kernels and idle time of a step; speed of single convolutions, attention kernels and decoders."""
+"""Kernels and idle time of a step; speed of attention kernels and decoders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import re
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from bench.cases import Case, sizes
@@ -166,11 +164,9 @@ def host_and_device(bench: Bench, action: Callable[[], object], count: int) -> V
     return {"host ms": 1e3 * host, "device ms": 1e3 * device, "host / device": host / device}
 
 
-def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
+def profile(bench: Bench, case: Case) -> Values:
     """Return a step's host and device time, launches, idle fraction and longest kernels."""
-    if over.get("cuda_graph"):
-        bench.need_cuda()
-    step = case.step(bench.device, **BEST[case.study], **over)
+    step = case.step(bench.device, **BEST[case.study])
     action = partial(step, *case.delivered(step))
     for _ in range(2 if bench.quick else 10):  # warm-up: algorithm search, compilation, graph capture
         action()
@@ -185,135 +181,6 @@ def profile(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
         "idle %": 100 * (1 - covered / window),
     }
     return found | shares(seen, STEPS)
-
-
-# --- convolutions ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """The convolution of one layer, with channels that may be padded.
-
-    Attributes
-    ----------
-    grid
-        Size of the input: [D, H, W].
-    arguments
-        Stride, padding, dilation, transposed, output padding, groups, as `aten::convolution` takes them.
-    weight
-        Shape of the weights, padding included.
-    flops
-        FLOPs of one pass over a sample, without padding: 2 per weight for each cell of the coarser grid.
-    """
-
-    name: str
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    weight: tuple[int, ...]
-    flops: int
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the convolution is transposed."""
-        return bool(self.arguments[3])
-
-    @property
-    def channels(self) -> int:
-        """Channels of the input."""
-        return self.weight[0 if self.transposed else 1]
-
-
-def convolutions(case: Case) -> list[Convolution]:
-    """Return the convolutions of a model, in order of computation.
-
-    A layer whose channels are not multiples of 8 is listed again, padded to multiples of 8. The pair shows the cost of
-    few channels, which `space_to_depth` avoids.
-    """
-    found = list[Convolution]()
-
-    def note(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        transposed = isinstance(layer, nn.ConvTranspose3d)
-        rest = (layer.stride, layer.padding, layer.dilation, transposed, layer.output_padding, layer.groups)
-        shape = tuple(layer.weight.shape)
-        padded = (*(-(-size // 8) * 8 for size in shape[:2]), *shape[2:])
-        grid = tuple(inputs[0].shape[2:])
-        flops = 2 * layer.weight.numel() * math.prod(grid if transposed else output.shape[2:])
-        for label, weight in {name: shape, f"{name}, padded": padded}.items():
-            if label == name or weight != shape:
-                found.append(Convolution(label, grid, rest, weight, flops))
-
-    with torch.device("meta"):
-        model = case.network(case.run())
-        for name, layer in model.named_modules():
-            if isinstance(layer, nn.Conv3d | nn.ConvTranspose3d):
-                layer.register_forward_hook(partial(note, name))
-        model(torch.empty(1, *case.shapes[0]))
-    return found
-
-
-def convolution(bench: Bench, layer: Convolution, batch_size: int, layout: torch.memory_format) -> Values:
-    """Measure a layer in bf16: forward pass, and gradients of input and weights."""
-
-    def random(*shape: int) -> torch.Tensor:
-        values = torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
-        return values.to(memory_format=layout)
-
-    x, weight = random(batch_size, layer.channels, *layer.grid), random(*layer.weight)
-    forward = partial(torch.ops.aten.convolution, x, weight, None, *layer.arguments)
-    y: torch.Tensor = forward()
-    gradient = random(*y.shape)
-
-    def backward(mask: list[bool]) -> object:
-        return torch.ops.aten.convolution_backward(gradient, x, weight, None, *layer.arguments, mask)
-
-    found: Values = {"layer": layer.name, "weights": "x".join(map(str, layer.weight))}
-    passes = {"forward": forward, "input": partial(backward, [True, False, False])}
-    passes["weight"] = partial(backward, [False, True, False])
-    for name, action in passes.items():
-        seconds = bench.seconds(action, 2 if bench.quick else 10)
-        found |= {f"{name} ms": 1e3 * seconds, f"{name} TFLOP/s": batch_size * layer.flops / seconds / 1e12}
-    return found
-
-
-def table_of_convolutions(bench: Bench, case: Case, layout: torch.memory_format, search: int | None) -> Values:
-    """Measure all convolutions of a model in one layout.
-
-    If `search` is None, cuDNN guesses the fastest algorithm. Otherwise cuDNN tries the first `search` algorithms of its
-    list (0: all algorithms; PyTorch's default: 10).
-
-    A new thread measures, because PyTorch keeps the chosen algorithm of each shape per thread. Times of a few
-    microseconds are mostly the kernel's launch.
-    """
-    rows, errors = list[Values](), list[BaseException]()
-
-    def measure() -> None:
-        try:
-            for layer in convolutions(case):
-                rows.append(convolution(bench, layer, case.batch_size, layout))
-        except BaseException as error:
-            errors.append(error)
-
-    cudnn: Any = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.benchmark_limit
-    cudnn.benchmark = search is not None
-    if search is not None:
-        cudnn.benchmark_limit = search
-    try:
-        thread = threading.Thread(target=measure)
-        thread.start()
-        thread.join()
-    finally:
-        cudnn.benchmark, cudnn.benchmark_limit = before
-    if errors:
-        raise errors[0]
-    # The model's time counts only the padded version of a layer that is listed twice. The first layer's input needs no
-    # gradient.
-    padded = {str(row["layer"]).removesuffix(", padded") for row in rows if ", padded" in str(row["layer"])}
-    computed = [row for row in rows if row["layer"] not in padded]
-    parts = {name: sum(row[f"{name} ms"] for row in computed) for name in ("forward", "input", "weight")}
-    parts["input"] -= computed[0]["input ms"]
-    total = sum(parts.values())
-    return {**{f"{name} ms": ms for name, ms in parts.items()}, "ms/sample": total / case.batch_size, "layers": rows}
 
 
 # --- attention ---------------------------------------------------------------------------------------------------
@@ -424,37 +291,22 @@ def decoding(bench: Bench, data: Data, fused: bool, wide: bool) -> Values:
 
 
 def profiles(bench: Bench) -> list[Task]:
-    """Return the profiles of a step with and without CUDA graphs."""
+    """Return the profiles of a step."""
     unet, vit, _ = sizes(bench.quick)
     return [
-        Task(f"profile {label}", name, 30 if case is unet else 15, partial(profile, bench, case, over))
-        for label, case in (("U-Net 64³", unet), ("ViT-384", vit))
-        for name, over in (("eager", {}), ("CUDA graph", {"cuda_graph": True}))
+        Task(f"profile {label}", "eager", seconds, partial(profile, bench, case))
+        for label, case, seconds in (("U-Net 64³", unet, 30), ("ViT-384", vit, 15))
     ]
 
 
-def layers(bench: Bench) -> list[Task]:
-    """Return the measurements of single convolutions and attention kernels."""
-    unet, _, _ = sizes(bench.quick)
-    layouts = {"channels last": torch.channels_last_3d, "contiguous": torch.contiguous_format}
-    found = [
-        Task(
-            "convolutions",
-            f"{name}, {how}",
-            15 if search is None else 30,
-            partial(table_of_convolutions, bench, unet, layout, search),
-        )
-        for name, layout in layouts.items()
-        for how, search in {"as guessed": None, "searched": 10, "all searched": 0}.items()
-        if search != 0 or name == "channels last"
-    ]
+def attentions(bench: Bench) -> list[Task]:
+    """Return the measurements of attention kernels."""
     tokens, samples, width = (64, 2, 128) if bench.quick else (4050, 16, 384)
-    found += [
+    return [
         Task("attention", kind, 10, partial(attention, bench, kind, samples, tokens, width))
         for kind in BACKENDS
-        if kind != "math"  # needs too much memory, because it stores all attention scores
+        if kind not in ("math", "efficient")  # too much memory for all attention scores; never the fastest
     ]
-    return found
 
 
 def decoders(bench: Bench) -> list[Task]:
@@ -462,7 +314,6 @@ def decoders(bench: Bench) -> list[Task]:
     boxes, years = data(bench)
     return [
         Task("decode", f"{label}, {name}, {bits}", 10, partial(decoding, bench, source, fused, bits == "int64"))
-        for label, source in (("crops", boxes), ("pairs", years))
+        for label, source, bits in (("crops", boxes, "int32"), ("pairs", years, "int64"))
         for name, fused in DECODERS.items()
-        for bits in ("int32", "int64")
     ]

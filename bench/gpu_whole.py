@@ -238,7 +238,6 @@ def tasks(bench: Bench) -> list[Task]:
     forms: dict[str, dict[str, Any]] = {
         "plain": {},
         "bf16, accumulation": {"precision": "bf16", "accumulation_steps": 2},
-        "compile": COMPILE,
         "compile, bf16": {**COMPILE, "precision": "bf16"},
     }
     unet = sizes(bench.quick)[0]

@@ -32,21 +32,22 @@ from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, 
 from dlscale.extensions.imagenet_resnet50.imagenet.samples import Images
 
 SIZE, BATCH = 224, 16
-HEIGHT, WIDTH = 375, 500  # size of most photographs in ImageNet
-DECODING = "Pillow's decoding alone"
-EXAMPLE = "DALI's example"
+#: Size of most photographs in ImageNet; size of photographs for which libjpeg may decode fewer pixels.
+(HEIGHT, WIDTH), LARGE = (375, 500), (1024, 1536)
+DECODING, EXAMPLE = "Pillow's decoding alone", "DALI's example"
+LARGER, SCALED = "large photographs, decoding alone", "large photographs, scaled decoding alone"
 #: Minimum ratio of each loader's speed to the fastest loader of Apex's example. Images that were decoded in advance
 #: are still resized.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.2, "direct, decoded": 2.5, "DALI": 1.1}
 
 
-def photograph(seed: int) -> bytes:
+def photograph(seed: int, shape: tuple[int, int] = (HEIGHT, WIDTH)) -> bytes:
     """Return a JPEG of noise with a photograph's size and spectrum (amplitudes fall as 1/f)."""
     rng = np.random.default_rng(seed)
-    frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None])
+    frequency = np.hypot(np.fft.fftfreq(shape[0])[:, None], np.fft.rfftfreq(shape[1])[None])
     frequency[0, 0] = 1.0
-    noise = np.fft.rfft2(rng.standard_normal((3, HEIGHT, WIDTH))) / frequency
-    grey = np.fft.irfft2(noise[0] + 0.3 * noise, (HEIGHT, WIDTH))  # correlate the colours
+    noise = np.fft.rfft2(rng.standard_normal((3, *shape))) / frequency
+    grey = np.fft.irfft2(noise[0] + 0.3 * noise, shape)  # correlate the colours
     pixels = np.clip(128 + 50 * grey / grey.std(), 0, 255).astype(np.uint8).transpose(1, 2, 0)
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, "JPEG", quality=90)
@@ -106,13 +107,18 @@ def example_rate(source: dict[str, str], count: int) -> Callable[[], float]:
     return measure
 
 
-def decoding(stack: ExitStack, source: dict[str, str]) -> Callable[[], float]:
-    """Return a function that decodes all files in threads and returns images/s."""
-    files = [path.read_bytes() for path in sorted(Path(source["train"]).glob("*/*"))]
+def decoding(stack: ExitStack, files: list[bytes], scaled: bool = False) -> Callable[[], float]:
+    """Return a function that decodes all files in threads and returns images/s; `scaled` lets libjpeg halve sizes.
+
+    libjpeg may halve an image's edges while both are at least twice `SIZE`.
+    """
     pool = stack.enter_context(ThreadPoolExecutor(THREADS))
 
     def decode(file: bytes) -> None:
-        Image.open(io.BytesIO(file)).load()
+        image = Image.open(io.BytesIO(file))
+        if scaled:
+            image.draft("RGB", (SIZE, SIZE))
+        image.load()
 
     def measure() -> float:
         start = time.perf_counter()
@@ -150,14 +156,16 @@ def images(options: Options) -> list[Row]:
                 **{PROGRAM.format(workers): program_rate(stack, source, workers) for workers in WORKERS},
                 **{f"torch, {workers} workers": torch_rate(stack, samples["encoded"], workers) for workers in WORKERS},
                 **ours(stack, samples, source),
-                DECODING: decoding(stack, source),
+                DECODING: decoding(stack, [path.read_bytes() for path in sorted(Path(source["train"]).glob("*/*"))]),
+                LARGER: decoding(stack, large := [photograph(number, LARGE) for number in range(8)]),
+                SCALED: decoding(stack, large, scaled=True),
             },
         )
     floor, reference = found.pop(DECODING), "published loader's best"
     best = best_of([found[PROGRAM.format(workers)] for workers in WORKERS])
     found["torch loader's best"] = best_of([found[f"torch, {workers} workers"] for workers in WORKERS])
     sizes = {form: int(each.packs[0].index[:, 1].sum()) / each.size for form, each in samples.items()}
-    rows = []
+    rows = [Row(f"images, {SCALED}", "samples/s", found.pop(SCALED), LARGER, found.pop(LARGER), {"batch": BATCH})]
     for name, rates in found.items():
         counted = {"batch": BATCH, "stored": sizes["decoded" if "decoded" in name else "encoded"]}
         rows.append(Row(f"images, {name}", "samples/s", rates, DECODING, floor, counted))

@@ -433,7 +433,7 @@ def test_kept_norms_compute_as_those_of_master_weights() -> None:
 
     def step(precision: str, **over: Any) -> Step:
         def make() -> nn.Module:
-            layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.LayerNorm(672)
+            layers = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.LayerNorm(672)
             model = nn.Sequential(*layers, nn.Linear(672, 4))
             for norm in (1, 2, 4):
                 nn.init.uniform_(model[norm].weight, 0.5, 2.0)
@@ -451,7 +451,7 @@ def test_kept_norms_compute_as_those_of_master_weights() -> None:
     before = copy.deepcopy(kept.weights.state_dict())
     loss = kept(x, y)
     assert torch.equal(loss, master(x, y)) and loss.isfinite() and kept.predict(x).isfinite().all()
-    assert not any(torch.equal(v, before[name]) for name, v in kept.weights.state_dict().items())
+    assert not any(torch.equal(v, before[name]) for name, v in kept.weights.state_dict().items() if name[0] in "124")
 
 
 def test_a_scaled_gradient_is_clipped_after_unscaling() -> None:

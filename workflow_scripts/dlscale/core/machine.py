@@ -184,7 +184,7 @@ def _compiler() -> bool:
 
 
 def has_package(need: str) -> bool:
-    """Return whether the package of a requirement, if any, is installed."""
+    """Return whether a requirement's package is installed."""
     name = {"dali": "nvidia.dali", "fp8": "torchao"}.get(need, "sys")
     return bool(importlib.util.find_spec(name.partition(".")[0]) and importlib.util.find_spec(name))
 
