@@ -433,8 +433,8 @@ def test_kept_norms_compute_as_those_of_master_weights() -> None:
 
     def step(precision: str, **over: Any) -> Step:
         def make() -> nn.Module:
-            layers = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.LayerNorm(672)
-            model = nn.Sequential(*layers, nn.Linear(672, 4))
+            norms = nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.LayerNorm(672)
+            model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), *norms, nn.Linear(672, 4))
             for norm in (1, 2, 4):
                 nn.init.uniform_(model[norm].weight, 0.5, 2.0)
             return model

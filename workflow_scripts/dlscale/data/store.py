@@ -185,7 +185,7 @@ def check_values(values: h5py.Dataset) -> None:
     plain = {"scale_factor": 1, "add_offset": 0}
     for name in (*plain, "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
         given = [
-            each
+            str(each)
             for each in np.ravel(values.attrs.get(name, math.nan))
             if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(name))
             or (isinstance(each, str | bytes) and name in plain)

@@ -323,7 +323,7 @@ def convergence(plan: PlanResult) -> Section | None:
             f"To {target}",
             "reached by",
             [
-                cell(len(a) / len(b), lambda _, a=a, b=b: f"{len(a)} of {many(len(b), 'run')}")
+                cell(len(a) / len(b), f"{len(a)} of {many(len(b), 'run')}".format)
                 for a, b in zip(reached, several, strict=True)
             ],
         ),
